@@ -19,7 +19,7 @@ from shared.storage.checkpoint_store import CheckpointStore, Manifest
 from shared.storage.log_archive import Archive
 from trainer_node.checkpointing import snapshot
 from trainer_node.checkpointing.fork import beginnings
-from trainer_node.checkpointing.recovery import restore_learner
+from trainer_node.checkpointing.recovery import held, restore_learner
 from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 from trainer_node.distributed.local_followers import local_ranks
 from trainer_node.learning.learner import make_learner, set_up_torch
@@ -84,7 +84,7 @@ def replay(
         progress = Progress(version, 0, Parent(version=begun), lineage)
         return snapshot.take(learner, config, checkpoints.run_id, progress, consumer.committed)
 
-    with local_ranks(config, learner, came_to(), description) as ranks:
+    with local_ranks(config, learner, came_to(), description, held(learner, archive)) as ranks:
         while version < aim.manifest.version:
             phase = phase_at(config, learner.counters)
             taken = _next(consumer, config, version, phase, aim.manifest)

@@ -21,7 +21,7 @@ from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
 from shared.storage.metric_log import EPISODES, TRAIN
-from trainer_node.checkpointing.recovery import Recovery
+from trainer_node.checkpointing.recovery import Recovery, held
 from trainer_node.distributed.leader import meet_followers
 from trainer_node.incarnation import Incarnation
 from trainer_node.learning.learner import set_up_torch
@@ -219,7 +219,10 @@ class Trainer:
             self.incarnation.ranks = leader
             text = f"{leader.size} ranks learn together over {leader.backend}, in the group of epoch {epoch}"
             self.incarnation.tell(text)
-            leader.begin(self.state.snapshot(), self.state.description)
+            taken, archive, log = self.state.snapshot(), self.incarnation.role.archive(), self.incarnation.log
+            self.incarnation.with_store(
+                lambda: leader.begin(taken, self.state.description, held(self.learner, archive, log))
+            )
 
     def save_last(self, reason: str) -> str:
         """Stops the acting and makes the last checkpoint durable; returns its name."""

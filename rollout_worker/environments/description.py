@@ -46,6 +46,8 @@ def _try_parameters(config: Config, env: Any) -> Any:
         try:
             env.reset(seed=0, options=options)
         except (Exception, SystemExit) as error:
+            with contextlib.suppress(Exception):
+                env.close()  # the caller has the first one alone
             raise EnvironmentUnusable(
                 f"{environment.id} cannot be reset with environment.parameters {table.draw(0)} "
                 f"(parameters_by={environment.parameters_by}): {headline(error)}{place(error)}"

@@ -153,6 +153,19 @@ def evaluation_environment(config: Config, episodes: int | None = None) -> Envir
 
 
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """A vector environment of its own making; raises `ConfigError` or `EnvironmentUnusable`."""
+    made = _made_native(config)
+    mode = made.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+    if config.parameters and mode is not AutoresetMode.DISABLED:
+        made.close()
+        raise EnvironmentUnusable(
+            f"{config.id} begins episodes by itself (autoreset_mode={mode.name}), so that environment.parameters would "
+            f"reach the first ones alone; use sync or async, or have its metadata say AutoresetMode.DISABLED"
+        )
+    return made
+
+
+def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
     if config.wrappers:
         raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
     if config.id.startswith(PREFIX):

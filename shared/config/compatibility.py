@@ -212,10 +212,13 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
             f"policies.{policy_id} changes those of the environment (reward_scale, reward_clip or transform), so "
             f"that the two would not fit together; use one of the two"
         )
-    if run.trainer.ranks > 1:
+    drawn, what = algorithm.minibatch_size, "transitions"
+    if isinstance(algorithm, R2D2Config):
+        drawn, what = max(1, drawn // run.rollout.fragment_steps), "sequences"
+    if run.trainer.ranks > drawn:
         raise ValueError(
-            f"trainer.ranks={run.trainer.ranks}: {algorithm.name} learns in one process, since each rank would need "
-            f"the whole memory; set trainer.ranks=1"
+            f"trainer.ranks={run.trainer.ranks} is more than the {drawn} {what} of each minibatch "
+            f"(algorithm.minibatch_size={algorithm.minibatch_size}); lower the first or raise the second"
         )
 
 

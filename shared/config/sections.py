@@ -203,8 +203,9 @@ class TrainerConfig(Section):
     resources: dict[str, float] = {}
     """Custom Ray resources that the trainer asks for, and each further rank."""
     ranks: int = Field(1, ge=1, le=1024)
-    """Processes that learn together, each from its part of every minibatch (torch DDP: nccl with a GPU each, else
-    gloo). Pays off where a gradient step takes tens of milliseconds. A resume cannot change it: sums depend on it."""
+    """Processes that learn together, each from its part of every minibatch (over nccl with a GPU each, else gloo). Pays
+    off where a gradient step takes tens of milliseconds. Each holds all of a replay buffer: of n ranks on one machine,
+    n times the memory. A resume cannot change it: sums depend on it."""
     rank_timeout_seconds: float = Field(60.0, ge=1)
     """A rank that keeps the others waiting for longer than this within an update is taken for hung."""
     grace_seconds: float = Field(25.0, gt=0)

@@ -18,7 +18,8 @@ from shared.config.parameters import table_at
 from shared.errors import EnvironmentUnusable
 from shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
-from tests.support.lessons import MODULE
+from tests.support.lessons import MODULE, Open
+from tests.support.levels import THREE, corridor
 from tests.support.stage import Stage
 
 CORRIDOR: dict[str, Any] = {"id": f"{MODULE}:Corridor"}
@@ -29,7 +30,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "through wrappers": CORRIDOR | LENGTH | {"parameters_by": "attributes", "max_episode_steps": 50},
     "rebuilt": CORRIDOR | LENGTH | {"parameters_by": "rebuild"},
     "async": CORRIDOR | LENGTH | {"vectorization": "async"},
+    "native": {
+        "id": f"{MODULE}:poles", "vectorization": "native", "parameters": {"length": {"log_uniform": [0.01, 1]}},
+    },
     "parallel": {"api": "pettingzoo", "id": f"{MODULE}:Pair", "parameters": {"length": {"choice": [2, 3, 4]}}},
+    **{
+        f"levels by {by}": corridor(
+            [THREE[0], THREE[2]], id=f"{MODULE}:Maze", parameters={"steps": {"choice": [2, 3, 4]}}, parameters_by=by
+        )
+        for by in ("options", "rebuild")
+    },
     "in turns": {
         "api": "pettingzoo", "id": f"{MODULE}:TurnsWithLuck", "parameters": {"luck_of": {"uniform": [0, 1]}},
         "parameters_by": "attributes",
@@ -42,7 +52,9 @@ class Parameterized(Stage):
     """A stage whose sampler draws parameters from the first lessons' table."""
 
     def __init__(self, environment: dict[str, Any], left: Any = ()) -> None:
-        super().__init__({"num_envs": 2} | environment)
+        levels = [level["policy"] for level in environment.get("hierarchy", {}).get("levels", ())]
+        policies: dict[str, Any] = {"policies": {name: {"hidden_sizes": [8]} for name in levels}} if levels else {}
+        super().__init__({"num_envs": 2} | environment, **policies)
         self.sampler.close()
         self.drawn = EpisodeParameters(table_at(self.config.environment.parameters, {}), 2)
         past = action_trace.read(list(left))
@@ -67,24 +79,24 @@ def closing() -> Any:
 def test_each_episode_is_given_what_was_drawn_for_its_seed_and_its_record_says_so(kind: str, closing: Any) -> None:
     stage = Parameterized(KINDS[kind])
     closing(stage)
-    records = stage.records()
+    records = stage.records(20 if kind == "native" else 4)
     assert len(records) > 4 and len({tuple(record.parameters.items()) for record in records}) > 2
     seeds, table = SeedLineage(1, 0, 0, 0).environments(2), table_at(stage.config.environment.parameters, {})
     expected = [table.draw(episode_seed(seed, number)) for seed in seeds for number in range(len(records))]
     for record in records:
         assert record.parameters in expected
         told = {name.rpartition(".")[2]: value for name, value in record.metrics.items()}
-        if "given" in told:
-            assert told["given"] == record.parameters["length"]
+        if "in turns" not in kind:
+            assert told["given"] in (record.parameters.get("length"), record.parameters.get("steps"))
         if "blown" in told:
             assert told["blown"] == record.parameters["wind"]
-    columns = stage.sample(9).columns["default"]
     if "in turns" in kind:
+        columns = stage.sample(9).columns["default"]
         seen = columns["obs"][columns["mask"]][:, 2].tolist()
         assert set(seen) <= {float(np.float32(its["luck_of"])) for its in expected}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "async"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("async", "native")])
 def test_a_successor_takes_up_the_running_episodes_with_their_parameters(kind: str, closing: Any) -> None:
     """Also where the table has changed since: what the episode was drawn stands in the action trace."""
     one, undisturbed = Parameterized(KINDS[kind]), Parameterized(KINDS[kind])
@@ -124,3 +136,11 @@ def test_evaluations_play_the_last_lesson_or_what_they_are_told() -> None:
 def test_what_an_environment_does_not_take_is_found_before_anything_starts(environment: Any, said: str) -> None:
     with pytest.raises(EnvironmentUnusable, match=said):
         describe_environment(minimal_config(environment=CORRIDOR | environment))
+
+
+def test_an_environment_that_was_made_anew_and_breaks_is_closed() -> None:
+    lessons = {"length": {"lessons": [{"value": 1, "until": {"progress": 0.5}}, {"value": 3}]}}
+    environment = {"id": f"{MODULE}:Open", "parameters": lessons, "parameters_by": "rebuild"}
+    with pytest.raises(EnvironmentUnusable, match="no corridor of 3"):
+        describe_environment(minimal_config(environment=environment, stop_at={"env_steps": 100}))
+    assert Open.there == 0

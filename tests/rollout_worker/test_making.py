@@ -49,6 +49,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         (NATIVE | {"id": "CartPoole-v1"}, "CartPoole-v1"),
         (NATIVE | {"wrappers": [f"{MODULE}:AddOne"]}, "native cannot apply environment.wrappers"),
         (NATIVE | {"id": f"{MODULE}:Counting"}, "unexpected keyword argument 'num_envs'"),
+        (NATIVE | {"parameters": {"low": -0.1}}, "begins episodes by itself .*NEXT_STEP.* reach the first ones alone"),
         (NATIVE | {"kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
         ({"b": {"algorithm": "sca"}}, "policies.b.algorithm.name must be one of .*; did you mean sac"),
         ({"b": {"algorithm": {"minibatch_size": 10**6}}}, "^policies.b.algorithm.minibatch_size=1000000 is more"),
         ({"b": {"algorithm": "a2c"}, "rollout": {"max_policy_lag": 1}}, "with policies.b.algorithm.name=a2c: its"),
-        ({"b": {"algorithm": "dqn"}, "trainer": {"ranks": 2}}, "trainer.ranks=2: dqn learns in one process"),
+        ({"b": {"algorithm": "dqn"}, "trainer": {"ranks": 65}}, "policies.b.algorithm.minibatch_size=64.; lower"),
         ({"b": {"algorithm": "bc"}}, "policies.b.algorithm.name=bc clones recorded experience"),
         (
             {"b": {"trainable": False, "algorithm": {"name": "dqn", "exploration": {"kind": "ou"}}}},

@@ -7,8 +7,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv
 
+from benchmarks.learning.mazes import PointMaze
 from tests.support.games import InTurns
 
 MODULE = "tests.support.lessons"
@@ -39,6 +42,71 @@ class Corridor(gym.Env[Any, Any]):
         won, over = self.at >= self.length, self.steps >= 3 * self.length
         told = {"is_success": won, "given": float(self.length), "blown": float(self.wind)}
         return self._seen(), float(won), won, over and not won, told
+
+
+class Poles(CartPoleVectorEnv):
+    """Gymnasium's own vectorized CartPole, whose poles have the option `length` each, and whose resets are left to
+    others."""
+
+    metadata = CartPoleVectorEnv.metadata | {"autoreset_mode": AutoresetMode.DISABLED}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        options = dict(options or {})
+        begin = options.pop("reset_mask", np.ones(self.num_envs, np.bool_))
+        if "length" in options:
+            length: Any = np.where(begin, options["length"], self.length)
+            vars(self).update(length=length, polemass_length=self.masspole * length)
+        before: Any = (self.state, self.steps)
+        found, _ = super().reset(seed=seed)
+        if before[0] is None:
+            return found, {}
+        state, steps = (np.where(begin, now, then) for now, then in zip((self.state, self.steps), before, strict=True))
+        vars(self).update(state=state, steps=steps)
+        return state.T.astype(np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        observations, rewards, terminated, truncated, _ = super().step(action)
+        self.prev_done[:] = False
+        told = {"given": np.asarray(self.length, np.float64), "_given": np.ones(self.num_envs, np.bool_)}
+        return observations, rewards, terminated, truncated, told
+
+
+def poles(num_envs: int | None = None) -> Any:
+    return gym.make("CartPole-v1") if num_envs is None else Poles(num_envs)
+
+
+class Open(Corridor):
+    """Of which those that are not closed are counted; one of length 3 breaks."""
+
+    there = 0
+
+    def __init__(self, length: float = 2) -> None:
+        super().__init__(length)
+        Open.there += 1
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self.length == 3:
+            raise OSError("no corridor of 3")
+        return super().reset(seed=seed)
+
+    def close(self) -> None:
+        Open.there -= not self.closed
+        self.closed = True
+
+
+class Maze(PointMaze):
+    """With the option `steps`: after how many an episode is cut off."""
+
+    reset_options = ("steps",)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._most = (options or {}).get("steps", self._most)
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        *found, told = super().step(action)
+        return (*found, told | {"given": float(self._most)})
 
 
 class Slot(Corridor):

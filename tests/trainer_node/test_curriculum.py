@@ -92,6 +92,10 @@ def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
 
 
 def test_a_success_that_is_never_told_is_said_once() -> None:
+    sometimes = curriculum({"length": {"lessons": LESSONS}})
+    for success in (False, None, None, None, None, None):
+        told(sometimes, 0, 1.0, success)
+    assert sometimes.to_tell() == []
     made = curriculum({"length": {"lessons": LESSONS}})
     for _ in range(9):
         told(made, 0, 1.0)

@@ -21,7 +21,7 @@ from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
 from shared.policies.continuous import Actor, Deterministic
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
-from shared.policies.q_network import QNetwork
+from shared.policies.q_network import QNetwork, RecurrentQNetwork
 from shared.policies.serialization import encode_policy
 from shared.storage.checkpoint_store import Manifest
 from tests.support.groups import some_quick
@@ -67,6 +67,9 @@ KINDS: dict[str, Callable[[], Policy]] = {
     "rainbow": lambda: QNetwork(of(SEEN, ONE_OF_FOUR), PLAIN, head="c51", dueling=True, noisy=True),
     "quantiles": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, head="qr", dueling=True),
     "ensemble": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, dueling=True, heads=3, prior_scale=1.0),
+    "normed ensemble": lambda: QNetwork(of(FEW, ONE_OF_FOUR), NORMED, heads=3, prior_scale=1.0),
+    "r2d2": lambda: RecurrentQNetwork(of(SEEN, ONE_OF_FOUR), with_core("lstm"), dueling=True),
+    "r2d2, gru": lambda: RecurrentQNetwork(of(FEW, ONE_OF_FOUR), with_core("gru")),
     "residual": lambda: ActorCritic(of(SEEN, DONE), NORMED),
     "sac": lambda: Actor(of(SEEN, ARM), PLAIN),
     "discrete sac": lambda: Actor(of(FEW, ONE_OF_FOUR), PLAIN),

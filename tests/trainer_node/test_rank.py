@@ -29,6 +29,7 @@ from shared.runtime.run_context import open_run_context
 from shared.storage.checkpoint_store import FINISHED
 from tests.conftest import RedisServer
 from tests.support.game import POLICY, small
+from tests.support.learning.cases import DRAWING
 from tests.support.runs import folder_address, make_run
 from tests.support.speed import stretched
 from trainer_node.distributed.leader import Rendezvous
@@ -174,6 +175,24 @@ def test_whatever_dies_hangs_or_leaves_the_weights_are_the_same(
 
     found = replay(crew.role.checkpoints, config, crew.role.description(), "start", crew.finished()["final"])
     assert found.equal, found
+
+
+@pytest.mark.processes
+def test_ranks_that_come_back_get_what_the_replay_buffer_held(new_crew: NewCrew) -> None:
+    config = ranked(2, algorithm={"name": "dqn", **DRAWING}, checkpoint={"every": "2 updates", "keep_last": 9})
+    calm, crew = new_crew(config), new_crew(config)
+    calm.start(0, 1)
+    expected = calm.finish()
+    crew.start(0, 1)
+    for version, victim in ((3, 1), (5, 0)):
+        crew.play_to(version)
+        crew.processes[victim].kill()
+        crew.processes[victim].wait()
+        crew.start(victim)
+    assert crew.finish() == expected
+    checkpoints = crew.role.checkpoints
+    found = replay(checkpoints, config, crew.role.description(), checkpoints.names()[1], crew.finished()["final"])
+    assert found.equal and found.versions > 4, found
 
 
 def test_a_rank_goes_with_the_run_and_is_told_what_is_wrong_with_its_number(new_crew: NewCrew) -> None:

@@ -198,12 +198,15 @@ def restore_learner(
     contents are in neither.
     """
     restored = restore(learner, checkpoint)
-    if learner.remembered:
-        learner.recall(_fragments(list(learner.remembered), archive, log))
+    learner.recall(held(learner, archive, log))
     return restored
 
 
-def _fragments(positions: Sequence[str], archive: Archive, log: ExperienceLog | None) -> Iterator[Fragment]:
+def held(learner: Learner, archive: Archive, log: ExperienceLog | None = None) -> Iterator[Fragment]:
+    """What its replay buffers hold, as it was logged, oldest first; raises `ArchiveIncomplete`."""
+    positions = list(learner.remembered)
+    if not positions:
+        return
     entries = _entries(positions, archive, log)
     for position in positions:
         found = next((entry.fragment for entry in entries if entry.id == position and entry.fragment is not None), None)

@@ -4,7 +4,8 @@ They meet by a short stream in Redis (`Rendezvous`), written by the trainer of t
 invitation opens a group, one without says that the group of that epoch is about to exchange something. The followers
 block on it and so can be woken, or asked to leave, while rank 0 waits for experience. In the group:
 
-`begin` hands over rank 0's learner, as a checkpoint's objects; each `turn` the fragments of one update and its phase;
+`begin` hands over rank 0's learner, as a checkpoint's objects, and `held` the fragments that its replay buffers hold, a
+few at a time, since each rank holds all of them; each `turn` the fragments of one update and its phase;
 `over` ends the group in order. Every rank emulates acting on all of it and so has the same counters, normalizers and
 batch; only the minibatches are divided between the ranks (`trainer_node/learning/building_blocks/interface.py`).
 """
@@ -12,9 +13,10 @@ batch; only the minibatches are divided between the ranks (`trainer_node/learnin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -55,6 +57,8 @@ from trainer_node.learning.learner import Learner, make_learner
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+_HELD = 16
+"""Fragments of a replay buffer in one message."""
 
 
 class Call(NamedTuple):
@@ -154,17 +158,21 @@ class Leader:
         self._group, self._learner, self._call = group, learner, call
         self.size, self.backend = group.size, group.backend
 
-    def begin(self, taken: Snapshot, description: EnvironmentDescription) -> None:
-        """Sends `taken`, a snapshot of this rank's learner as it is now."""
+    def begin(self, taken: Snapshot, description: EnvironmentDescription, held: Iterable[Fragment] = ()) -> None:
+        """Sends `taken`, a snapshot of this rank's learner as it is now, and what its replay buffers hold, as it was
+        logged. May be called again where reading that has failed."""
         manifest = taken.manifest.model_dump(mode="json")
         self._tell("begin", taken.objects, manifest=manifest, description=description.as_dict())
+        fragments, first = iter(held), 0
+        while some := list(itertools.islice(fragments, _HELD)):
+            self._tell("held", _blobs(some), first=first)
+            first += len(some)
         share_minibatches(self._group, self._learner)
 
     @contextlib.contextmanager
     def turn(self, fragments: Sequence[Fragment], phase: Phase) -> Iterator[None]:
         """One update: within, this rank emulates acting and learns, as all the followers do."""
-        blobs = {str(number): fragment.encode(item) for number, item in enumerate(fragments)}
-        self._tell("turn", blobs, phase=phase.value)
+        self._tell("turn", _blobs(fragments), phase=phase.value)
         with group_errors():
             yield
         compare_weights(self._group, self._learner)
@@ -185,10 +193,14 @@ class Leader:
         self._group.broadcast(tensor_blob.encode(arrays, {"what": what, **header}))
 
 
+def _blobs(fragments: Sequence[Fragment]) -> dict[str, bytes]:
+    return {str(number): fragment.encode(item) for number, item in enumerate(fragments)}
+
+
 def share_minibatches(group: Group, learner: Learner) -> None:
     """From now on the learner computes this rank's part of each minibatch."""
-    for policy_id in sorted(learner.algorithms):
-        learner.algorithms[policy_id].shard = RankShard(group, learner.policies[policy_id])
+    for algorithm in learner.algorithms.values():
+        algorithm.shard = RankShard(group)
 
 
 def compare_weights(group: Group, learner: Learner) -> None:
@@ -209,8 +221,9 @@ def compare_weights(group: Group, learner: Learner) -> None:
 def follow(group: Group, config: Config, called: Callable[[Learner | None], None] = lambda learner: None) -> None:
     """Learns in a group what rank 0 learns, until that says it is over; raises `GroupBroken`."""
     learner: Learner | None = None
+    turns = 0
     while True:
-        called(learner)
+        called(learner if turns else None)
         arrays, header = tensor_blob.decode(group.broadcast())
         blobs = {name: array.tobytes() for name, array in arrays.items()}
         if header["what"] == "over":
@@ -224,6 +237,10 @@ def follow(group: Group, config: Config, called: Callable[[Learner | None], None
             continue
         assert learner is not None, "rank 0 begins with `begin`"
         fragments = [fragment.decode(blobs[str(number)]) for number in range(len(blobs))]
+        if header["what"] == "held":
+            learner.recall(fragments, header["first"])
+            continue
+        turns += 1
         with group_errors():
             learner.emulate_acting(fragments, Phase(header["phase"]))
             learner.learn(fragments, Phase(header["phase"]))

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
 from shared.errors import StagecoachError, UserError
+from shared.experience.fragment import Fragment
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import torch_device
 from shared.printable import complain
@@ -34,9 +35,11 @@ _MESSAGE_SECONDS = 600.0
 
 @contextlib.contextmanager
 def local_ranks(
-    config: Config, learner: Learner, taken: Snapshot, description: EnvironmentDescription
-) -> Iterator[SingleProcess | Leader]:
-    """`learner`, of which `taken` is the snapshot, as rank 0 of as many ranks as the config says."""
+    config: Config, learner: Learner, taken: Snapshot, description: EnvironmentDescription,
+    held: Iterable[Fragment] = (),
+) -> Iterator[SingleProcess | Leader]:  # fmt: skip
+    """`learner`, of which `taken` is the snapshot, as rank 0 of as many ranks as the config says; its replay buffers
+    hold `held` (`trainer_node/checkpointing/recovery.py: held`)."""
     if config.trainer.ranks == 1:
         yield SingleProcess()
         return
@@ -56,7 +59,7 @@ def local_ranks(
             time.sleep(0.05)
         leader = Leader(opening.close(torch_device(config.trainer.device)), learner)
         try:
-            leader.begin(taken, description)
+            leader.begin(taken, description, held)
             yield leader
             leader.close()
         finally:

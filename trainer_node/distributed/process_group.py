@@ -4,14 +4,13 @@ Rank 0 opens a group and waits until every other rank is there; then it says `go
 one size for good: a rank that was not there at `go` can never be in it, and a group that loses a member breaks.
 
 Gradients are gathered from all ranks and added up in the order of the ranks, not by a ring: so each sum has the same
-bits whatever bucket it stands in (torch's DDP forms its buckets anew after the first step of each process).
+bits wherever it stands (a ring's depend on the place, and torch's DDP forms its buckets anew in each process).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import re
 import secrets
@@ -25,13 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.nn.parallel import DistributedDataParallel
 
 from shared.errors import StagecoachError
-from shared.policies.policy import Policy
-from trainer_node.learning.building_blocks.interface import Shard, Terms
+from trainer_node.learning.building_blocks.interface import Shard
 
 _REACH_SECONDS, _POLL_SECONDS = 10.0, 0.02
 """For one connection to rank 0; between two looks whether the group has begun."""
@@ -41,7 +38,7 @@ _GO = "go"
 _MARKS = ("gloo", "nccl", "NCCL", "c10d")
 """What an error says that comes from the group; gloo raises no class of its own."""
 _SOURCE = re.compile(r"^.*\[/\S*/gloo/\S*\] ")
-"""What gloo puts before its words, and DDP before gloo's."""
+"""What gloo puts before its words."""
 
 
 class GroupBroken(StagecoachError):
@@ -74,7 +71,6 @@ class Opening:
     """A group that rank 0 opens on its address and a free port; no other rank is in it yet."""
 
     def __init__(self, host: str, size: int, timeout_seconds: float) -> None:
-        _import_compiler()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as listener:
             self.invitation, self._timeout = Invitation(host, listener.getsockname()[1], size), timeout_seconds
@@ -107,7 +103,6 @@ def join(
 
     Raises `GroupBroken` where rank 0 is gone, or the group has begun without this rank.
     """
-    _import_compiler()
     where = (invitation.host, invitation.port)
     try:
         with socket.create_connection(where, timeout=_REACH_SECONDS) as probe:
@@ -127,11 +122,6 @@ def join(
         if go["members"][rank] != me["nonce"]:
             raise GroupBroken(f"this group has begun, with another rank {rank}")
         return Group(store, go, rank, invitation.size, own_host, timeout_seconds, device)
-
-
-def _import_compiler() -> None:
-    """DDP imports PyTorch's compiler when one is made: seconds for which no rank may wait within an exchange."""
-    importlib.import_module("torch._dynamo")
 
 
 def _place(rank: int) -> str:
@@ -178,21 +168,19 @@ class Group:
         self._finish(dist.all_gather(parts, torch.tensor([number]), async_op=True))
         return [int(part) for part in parts]
 
-    def gather(self, part: Tensor) -> Any:
-        """Gathers a tensor of equal shape from each rank; a future of the sum, in the order of the ranks."""
+    @group_errors()
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of a tensor of equal shape from each rank, in the order of the ranks."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         work: Any = dist.all_gather(parts, part.contiguous(), group=self._gradients, async_op=True)
         if self.backend == "gloo":
-            self._finish(work)  # DDP waits for a future without a deadline
-
-        def in_order(done: Any) -> Tensor:
-            done.value()  # raises what went wrong
-            total = parts[0]
-            for part in parts[1:]:
-                total += part
-            return total
-
-        return work.get_future().then(in_order)
+            self._finish(work)
+        else:
+            work.wait()  # of nccl only the card waits, and its own watchdog has the deadline
+        total, *others = parts
+        for other in others:
+            total += other
+        return total
 
     def _finish(self, work: Any) -> None:
         """With a deadline of ours: where a member dies at a bad moment, gloo's thread may lock up before its own."""
@@ -214,13 +202,10 @@ class Group:
 
 
 class RankShard(Shard):
-    """A rank's shard of the minibatches of one policy: an even slice, and DDP for the gradients."""
+    """A rank's shard of each minibatch: an even slice."""
 
-    def __init__(self, group: Group, policy: Policy) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        with group_errors():
-            self._parallel = DistributedDataParallel(_Weights(policy), process_group=group._gradients)
-            self._parallel.register_comm_hook(group, lambda group, bucket: group.gather(bucket.buffer()))
 
     def rows(self, count: int) -> slice:
         """Slices differ by at most one row; where there are fewer rows than ranks, some are empty."""
@@ -230,23 +215,5 @@ class RankShard(Shard):
     def mean(self, values: Tensor, count: int) -> Tensor:
         return values.sum() / count
 
-    def forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
-        """DDP adds up the gradients of what it was asked to compute."""
-        terms: Terms = self._parallel(loss, *arguments)
-        return terms
-
     def total(self, part: Tensor) -> Tensor:
-        with group_errors():
-            total: Tensor = self._group.gather(part).wait()
-            return total
-
-
-class _Weights(nn.Module):
-    """What DDP wants to see of a policy: the weights that get gradients, and a forward that leads to a loss."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(parameter for parameter in policy.parameters() if parameter.numel())
-
-    def forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
-        return loss(*arguments)
+        return self._group.total(part)

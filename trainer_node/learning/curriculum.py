@@ -29,6 +29,8 @@ class Lesson:
     """What each came to, where it is smoothed."""
     episodes: int = 0
     """That ended in it."""
+    success_told: bool = False
+    """By one of them at least."""
 
 
 @dataclass
@@ -94,7 +96,8 @@ class Curriculum:
             case "length":
                 number = float(record.length)
             case "success":
-                if record.success is None and lesson.episodes == criterion.episodes:
+                lesson.success_told |= record.success is not None
+                if not lesson.success_told and lesson.episodes == criterion.episodes:
                     self._tell_once(
                         f"environment.parameters.{name}: lesson {lesson.number} is measured by success, and the "
                         f"environment told none in {lesson.episodes:,} episodes: tell is_success or success in the "

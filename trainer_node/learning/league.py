@@ -287,6 +287,12 @@ class League:
         fixed = (ref.sha256 for ref in self._fixed.values() if ref.sha256)
         return sorted({*(snapshot.sha256 for snapshot in self.state.snapshots), *fixed})
 
+    def rating(self, policy_id: str) -> float:
+        """The ordinal of a learning policy, of the first one where none is named."""
+        named = {its.policy: its.seat for its in self._learners.values()}
+        policy_id = policy_id or min(named)
+        return self.state.ratings[named[policy_id]][policy_id].ordinal
+
     def summary(self) -> dict[str, dict[str, float]]:
         """Per learning policy what stands in metrics and `training_status.json`."""
         found = {}

@@ -140,8 +140,7 @@ class Learner:
 
     def _rating(self, policy_id: str) -> float:
         assert self.league is not None, "a lesson by rating needs a league: the config was checked"
-        summary = self.league.summary()
-        return summary[policy_id or min(summary)]["rating"]
+        return self.league.rating(policy_id)
 
     def _tally(self, item: Fragment) -> None:
         for policy_id, tally in self.tallies.items():
@@ -149,10 +148,11 @@ class Learner:
             tally.env_steps += int(columns["mask"].sum())
             tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
 
-    def recall(self, fragments: Iterable[Fragment]) -> None:
-        """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order."""
+    def recall(self, fragments: Iterable[Fragment], first: int = 0) -> None:
+        """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order, from
+        number `first` on."""
         algorithms: dict[str, Any] = {**self.algorithms}
-        for number, item in enumerate(fragments):
+        for number, item in enumerate(fragments, first):
             self._filter(item)
             for policy_id, algorithm in algorithms.items():
                 if number >= len(self.remembered) - replay_fragments(algorithm):

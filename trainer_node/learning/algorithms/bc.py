@@ -30,7 +30,7 @@ class BC(BatchLearner):
         terms = {"train/loss": loss, "train/negative_log_likelihood": unlikelihood}
         terms |= {"train/entropy": entropy, "train/action_error": error}
         metrics = {name: term.detach() for name, term in terms.items()}
-        return loss + 0.0 * value.sum(), metrics  # ranks exchange a gradient of every weight, also of the critic's
+        return loss + 0.0 * value.sum(), metrics  # also the critic has an optimizer's state
 
     def _error(self, chosen: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> Tensor:
         """`[B]`: of the most probable action: how many of its choices differ, and squared differences of its boxes."""

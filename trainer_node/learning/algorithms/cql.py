@@ -62,12 +62,12 @@ class CQL(SAC):
         return (batch.weight * cost).mean(), entropies.detach()
 
     def draw(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Random numbers that `soft_maximum` needs, for boxes `[3, B, A, D]`: uniform actions, and standard normal."""
+        """Random numbers that `soft_maximum` needs, for boxes `[B, 3, A, D]`: uniform actions, and standard normal."""
         if not isinstance(self.actions, Drawn):
             return torch.zeros(0)
         shape = (rows, self._config.considered_actions, self.actions.shape["action_size"])
         uniform = 2.0 * torch.rand(shape, generator=generator) - 1.0
-        return torch.stack([uniform, *(torch.randn(shape, generator=generator) for _ in range(2))])
+        return torch.stack([uniform, *(torch.randn(shape, generator=generator) for _ in range(2))], dim=1)
 
     def soft_maximum(self, batch: Minibatch, drawn: Tensor) -> Tensor:
         """`[C, B]`: ln of the sum or integral of exp Q(s, a) over all actions a; gradients go to the critics alone.
@@ -79,6 +79,7 @@ class CQL(SAC):
             values = self.critics(batch.observations, self.policy.normalizer, None)
             return torch.logsumexp(masked(values, batch.observations, self.policy.spaces), dim=2)
         with torch.no_grad():
+            drawn = drawn.transpose(0, 1)
             volume = torch.full_like(drawn[0, ..., 0], drawn.shape[-1] * math.log(2.0))
             actions, densities = [drawn[0]], [-volume]  # [B, A, D], and the log density that each was drawn with
             for noise, seen in zip(drawn[1:], (batch.observations, batch.next_observations), strict=True):
@@ -99,7 +100,7 @@ class CQL(SAC):
         loss, values, errors, gaps = self._penalized_loss(batch, noise, drawn)
         gap, weight = gaps.detach().mean(), self.log_conservatism.exp()
         metrics, td_error = self._step_critics(loss, values, errors, counters)
-        self.move_conservatism(gap)
+        self.move_conservatism(self.mean_of_all(gap))
         return metrics | {"train/conservative_gap": gap, "train/conservatism": weight}, td_error
 
     def move_conservatism(self, gap: Tensor) -> None:

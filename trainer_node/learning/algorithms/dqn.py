@@ -13,7 +13,7 @@ from shared.policies.policy import copy_sharing_buffers
 from shared.policies.q_network import LayerNoise, QNetwork
 from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, OffPolicy
 from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import Adam, gradient_step, soft_update, to_device
+from trainer_node.learning.building_blocks.optimization import Adam, soft_update, to_device
 from trainer_node.learning.replay_buffers.uniform import Batch
 
 Noise = list[LayerNoise] | None
@@ -92,8 +92,7 @@ class DQN(OffPolicy):
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
         rate = config.learning_rate.value(counters)
-        whole, cloned = self.cloning.beside(self.shard, (loss, {}))
-        norm = gradient_step(whole, self._optimizer, rate, config.max_grad_norm)
+        norm, cloned = self.descend(loss, self._optimizer, rate, clones=True)
         lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)

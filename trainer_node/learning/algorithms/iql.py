@@ -16,7 +16,7 @@ from shared.policies.encoders import flat, flat_size
 from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, WithCritics
 from trainer_node.learning.building_blocks.critics import Critics
 from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import gradient_step, soft_update
+from trainer_node.learning.building_blocks.optimization import soft_update
 
 
 class IQL(WithCritics):
@@ -60,8 +60,8 @@ class IQL(WithCritics):
         """Value and policy, then the Q functions with that value, then their targets: the order of the paper."""
         config, rate = self._config, self._config.learning_rate.value(counters)
         loss, metrics = self._policy_loss(batch)
-        gradient_step(loss, self._actor_adam, rate, config.max_grad_norm)
+        self.descend(loss, self._actor_adam, rate)
         critic_loss, td_error = self._critic_loss(batch)
-        gradient_step(critic_loss, self._critics_adam, rate, config.max_grad_norm)
+        self.descend(critic_loss, self._critics_adam, rate)
         soft_update(self.targets, self.critics, config.target_rate)
         return Lesson(metrics | {"train/critic_loss": critic_loss.detach()}, td_error)

@@ -4,9 +4,10 @@ A subclass gives `learn` (one gradient step) and names `parts` (its state). Mini
 seeded with the number of the update: no random state is carried.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from trainer_node.learning.building_blocks.interface import (
     Experience,
     Setting,
     Shard,
+    Terms,
     mean_terms,
     side_by_side,
     update_normalizer,
@@ -86,6 +88,15 @@ class Minibatch:
     def __len__(self) -> int:
         return len(self.reward)
 
+    def take(self, rows: slice) -> Self:
+        observations, actions, after = (
+            {name: tensor[rows] for name, tensor in columns.items()}
+            for columns in (self.observations, self.actions, self.next_observations)
+        )
+        reward, discount, weight = self.reward[rows], self.discount[rows], self.weight[rows]
+        heads = None if self.heads is None else self.heads[:, rows]
+        return type(self)(observations, actions, after, reward, discount, weight, heads)
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -101,7 +112,9 @@ class OffPolicy:
     def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
         self.policy = policy.to(setting.device)
         self.shard = Shard()
-        """All of each minibatch: shared/config/compatibility.py rejects further ranks."""
+        """What of each minibatch is learned from here; every rank holds all of the replay buffer and draws the same."""
+        self._share: float | Tensor = 1.0
+        """Of our rows in a mean over the present minibatch."""
         self._config, self._setting = config, setting
         steps, slots = setting.fragment_steps, setting.slots
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
@@ -144,7 +157,7 @@ class OffPolicy:
             "train/gradient_steps": len(history),
             "train/replay_buffer_transitions": len(self.replay_buffer),
         }
-        return mean_terms(history) | self.cloning.metrics | of_update
+        return mean_terms(history, self.shard.total) | self.cloning.metrics | of_update
 
     def _lessons(self, counters: Counters) -> Iterable[Lesson]:
         if not len(self.replay_buffer):  # nothing was acted yet: what is due is made up for
@@ -162,17 +175,71 @@ class OffPolicy:
                 known = to_device(~self.replay_buffer.ring.next_unknown(drawn.row), self._setting.device)
                 reward, paid = self.signals.paid(rows, batch.reward, known, counters, generators)
                 batch = replace(batch, reward=reward)
+            self._share = self.share(batch)
             with autocast(self._setting.device, self._setting.precision):
                 lesson = self.learn(batch, counters, generator)
             lesson.metrics.update(paid)
             self.done += 1
             if self.replay_buffer.has_priorities:
-                self.replay_buffer.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
-            yield lesson
+                errors = self._of_all_ranks(lesson.td_error.detach(), len(drawn.row))
+                self.replay_buffer.update_priorities(drawn.row, errors.cpu().numpy())
+            yield Lesson({name: self.part(term) for name, term in lesson.metrics.items()}, lesson.td_error)
+
+    @property
+    def minibatch_rows(self) -> int:
+        """`len` of each minibatch."""
+        return self._config.minibatch_size
+
+    def rows(self, batch: Any) -> slice:
+        """Ours of a minibatch."""
+        return self.shard.rows(len(batch))
+
+    def share(self, batch: Any) -> float | Tensor:
+        """What a mean over our rows of a minibatch is times, to be our part of the mean over all of them."""
+        rows = self.rows(batch)
+        count: int = rows.stop - rows.start
+        return count / len(batch)
+
+    def part(self, mean: Tensor) -> Tensor:
+        """A mean over our rows of the present minibatch, as our part of the mean over all: of which the shard's `total`
+        is the sum."""
+        return mean if isinstance(self._share, float) and self._share == 1.0 else mean * self._share
+
+    def mean_of_all(self, mean: Tensor) -> Tensor:
+        """The mean over the present minibatch, from that over our rows."""
+        return self.shard.total(self.part(mean))
+
+    def _of_all_ranks(self, values: Tensor, count: int) -> Tensor:
+        """`[count]` from those of each rank's rows."""
+        rows = self.shard.rows(count)
+        if rows == slice(0, count):
+            return values
+        found = values.new_zeros(count)
+        found[rows] = values
+        return self.shard.total(found)
 
     def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """`loss(minibatch, …)`, compiled for whole minibatches where the setting says so."""
-        return compiled(loss, self._setting, {self._config.minibatch_size})
+        """`loss(minibatch, …)` of our rows, also of those of tensors beside it; of whole minibatches compiled where the
+        setting says so."""
+
+        @functools.wraps(loss)
+        def ours(batch: Any, *arguments: Any) -> Answer:
+            rows = self.rows(batch)
+            if rows == slice(0, len(batch)):
+                return loss(batch, *arguments)
+            own = (item[rows] if isinstance(item, Tensor) and item.dim() else item for item in arguments)
+            return loss(batch.take(rows), *own)
+
+        return compiled(ours, self._setting, {self.minibatch_rows})
+
+    def descend(self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False) -> Terms:
+        """One gradient step of the mean loss of our rows, with all ranks; with what is cloned beside it, whose terms
+        are returned beside the gradients' norm."""
+        loss, cloned = self.part(mean), dict[str, Tensor]()
+        if clones:
+            loss, cloned = self.cloning.beside(self.shard, (loss, {}))
+        norm = gradient_step(loss, optimizer, rate, self._config.max_grad_norm, self.shard.total)
+        return norm, {name: self.shard.total(term) for name, term in cloned.items()}
 
     def on_device(self, drawn: Batch) -> Minibatch:
         observations, actions, after = (
@@ -239,14 +306,13 @@ class ActorAndCritics(WithCritics):
         """Of values and errors `[C, B]`; returns metrics, and `[B]` how wrong the critics were."""
         config = self._config
         rate = (config.critic_learning_rate or config.learning_rate).value(counters)
-        norm = gradient_step(loss, self._critics_adam, rate, config.max_grad_norm)
+        norm, _ = self.descend(loss, self._critics_adam, rate)
         wrong = errors.detach().abs()
         terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
         return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)
 
     def _step_actor(self, loss: Tensor, counters: Counters) -> dict[str, Tensor]:
         """With what is cloned beside it."""
-        whole, cloned = self.cloning.beside(self.shard, (loss, {}))
         rate = self._config.learning_rate.value(counters)
-        gradient_step(whole, self._actor_adam, rate, self._config.max_grad_norm)
+        _, cloned = self.descend(loss, self._actor_adam, rate, clones=True)
         return cloned | {"train/actor_loss": loss.detach()}

@@ -137,10 +137,12 @@ class BatchLearner:
         return False
 
     def _forward(self, *arguments: Any) -> Terms:
-        return self.shard.forward(self._loss, *arguments)
+        found: Terms = self._loss(*arguments)
+        return found
 
     def _gradient_step(self, loss: Tensor, learning_rate: float) -> Tensor:
-        return gradient_step(loss, self._optimizer, learning_rate, self._config.max_grad_norm, all_inputs=True)
+        bound, total = self._config.max_grad_norm, self.shard.total
+        return gradient_step(loss, self._optimizer, learning_rate, bound, total, all_inputs=True)
 
     def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
         """A row for each gradient step (at least one): its terms over the whole minibatch, and its gradient's norm.
@@ -276,4 +278,4 @@ class OnPolicy(BatchLearner):
         return loss, {name: term.detach() for name, term in terms.items()}
 
     def _forward(self, *arguments: Any) -> Terms:
-        return self.shard.forward(lambda: self.cloning.beside(self.shard, self._loss(*arguments)))
+        return self.cloning.beside(self.shard, super()._forward(*arguments))

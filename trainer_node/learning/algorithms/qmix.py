@@ -4,7 +4,7 @@ All agents of a policy share its Q-network and act by it alone. What is learned 
 from joint transitions: those of one environment at one step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from shared.policies.q_network import QNetwork
 from shared.policies.registry import borrowed_random_state
 from trainer_node.learning.algorithms.dqn import DQN, Noise, of_actions
 from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
-from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.interface import Setting, update_seed
 from trainer_node.learning.building_blocks.optimization import Adam, soft_update
 from trainer_node.learning.replay_buffers.uniform import TeamReplayBuffer
@@ -35,8 +34,14 @@ class VDN(DQN):
         size = (policy.spaces, setting.fragment_steps, setting.slots, config.replay_buffer.capacity)
         self.replay_buffer = TeamReplayBuffer(*size, agents=setting.agents)
 
-    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        return compiled(loss, self._setting, {self._config.minibatch_size * self._setting.agents})
+    @property
+    def minibatch_rows(self) -> int:
+        return self._config.minibatch_size * self._setting.agents
+
+    def rows(self, batch: Minibatch) -> slice:
+        """Of whole teams."""
+        ours, agents = self.shard.rows(len(batch) // self._setting.agents), self._setting.agents
+        return slice(ours.start * agents, ours.stop * agents)
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
         """`[B]`, the team's value: from those of the agents `[B, A]`, 0 of the absent, and rows `[B · A, …]`."""

@@ -4,9 +4,8 @@ Hidden states are computed anew in each gradient step, from those that were stor
 burn-in, by both networks and without gradients, then through the sequence that is learned.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from shared.config.replay_buffer import PrioritizedReplay
 from shared.policies.q_network import RecurrentQNetwork
 from trainer_node.learning.algorithms.dqn import DQN
 from trainer_node.learning.algorithms.off_policy import Lesson
-from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.interface import Setting
 from trainer_node.learning.building_blocks.optimization import to_device
 from trainer_node.learning.replay_buffers.sequences import PrioritizedSequences, SequenceBatch, SequenceReplayBuffer
@@ -40,6 +38,24 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.weight)
 
+    @property
+    def steps(self) -> Tensor:
+        """`[B]`: how many of each count, at least 1."""
+        return self.mask.sum(dim=0).clamp_min(1)
+
+    def take(self, rows: slice) -> Self:
+        def own(tensor: Tensor) -> Tensor:
+            """Of `[T · B, …]`."""
+            return tensor.reshape(*self.mask.shape, *tensor.shape[1:])[:, rows].flatten(0, 1)
+
+        spans = tuple(
+            ({name: own(tensor) for name, tensor in seen.items()}, over[:, rows], state[rows], goes_on[rows])
+            for seen, over, state, goes_on in self.spans
+        )
+        after = {name: own(tensor) for name, tensor in self.next_observations.items()}
+        numbers = own(self.action), after, own(self.reward), own(self.discount)
+        return type(self)(spans, *numbers, self.last[:, rows], self.mask[:, rows], self.weight[rows])
+
 
 class R2D2(DQN):
     policy: RecurrentQNetwork
@@ -56,9 +72,15 @@ class R2D2(DQN):
         else:
             self.replay_buffer = SequenceReplayBuffer(*size, **named)
 
-    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """For the sequences that a minibatch of whole transitions makes."""
-        return compiled(loss, self._setting, {max(1, self._config.minibatch_size // self._setting.fragment_steps)})
+    @property
+    def minibatch_rows(self) -> int:
+        """The sequences that a minibatch of whole transitions makes."""
+        return max(1, self._config.minibatch_size // self._setting.fragment_steps)
+
+    def share(self, batch: Sequences) -> float | Tensor:
+        """By the steps that count."""
+        steps, rows = batch.steps, self.rows(batch)
+        return 1.0 if rows == slice(0, len(batch)) else steps[rows].sum() / steps.sum()
 
     def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
         def moved(array: Any) -> Any:
@@ -102,7 +124,7 @@ class R2D2(DQN):
         error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
         each = error(predicted, target, reduction="none") * batch.mask * batch.weight
         wrong = (target - predicted.detach()).abs() * batch.mask
-        steps = batch.mask.sum(dim=0).clamp_min(1)
+        steps = batch.steps
         mean = wrong.sum(dim=0) / steps
         loss = each.sum() / steps.sum()
         metrics = {"train/loss": loss.detach(), "train/td_error": wrong.sum() / steps.sum()}

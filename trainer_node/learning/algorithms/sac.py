@@ -160,7 +160,7 @@ class SAC(ActorAndCritics):
             asked: float | Tensor = self.target_entropy
             if self._config.target_entropy is None:
                 asked = self.actions.asked(batch.observations)
-            self.move_temperature(entropies.mean(), schedule.value(counters), asked)
+            self.move_temperature(self.mean_of_all(entropies.mean()), schedule.value(counters), asked)
         soft_update(self.targets, self.critics, self._config.tau)
         return Lesson(metrics, td_error)
 

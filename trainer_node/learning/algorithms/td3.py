@@ -57,19 +57,39 @@ class TD3(ActorAndCritics):
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
         metrics, td_error = self._step_critics(*self._critic_loss(batch, noise), counters)
         if (self.done + 1) % self._config.policy_delay == 0:
-            metrics |= self._step_actor(self._actor_loss(batch), counters)
+            metrics |= self._step_actor(self._actor_loss(batch, *self._beside(batch)), counters)
             soft_update(self.targets, self.critics, self._config.tau)
             soft_update(self.target_policy, self.policy, self._config.tau)
         return Lesson(metrics, td_error)
+
+    def _beside(self, batch: Minibatch) -> tuple[Tensor, ...]:
+        """What the actor's loss is told beside the minibatch."""
+        return ()
 
 
 class TD3BC(TD3):
     _config: TD3BCConfig
 
-    def actor_loss(self, batch: Minibatch) -> Tensor:
+    def __init__(self, policy: Deterministic, config: TD3Config | DDPGConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self._size = self.compiled(self.size)
+
+    @torch.no_grad()
+    def size(self, batch: Minibatch) -> Tensor:
+        """Mean |Q| of the first critic, at the policy's action."""
+        action = torch.tanh(self.policy.action_parameters(batch.observations))
+        value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True)
+        return value.abs().mean()
+
+    def _beside(self, batch: Minibatch) -> tuple[Tensor, ...]:
+        """Mean |Q| over the minibatch, where the loss sees but a rank's part of it."""
+        return () if self._share == 1.0 else (self.mean_of_all(self._size(batch)),)
+
+    def actor_loss(self, batch: Minibatch, size: Tensor | None = None) -> Tensor:
         """The weighted mean of −λ Q + (π(s) − a)² (eq. 5 of Fujimoto and Gu), actions in [-1, 1]; λ = α / mean |Q|."""
         action = torch.tanh(self.policy.action_parameters(batch.observations))
         value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True).reshape(-1)
-        share = self._config.value_weight / value.detach().abs().mean().clamp_min(_LEAST_VALUE)
+        size = value.detach().abs().mean() if size is None else size
+        share = self._config.value_weight / size.clamp_min(_LEAST_VALUE)
         apart = (action - self._bounds.flat(batch.actions)).square().mean(dim=1)
         return (batch.weight * (apart - share * value)).mean()

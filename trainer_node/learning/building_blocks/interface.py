@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -85,11 +85,16 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 """A loss, and what it is made of."""
 
 
-def mean_terms(history: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The mean of each term over the gradient steps that had it; the device is waited for once."""
+def mean_terms(
+    history: Sequence[Mapping[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda part: part
+) -> dict[str, float]:
+    """The mean of each term over the gradient steps that had it; the device is waited for once.
+
+    `total` sums them over the ranks (`Shard.total`), where each has but its part of them.
+    """
     names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
     means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
-    return dict(zip(names, torch.stack(means).tolist(), strict=True)) if means else {}
+    return dict(zip(names, total(torch.stack(means)).tolist(), strict=True)) if means else {}
 
 
 class Shard:
@@ -105,10 +110,6 @@ class Shard:
     def mean(self, values: Tensor, count: int) -> Tensor:
         """What our rows' `values` add to their mean over all `count` rows."""
         return values.mean()
-
-    def forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
-        """What `loss` returns; the gradients of its `backward` will be those of all ranks together."""
-        return loss(*arguments)
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, the same bits on each of them, added in their order."""

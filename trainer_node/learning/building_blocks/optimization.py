@@ -7,7 +7,7 @@ start, also after each crash; and PyTorch's own wrapping of it takes longer than
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -60,8 +60,11 @@ class Adam:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, learning_rate: float, max_norm: float | None = None) -> Tensor:
-        """Moves all parameters by their gradients; where one has none, that counts as zero.
+    def step(
+        self, learning_rate: float, max_norm: float | None = None, total: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Moves all parameters by their gradients, of which `total` makes those of all ranks together (`Shard.total`);
+        where one has none, that counts as zero.
 
         Gradients whose norm is above `max_norm` are scaled down to it. Returns the norm as it was. Raises
         `RuntimeError` where a parameter has been moved elsewhere since: it would not be learned any more.
@@ -77,6 +80,8 @@ class Adam:
         if found:
             torch._foreach_copy_([self._gradients[place] for place in found], list(found.values()))
         self._had.update(found)
+        if total is not None:
+            self._gradient.copy_(total(self._gradient))
         norm: Tensor = torch.linalg.vector_norm(self._gradient)
         if max_norm is not None:
             self._gradient.mul_((norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
@@ -115,15 +120,16 @@ class Adam:
 
 
 def gradient_step(
-    loss: Tensor, optimizer: Adam, learning_rate: float, max_norm: float | None, *, all_inputs: bool = False
-) -> Tensor:
-    """One step of the optimizer; returns the norm of the gradients as they were.
+    loss: Tensor, optimizer: Adam, learning_rate: float, max_norm: float | None,
+    total: Callable[[Tensor], Tensor] | None = None, *, all_inputs: bool = False,
+) -> Tensor:  # fmt: skip
+    """One step of the optimizer; returns the norm of the gradients as they were, those of all ranks by `total`.
 
     Gradients go to its parameters alone, or to `all_inputs` where the loss depends on no others.
     """
     optimizer.zero_grad()
     loss.backward(inputs=None if all_inputs else optimizer.parameters)  # type: ignore[no-untyped-call]
-    return optimizer.step(learning_rate, max_norm)
+    return optimizer.step(learning_rate, max_norm, total)
 
 
 @torch.no_grad()
