@@ -47,9 +47,8 @@ def masked(outputs: Tensor, observations: Mapping[str, Tensor], spaces: PolicySp
     if not any(leaf.kind == "box" for leaf in leaves):
         return outputs.masked_fill(~legal, ILLEGAL)
     parts, first, box = [], 0, sum(sum(leaf.nvec) for leaf in leaves)
-    for leaf, part in zip(
-        leaves, outputs.split([sum(leaf.nvec) or 2 * leaf.size for leaf in leaves], dim=-1), strict=True
-    ):
+    widths = [sum(leaf.nvec) or 2 * leaf.size for leaf in leaves]
+    for leaf, part in zip(leaves, outputs.split(widths, dim=-1), strict=True):
         if leaf.kind != "box":
             part = part.masked_fill(~legal[:, first : first + part.shape[-1]], ILLEGAL)
             first += part.shape[-1]

@@ -12,6 +12,7 @@ import torch
 
 from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.playing import evaluate_policies
@@ -105,6 +106,58 @@ def test_what_is_not_chosen_counts_for_nothing(choices: bool) -> None:
             assert bool(weights[part].any()) == (name in chosen), name
         assert bool(deviations is not None and deviations.any()) == (not choices and "action" in chosen)
         policy.zero_grad()
+
+
+class Counter(gym.Env[Any, Any]):
+    """Counts to 4 in an array that it uses again, for 1 a step."""
+
+    observation_space = gym.spaces.Box(0, 4, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._count = np.zeros(1, np.float32)
+        return self._count, {}
+
+    def step(self, action: Any) -> Any:
+        self._count += 1
+        return self._count, 1.0, bool(self._count[0] == 4), False, {}
+
+
+def ahead(before: Any, action: Any, after: Any, info: Any) -> float:
+    return float(10 * (after[0] - before[0]))
+
+
+def counter(*rewards: str) -> Any:
+    options = {"rewards": [f"{__name__}:ahead", *rewards], "lengths": [1, 3]}
+    game = make(
+        minimal_config(environment={"id": f"{__name__}:Counter", "hierarchy": {"options": options}}).environment
+    )
+    game.reset(seed=0)
+    game.step({"action": 1, "length": 1, "option": 0})
+    return game
+
+
+def test_an_option_ends_with_its_time_or_with_the_episode() -> None:
+    game, told = counter(), []
+    for _ in range(3):
+        game.step({"action": 1, "length": 0, "option": 0})
+        told.append((game.agent_selection, *game.last()[1:4]))
+    game.step(None)
+    told.append((game.agent_selection, *game.last()[1:4]))
+    game.step({"action": 0, "length": 0, "option": 0})
+    game.step({"action": 0, "length": 0, "option": 0})
+    told.append((game.agent_selection, *game.last()[1:4]))
+    game.step(None)
+    told.append((game.agent_selection, *game.last()[1:4]))
+    assert told == [
+        ("option", 10, False, False), ("option", 10, False, False), ("option", 10, False, True),
+        ("controller", 3, False, False), ("option", 10, True, False), ("controller", 1, True, False),
+    ]  # fmt: skip
+
+
+def test_the_first_step_tries_all_rewards() -> None:
+    with pytest.raises(EnvironmentUnusable, match=r"rewards\.1=speed: the info of a step has only \[\]; name one"):
+        counter("speed").step({"action": 1, "length": 0, "option": 0})
 
 
 class Doors(gym.Env[Any, Any]):
