@@ -48,12 +48,12 @@ def masked(outputs: Tensor, observations: Mapping[str, Tensor], spaces: PolicySp
         return outputs.masked_fill(~legal, ILLEGAL)
     parts, first, box = [], 0, sum(sum(leaf.nvec) for leaf in leaves)
     widths = [sum(leaf.nvec) or 2 * leaf.size for leaf in leaves]
-    for leaf, part in zip(leaves, outputs.split(widths, dim=-1), strict=True):
+    for leaf, part in zip(leaves, torch.split(outputs, widths, dim=-1), strict=True):
         if leaf.kind != "box":
             part = part.masked_fill(~legal[:, first : first + part.shape[-1]], ILLEGAL)
             first += part.shape[-1]
         elif box < legal.shape[1]:
-            mean, log_std = part.split(leaf.size, dim=-1)
+            mean, log_std = part.chunk(2, dim=-1)
             unused, box = ~legal[:, box : box + 1], box + 1
             part = torch.cat([mean.masked_fill(unused, 0.0), log_std.masked_fill(unused, UNUSED_LOG_STD)], dim=-1)
         parts.append(part)

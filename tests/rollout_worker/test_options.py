@@ -18,6 +18,7 @@ from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.playing import evaluate_policies
 from shared.errors import ConfigError, EnvironmentUnusable
 from shared.experience.spaces import Columns
+from shared.policies.actor_critic import ActorCritic
 from shared.policies.policy import Policy
 from tests.conftest import minimal_config
 from tests.support.levels import CORRIDOR, PlainOptions, listed, recorded, with_options
@@ -86,6 +87,7 @@ def its_places(columns: Columns) -> Columns:
 def test_what_is_not_chosen_counts_for_nothing(choices: bool) -> None:
     its = stage(kwargs=CORRIDOR | {"choices": choices})
     columns, policy = its.sample(32).columns["default"], its.policies["default"]
+    assert isinstance(policy, ActorCritic)
     acts = 4 if choices else 2
     head = {"action": slice(0, acts), "length": slice(acts, acts + 2), "option": slice(acts + 2, None)}
     for slots, chosen in ((slice(0, 2), {"length", "option"}), (slice(2, 4), {"action"})):
@@ -96,9 +98,9 @@ def test_what_is_not_chosen_counts_for_nothing(choices: bool) -> None:
         log_prob, entropy = policy.distribution.log_prob_and_entropy(params, rows)
         assert torch.allclose(log_prob, rows["log_prob"], atol=1e-5)
         if "length" in chosen:
-            parts = params[:, -6:].split([2, 4], dim=1)
-            alone = sum(torch.distributions.Categorical(logits=part).entropy() for part in parts)
-            assert torch.allclose(entropy, torch.as_tensor(alone), atol=1e-6)
+            parts = torch.split(params[:, -6:], [2, 4], dim=1)
+            logs = torch.cat([torch.log_softmax(part, dim=1) for part in parts], dim=1)
+            assert torch.allclose(entropy, -(logs.exp() * logs).sum(dim=1), atol=1e-6)
         (log_prob.square().sum() + entropy.sum()).backward()
         weights, deviations = policy.get_parameter("head.weight").grad, policy.get_parameter("log_std").grad
         assert weights is not None
