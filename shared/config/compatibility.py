@@ -366,16 +366,11 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
 
 
 def _check_options(run: ConfigFields, options: OptionsConfig) -> None:
-    where = "environment.hierarchy.options"
-    if len(run.policies) > 1:
+    where, algorithms = "environment.hierarchy.options", list(run.algorithms().values())
+    if len(algorithms) > 1 or not isinstance(algorithms[0], OnPolicyConfig):
         raise ValueError(
-            f"{where} with policies {sorted(run.policies)}: controller and options are one policy; leave one alone"
-        )
-    (algorithm,) = run.algorithms().values()
-    if not isinstance(algorithm, OnPolicyConfig):
-        raise ValueError(
-            f"{where} with algorithm.name={algorithm.name}: controller and options learn from what they just did; use "
-            f"ppo, appo, a2c or impala"
+            f"{where} with policies {sorted(run.policies)} of {[its.name for its in algorithms]}: controller and "
+            f"options are one policy that learns from what it just did; use ppo, appo, a2c or impala, and one policy"
         )
     _check_turns(run, "the controller", 1 + max(options.lengths), f"leave the longest of {where}.lengths out")
 

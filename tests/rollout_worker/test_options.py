@@ -101,7 +101,7 @@ def test_what_is_not_chosen_counts_for_nothing(choices: bool) -> None:
             parts = torch.split(params[:, -6:], [2, 4], dim=1)
             logs = torch.cat([torch.log_softmax(part, dim=1) for part in parts], dim=1)
             assert torch.allclose(entropy, -(logs.exp() * logs).sum(dim=1), atol=1e-6)
-        (log_prob.square().sum() + entropy.sum()).backward()
+        torch.autograd.backward(log_prob.square().sum() + entropy.sum())
         weights, deviations = policy.get_parameter("head.weight").grad, policy.get_parameter("log_std").grad
         assert weights is not None
         for name, part in head.items():
@@ -265,7 +265,7 @@ def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, w
             {"environment": {"vectorization": "async"}},
             "environment.hierarchy works with environment.vectorization=sync",
         ),
-        ({"algorithm": {"name": "dqn"}}, r"algorithm.name=dqn: .*use ppo, appo, a2c or impala"),
+        ({"algorithm": {"name": "dqn"}}, r"policies \['default'\] of \['dqn'\]: .*use ppo, appo, a2c or impala"),
         ({"policies": {"default": {}, "other": {}}}, r"options with policies \['default', 'other'\]"),
         ({"agents": {"option": "default"}}, "the only agents"),
         ({"environment": {"hierarchy": {}}}, "found 0 levels and no options"),
