@@ -215,6 +215,10 @@ def test_a_successor_acts_what_its_predecessor_would_have(choices: bool) -> None
         assert same(ahead.sample(13), successor.sample(13))
 
 
+def test_options_in_processes_of_their_own_do_the_same() -> None:
+    assert same(stage(vectorization="async").sample(32), stage().sample(32))
+
+
 def test_options_are_evaluated_and_tell_what_was_chosen() -> None:
     config, its = minimal_config(**with_options()), stage()
     for record in evaluate_policies(config, its.description, its.policies, seed=1):
@@ -262,7 +266,7 @@ def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, w
     [
         ({"environment": {"max_episode_steps": 3}}, r"lengths has 4, .* episodes have 3 steps at most"),
         (
-            {"environment": {"vectorization": "async"}},
+            {"environment": {"vectorization": "native"}},
             "environment.hierarchy works with environment.vectorization=sync",
         ),
         ({"algorithm": {"name": "dqn"}}, r"policies \['default'\] of \['dqn'\]: .*use ppo, appo, a2c or impala"),
