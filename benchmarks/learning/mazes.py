@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -9,12 +10,15 @@ import numpy as np
 
 from shared.experience.spaces import Array
 
+_MOVES = np.array([[0.5, 0], [-0.5, 0], [0, 0.5], [0, -0.5]], np.float32)
+
 
 class PointMaze(gym.Env[dict[str, Any], Any]):
     """A corridor that folds back and forth: `rows` of it, each `length` long and 1 wide, joined at alternating ends.
 
     One begins in the first row's beginning and is to come within `near` of the goal, in the last row's end, by moves of
-    at most half a unit each way. A wall stops a move. The reward is 1 there, and 0 everywhere else.
+    at most half a unit each way, or with `choices` of half a unit in one of four directions. A wall stops a move. The
+    reward is 1 there, and 0 everywhere else.
     """
 
     def __init__(
@@ -24,7 +28,8 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
         high = np.array([length, rows], np.float32)
         place = gym.spaces.Box(np.zeros(2, np.float32), high, dtype=np.float32)
         self.observation_space = gym.spaces.Dict({"observation": place, "achieved_goal": place, "desired_goal": place})
-        self.action_space: gym.Space[Any] = gym.spaces.Box(-0.5, 0.5, (2,), np.float32)
+        moves = gym.spaces.Box(-0.5, 0.5, (2,), np.float32)
+        self.action_space: gym.Space[Any] = gym.spaces.Discrete(4) if choices else moves
         self._goal = np.array([length - 0.5 if rows % 2 else 0.5, rows - 0.5], np.float32)
         self._place, self._steps = np.zeros(2, np.float32), 0
 
@@ -35,6 +40,8 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
         return self._observed(), {}
 
     def step(self, action: Any) -> Any:
+        if isinstance(self.action_space, gym.spaces.Discrete):
+            action = _MOVES[action]
         self._place = self._moved(np.clip(np.asarray(action, np.float32), -0.5, 0.5))
         self._steps += 1
         there = bool(np.linalg.norm(self._place - self._goal) <= self._near)
@@ -59,6 +66,29 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
             "achieved_goal": self._place.copy(),
             "desired_goal": self._goal.copy(),
         }
+
+
+def _gone(before: Mapping[str, Any], after: Mapping[str, Any], axis: int, sign: int) -> float:
+    """How far a step went one way, less how far aside: else an option would walk around a wall to go its way later."""
+    moved = after["observation"] - before["observation"]
+    return float(sign * moved[axis] - abs(moved[1 - axis]))
+
+
+def east(before: Mapping[str, Any], action: Any, after: Mapping[str, Any], info: Mapping[str, Any]) -> float:
+    """The rewards of options in the maze, each for one direction."""
+    return _gone(before, after, 0, 1)
+
+
+def west(before: Mapping[str, Any], action: Any, after: Mapping[str, Any], info: Mapping[str, Any]) -> float:
+    return _gone(before, after, 0, -1)
+
+
+def north(before: Mapping[str, Any], action: Any, after: Mapping[str, Any], info: Mapping[str, Any]) -> float:
+    return _gone(before, after, 1, 1)
+
+
+def south(before: Mapping[str, Any], action: Any, after: Mapping[str, Any], info: Mapping[str, Any]) -> float:
+    return _gone(before, after, 1, -1)
 
 
 class PendulumGoal(gym.Env[dict[str, Any], Any]):

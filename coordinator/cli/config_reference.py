@@ -15,7 +15,7 @@ from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.environment import WrapperConfig
 from shared.config.exploration import ExplorationConfig
-from shared.config.hierarchy import HierarchyConfig, LevelConfig
+from shared.config.hierarchy import HierarchyConfig, LevelConfig, OptionsConfig
 from shared.config.league import (
     FixedPlayerConfig,
     FixedShareConfig,
@@ -62,6 +62,7 @@ _FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several pl
     "environment.parameters.<name>.replay": LevelReplayConfig,
     "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
     "environment.hierarchy": HierarchyConfig, "environment.hierarchy.levels[]": LevelConfig,
+    "environment.hierarchy.options": OptionsConfig,
     "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,
     "league.opponents.past": PastConfig, "league.opponents.fixed": FixedShareConfig,
     "league.fixed.<name>": FixedPlayerConfig,

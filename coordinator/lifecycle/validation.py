@@ -109,7 +109,7 @@ def _reset_once(config: Config, description: EnvironmentDescription) -> None:
         try:
             with NamedFailures("reset"):
                 first = environment.reset([0])
-            seen = {policy_id: {**columns, "mask": acts} for policy_id, (columns, acts) in first.items()}
+            seen = {policy_id: {**columns, "mask": acts > 0} for policy_id, (columns, acts) in first.items()}
             reject_unusable(seen, description)
         except EnvironmentFailure as error:
             raised = error.__context__

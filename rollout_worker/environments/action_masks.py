@@ -45,17 +45,23 @@ def space_with_mask(observation: spaces.Space[Any], choices: int) -> spaces.Dict
     return spaces.Dict({**inside, KEY: spaces.Box(0, 1, (choices,), np.int8)})
 
 
+def choices(action: spaces.Space[Any]) -> list[int]:
+    """How many options each choice of this space has, in a mask's order; 0 for a box."""
+    if isinstance(action, spaces.Discrete):
+        return [int(action.n)]
+    if isinstance(action, spaces.MultiDiscrete):
+        return [int(n) for n in action.nvec.flatten()]
+    if isinstance(action, spaces.MultiBinary):
+        return [2] * int(np.prod(action.shape))
+    if isinstance(action, spaces.Dict | spaces.Tuple):
+        inner = action.spaces.values() if isinstance(action, spaces.Dict) else action.spaces
+        return [size for space in inner for size in choices(space)]
+    return [0]
+
+
 def count_choices(action: spaces.Space[Any]) -> int:
     """How many numbers a mask of this space has."""
-    if isinstance(action, spaces.Discrete):
-        return int(action.n)
-    if isinstance(action, spaces.MultiDiscrete):
-        return int(action.nvec.sum())
-    if isinstance(action, spaces.MultiBinary):
-        return 2 * int(np.prod(action.shape))
-    if isinstance(action, spaces.Dict):
-        return sum(map(count_choices, action.spaces.values()))
-    return sum(map(count_choices, action.spaces)) if isinstance(action, spaces.Tuple) else 0
+    return sum(choices(action))
 
 
 class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
@@ -77,11 +83,11 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
         return from_info(observation, info, self._choices), reward, terminated, truncated, info
 
 
-def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str) -> SpaceSpec:
-    """With its `action_mask` leaves known as such; raises `ConfigError` where there are none that fit, and one is
-    asked for."""
+def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str, boxes: bool = False) -> SpaceSpec:
+    """With its `action_mask` leaves known as such, which have a number for each choice (and each box, if `boxes`);
+    raises `ConfigError` where there are none that fit, and one is asked for."""
     here = [leaf for leaf in observation.leaves if leaf.path == KEY or leaf.path.startswith(f"{KEY}.")]
-    choices = sum(sum(leaf.nvec) for leaf in action.leaves)
+    choices = sum(sum(leaf.nvec) or boxes for leaf in action.leaves)
     size = sum(leaf.size for leaf in here if leaf.kind in ("box", "multi_binary"))
     if source == "off" or (source == "auto" and (not here or size != choices)):
         return observation

@@ -281,7 +281,7 @@ class Check:
     def _legal(self, agent: str, observation: Any, action: Any) -> Any:
         """The action with each of its choices drawn from the legal ones."""
         masked = self._masked[agent]
-        if self._many and self._config.environment.action_mask == "info":
+        if self._config.environment.api == "pettingzoo" and self._config.environment.action_mask == "info":
             choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
             observation = self._report.guarded("step()", lambda: from_info(observation, told, choices))
         seen = {name: array[None] for name, array in masked.observation.own.flatten("obs", observation).items()}

@@ -80,6 +80,9 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
     if source == "info" and several:
         found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
+    levels, told = config.environment.hierarchy, config.environment.info_columns
+    if with_options := levels is not None and levels.options is not None:
+        source = "observation"  # theirs, with the environment's in it
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -91,7 +94,7 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 f"names {list(config.agents)})"
             ) from None
         acted = describe_space(action)
-        observed = marked(describe_space(observation), acted, source, agent)
+        observed = marked(describe_space(observation), acted, source, agent, boxes=with_options)
         if config.policies[policy_id].critic_observes == "state":
             leaves = list(observed.leaves)
             state = _describe(state_space(env, {name: seen for name, (seen, _) in found.items()}), STATE, leaves)
@@ -104,7 +107,6 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    levels, told = config.environment.hierarchy, config.environment.info_columns
     in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told

@@ -15,6 +15,7 @@ from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.levels import Levels, LevelTurns
+from rollout_worker.environments.options import Options
 from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
@@ -114,6 +115,8 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
     if config.hierarchy is not None:
+        if (options := config.hierarchy.options) is not None:
+            return Options(env, options, config.max_episode_steps, masked=config.action_mask != "off")
         return Levels(env, config.hierarchy, config.max_episode_steps)
     return env
 

@@ -112,37 +112,16 @@ def _as_many(given: Numbers, count: int, field: str) -> Array:
     return np.broadcast_to(numbers, (count,))
 
 
-class Levels:
-    """The game, with the methods of PettingZoo's AEC environments that `Turns` calls. Agents are named by policy."""
+class GameOfOne:
+    """A Gymnasium environment as a game in turns, with the methods of PettingZoo's AEC environments that `Turns` calls.
+    Of those in `agents` the last one acts."""
 
-    metadata = {"name": "levels", "is_parallelizable": False}
+    metadata = {"name": "hierarchy", "is_parallelizable": False}
 
-    def __init__(self, env: gym.Env[Any, Any], config: HierarchyConfig, max_episode_steps: int | None) -> None:
-        """Raises `ConfigError` where the levels do not fit the environment."""
-        self.env, self._config = env, config
-        self.possible_agents = [level.policy for level in config.levels]
+    def __init__(self, env: gym.Env[Any, Any], agents: list[str], max_episode_steps: int | None) -> None:
+        self.env, self.possible_agents = env, agents
+        self._limit = max_episode_steps or (env.spec and env.spec.max_episode_steps)
         self._bare = not isinstance(env.observation_space, spaces.Dict)
-        observed = self._named(env.observation_space)
-        self._given: list[Any] = [None]
-        for number, level in enumerate(config.levels[1:], 1):
-            kind = _Goal if level.directive == "goal" else _Attention
-            self._given.append(kind(level, f"environment.hierarchy.levels.{number}", observed))
-        if config.reward_of(0) != "environment" and not {ACHIEVED, DESIRED} <= observed.keys():
-            raise ConfigError(
-                f"environment.hierarchy.levels.0.reward={config.reward_of(0)} needs an environment with {ACHIEVED} and "
-                f"{DESIRED}, found {sorted(observed)}; use reward=environment, or an environment with a goal"
-            )
-        limit = max_episode_steps or (env.spec and env.spec.max_episode_steps)
-        for number in range(1, len(self._given)):
-            steps = (config.levels[number].every or 1) * config.actions_within(number)
-            if limit and steps > limit:
-                raise ConfigError(
-                    f"environment.hierarchy.levels.{number}.every={config.levels[number].every} makes {steps} steps of "
-                    f"the environment, and its episodes have {limit} at most; lower it, or raise "
-                    f"environment.max_episode_steps"
-                )
-        self._spaces = {agent: self._observed_by(number, observed) for number, agent in enumerate(self.possible_agents)}
-        self._random = np.random.default_rng()
 
     def __getattr__(self, name: str) -> Any:
         """What it does not have itself (`render`, `close`, `agent_iter` …) is the environment's."""
@@ -155,6 +134,57 @@ class Levels:
         if self._bare:
             return {"observation": value}
         return value.spaces if isinstance(value, spaces.Dict) else value
+
+    @property
+    def agent_selection(self) -> str:
+        """Whose turn it is: the lowest level that has a directive."""
+        return self.agents[-1]
+
+    def _begin(self, seed: int | None, options: dict[str, Any] | None) -> None:
+        observation, self._info = self.env.reset(seed=seed, options=options)
+        self._seen = self._named(observation)
+        self.episode_return = 0.0
+        self.agents = self.possible_agents[:1]
+        names = self.possible_agents
+        self.rewards, self._cumulative_rewards = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(names, False), dict.fromkeys(names, False)
+
+    def last(self) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        agent = self.agent_selection
+        reward = self._cumulative_rewards[agent]
+        return self.observe(agent), reward, self.terminations[agent], self.truncations[agent], self.infos[agent]
+
+    def acts_greedily(self, agent: str) -> bool:
+        return False
+
+
+class Levels(GameOfOne):
+    """The game of levels. Agents are named by policy."""
+
+    def __init__(self, env: gym.Env[Any, Any], config: HierarchyConfig, max_episode_steps: int | None) -> None:
+        """Raises `ConfigError` where the levels do not fit the environment."""
+        super().__init__(env, [level.policy for level in config.levels], max_episode_steps)
+        self._config = config
+        observed = self._named(env.observation_space)
+        self._given: list[Any] = [None]
+        for number, level in enumerate(config.levels[1:], 1):
+            kind = _Goal if level.directive == "goal" else _Attention
+            self._given.append(kind(level, f"environment.hierarchy.levels.{number}", observed))
+        if config.reward_of(0) != "environment" and not {ACHIEVED, DESIRED} <= observed.keys():
+            raise ConfigError(
+                f"environment.hierarchy.levels.0.reward={config.reward_of(0)} needs an environment with {ACHIEVED} and "
+                f"{DESIRED}, found {sorted(observed)}; use reward=environment, or an environment with a goal"
+            )
+        for number in range(1, len(self._given)):
+            steps = (config.levels[number].every or 1) * config.actions_within(number)
+            if self._limit and steps > self._limit:
+                raise ConfigError(
+                    f"environment.hierarchy.levels.{number}.every={config.levels[number].every} makes {steps} steps of "
+                    f"the environment, and its episodes have {self._limit} at most; lower it, or raise "
+                    f"environment.max_episode_steps"
+                )
+        self._spaces = {agent: self._observed_by(number, observed) for number, agent in enumerate(self.possible_agents)}
+        self._random = np.random.default_rng()
 
     def _observed_by(self, number: int, observed: Mapping[str, spaces.Space[Any]]) -> spaces.Dict:
         shown = dict(observed) if number == 0 else self._given[number].shown_space(observed)
@@ -170,26 +200,15 @@ class Levels:
         below = self.possible_agents.index(agent) + 1
         return self._given[below].space if below < len(self._given) else self.env.action_space
 
-    @property
-    def agent_selection(self) -> str:
-        """Whose turn it is: the lowest level that has a directive."""
-        return self.agents[-1]
-
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        observation, self._info = self.env.reset(seed=seed, options=options)
+        self._begin(seed, options)
         if seed is not None:
             self._random = np.random.default_rng([seed, _TESTS])
-        self._seen = self._named(observation)
-        self.episode_return = 0.0
-        self.agents = self.possible_agents[:1]
         count = len(self.possible_agents)
         self._directives: list[Any] = [None] * count
         self._acted, self._tested = [0] * count, [False] * count
         self._missed = [math.nan] * count
         self._goals, self._achieved = [0] * count, [0] * count
-        names = self.possible_agents
-        self.rewards, self._cumulative_rewards = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-        self.terminations, self.truncations = dict.fromkeys(names, False), dict.fromkeys(names, False)
 
     def observe(self, agent: str) -> dict[str, Any]:
         number = self.possible_agents.index(agent)
@@ -197,11 +216,6 @@ class Levels:
         if BELOW in self._spaces[agent].spaces:
             seen[BELOW] = self._given[number + 1].achieved(self._seen)
         return seen
-
-    def last(self) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        agent = self.agent_selection
-        reward = self._cumulative_rewards[agent]
-        return self.observe(agent), reward, self.terminations[agent], self.truncations[agent], self.infos[agent]
 
     @property
     def infos(self) -> dict[str, dict[str, Any]]:
@@ -290,7 +304,7 @@ class Levels:
 
 
 class LevelTurns(Turns):
-    """Copies of the game of levels. An episode's return is the environment's; steps are those of all levels."""
+    """Copies of a game of levels or options. An episode's return is the environment's; steps are of all agents."""
 
     _envs: Any
 
@@ -301,5 +315,5 @@ class LevelTurns(Turns):
 
     def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
         rows, acts = super()._stacked(policy_id)
-        greedy = np.array([env.acts_greedily(policy_id) for env in self._envs])
+        greedy = np.array([env.acts_greedily(agent) for agent in self._agents[policy_id] for env in self._envs])
         return rows, np.where(acts & greedy, GREEDILY, acts).astype(np.int8)

@@ -91,7 +91,7 @@ class Parallel:
         """Agent → its policy, and its slot there in the first environment."""
         actions = {agent: description.policies[its].action for agent, its in description.agents.items()}
         choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
-        self._masks = choices if config.action_mask == "info" else {}
+        self._masks = choices if config.action_mask == "info" and config.api == "pettingzoo" else {}
         """Agent → how many numbers its mask has, where masks stand in `info`."""
         seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}
         self._states = [agent for agent, spec in seen.items() if spec.own != spec]

@@ -7,7 +7,7 @@ from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
-from shared.config.hierarchy import HierarchyConfig
+from shared.config.hierarchy import HierarchyConfig, OptionsConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
@@ -342,22 +342,20 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
     if run.environment.api != "gymnasium" or run.league is not None or run.agents:
         found = "a league" if run.league else f"agents={run.agents}" if run.agents else "environment.api=pettingzoo"
         raise ValueError(
-            f"{where} with {found}: its levels are the only agents, each of the policy that it names, over a Gymnasium "
-            f"environment; leave one of them out"
+            f"{where} with {found}: its levels (or options) are the only agents, over a Gymnasium environment; "
+            f"leave one of them out"
         )
+    if hierarchy.options is not None:
+        _check_options(run, hierarchy.options)
+        return
     if sorted(level.policy for level in levels) != named:
         raise ValueError(
             f"{where}.levels has the policies {[level.policy for level in levels]}, and policies has {named}; give "
             f"each level a section in policies, and each policy a level"
         )
     for number, level in enumerate(levels):
-        turns, steps = hierarchy.turns_within(number), run.rollout.fragment_steps
-        if number + 1 < len(levels) and steps < 2 * turns:
-            raise ValueError(
-                f"rollout.fragment_steps={steps} with {where}: an action of {level.policy!r} takes up to {turns} "
-                f"steps, counting those of all levels, and one that a fragment's end cuts is not learned from; set "
-                f"rollout.fragment_steps to {2 * turns} or more, or lower `every`"
-            )
+        if number + 1 < len(levels):
+            _check_turns(run, repr(level.policy), hierarchy.turns_within(number), "lower `every`")
         algorithm = run.policies[level.policy].algorithm or run.algorithm
         if hierarchy.test_subgoals and number and not isinstance(algorithm, OffPolicyConfig):
             raise ValueError(
@@ -368,6 +366,25 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
         buffer = getattr(algorithm, "replay_buffer", None)
         if isinstance(buffer, HindsightReplay):
             _check_hindsight(hierarchy, number, buffer, getattr(algorithm, "n_step", 1))
+
+
+def _check_options(run: ConfigFields, options: OptionsConfig) -> None:
+    where, algorithms = "environment.hierarchy.options", list(run.algorithms().values())
+    if len(algorithms) > 1 or not isinstance(algorithms[0], OnPolicyConfig):
+        raise ValueError(
+            f"{where} with policies {sorted(run.policies)} of {[its.name for its in algorithms]}: controller and "
+            f"options are one policy that learns from what it just did; use ppo, appo, a2c or impala, and one policy"
+        )
+    _check_turns(run, "the controller", 1 + max(options.lengths), f"leave the longest of {where}.lengths out")
+
+
+def _check_turns(run: ConfigFields, whose: str, turns: int, otherwise: str) -> None:
+    if (steps := run.rollout.fragment_steps) < 2 * turns:
+        raise ValueError(
+            f"rollout.fragment_steps={steps} with environment.hierarchy: an action of {whose} takes up to {turns} "
+            f"steps, counting those of all agents, and one that a fragment's end cuts is not learned from; set "
+            f"rollout.fragment_steps to {2 * turns} or more, or {otherwise}"
+        )
 
 
 def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightReplay, n_step: int) -> None:

@@ -1,4 +1,5 @@
-"""The config's section for levels of one agent: upper ones choose goals, lower ones are paid for reaching them."""
+"""The config's section for hierarchies of one agent: levels (upper ones choose goals, lower ones are paid for reaching
+them), or options (a controller chooses by which of several rewards the same network is paid, and for how long)."""
 
 from typing import Annotated, Literal, Self
 
@@ -44,17 +45,50 @@ class LevelConfig(Section):
     level and by attention, `sparse` for a goal. With a sparse top level the episode ends where its goal is achieved."""
 
 
-class HierarchyConfig(Section):
-    """Levels of one agent, each a policy of its own (docs/HIERARCHY.md)."""
+class OptionsConfig(Section):
+    """Options with one controller, all in one policy (Henaff et al. 2025, "Scalable Option Learning", SOL)."""
 
-    levels: tuple[LevelConfig, ...] = Field(min_length=2, max_length=8)
-    """From top to bottom; the bottom one acts in the environment."""
+    rewards: tuple[str, ...] = Field(min_length=1)
+    """An option for each: what it is paid for each step. `module:function` of the observation before, the action, the
+    observation after it and the step's `info`, which returns a number; or the name of a number in `info`; or
+    `environment`, the environment's own reward. The controller is always paid the latter."""
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8, 16, 32, 64, 128), min_length=1)
+    """For how many steps an option may last; the controller chooses one of these each time."""
+
+    @property
+    def names(self) -> list[str]:
+        """The options' names: of a function its own."""
+        return [reward.rpartition(":")[2] for reward in self.rewards]
+
+    @model_validator(mode="after")
+    def _named_once(self) -> Self:
+        for field, values in (("rewards", self.names), ("lengths", [str(length) for length in self.lengths])):
+            if twice := sorted({value for value in values if values.count(value) > 1}):
+                raise ValueError(f"{field}: found {twice[0]!r} more than once; name each option and length once")
+        return self
+
+
+class HierarchyConfig(Section):
+    """Levels of one agent, each a policy of its own, or options of one policy (docs/HIERARCHY.md)."""
+
+    levels: tuple[LevelConfig, ...] = Field((), max_length=8)
+    """From top to bottom, two or more; the bottom one acts in the environment."""
+    options: OptionsConfig | None = None
+    """Instead of levels: a controller that chooses among options, for PPO, APPO, A2C and IMPALA."""
     test_subgoals: float = Field(0.0, ge=0, le=1)
     """Probability that all levels below act greedily for a goal, to test it (Levy et al. 2019, 0.3 there). A level with
     `replay_buffer.missed_penalty` learns from the goals that were missed then."""
 
     @model_validator(mode="after")
     def _levels_fit_together(self) -> Self:
+        if self.options is not None and (self.levels or self.test_subgoals):
+            raise ValueError(
+                "options with levels or test_subgoals: they stand in place of levels; leave one of them out"
+            )
+        if self.options is not None:
+            return self
+        if len(self.levels) < 2:
+            raise ValueError(f"found {len(self.levels)} levels and no options; give two levels at least, or options")
         names = [level.policy for level in self.levels]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"levels: policy {twice[0]!r} stands on two levels; give each level a policy of its own")

@@ -51,6 +51,7 @@ _DECIDES_LEARNING: Any = {
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
 _LATER: dict[str, Any] = {
     "hierarchy": None,
+    "options": None,
     "hindsight_actions": False,
     "missed_penalty": None,
     "uniform": 0.0,
@@ -106,7 +107,9 @@ class Config(ConfigFields):
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
         within = [its[name] for its in algorithms for name in _WITHIN if isinstance(its.get(name), dict)]
-        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *within):
+        environment = data["environment"]
+        within += [its for its in (environment["hierarchy"],) if its is not None]
+        for section in (environment, data["algorithm"], *data["policies"].values(), *within):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]

@@ -176,7 +176,7 @@ class PolicySpaces(PlainData):
         masks = [observations[name] for name in self.observation.mask_columns]
         legal = np.concatenate([mask.reshape(len(mask), math.prod(mask.shape[1:])) for mask in masks], axis=1) > 0
         sizes = [options for leaf in self.action.leaves for options in leaf.nvec]
-        each: Array = np.logical_or.reduceat(legal, np.cumsum([0, *sizes[:-1]]), axis=1)
+        each: Array = np.logical_or.reduceat(legal[:, : sum(sizes)], np.cumsum([0, *sizes[:-1]]), axis=1)
         return np.logical_not(each.all(axis=1))
 
 

@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 from shared.experience.spaces import Array, Columns
 from shared.policies.policy import Policy
 from tests.conftest import minimal_config
-from tests.support.levels import THREE, PlainLevels, corridor, off_policy
+from tests.support.levels import THREE, PlainLevels, corridor, listed, off_policy, recorded
 from tests.support.stage import Stage, same
 
 
@@ -36,39 +36,6 @@ class ByRule(Exploration):
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
         action: Tensor = chosen({name.removeprefix("obs."): its for name, its in observations.items()})
         return {"action": action}, policy.action_parameters(observations)
-
-
-def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
-    """What a fragment holds of a slot: observed, done, brought, over, and what is bootstrapped from."""
-    names = [name for name in columns if name.startswith("obs")]
-    finals = {(step, at): row for row, (step, at) in enumerate(columns["final_index"].tolist())}
-    rows = []
-    for step in np.flatnonzero(columns["mask"][:, slot]).tolist():
-        flags = [bool(columns[name][step, slot]) for name in ("terminated", "truncated")]
-        last, final = step + 1 == len(columns["mask"]), finals.get((step, slot))
-        after = [
-            columns["final_" + name][final]
-            if final is not None
-            else columns["bootstrap_" + name][slot]
-            if last
-            else columns[name][step + 1, slot]
-            for name in names
-        ]
-        seen = [columns[name][step, slot] for name in names]
-        rows.append(
-            (
-                listed(seen),
-                listed([columns["action"][step, slot]]),
-                float(columns["reward"][step, slot]),
-                *flags,
-                listed(after),
-            )
-        )
-    return rows
-
-
-def listed(arrays: list[Array]) -> list[list[float]]:
-    return [np.asarray(array, np.float32).tolist() for array in arrays]
 
 
 @pytest.mark.parametrize("levels", [THREE, [THREE[0], THREE[2]]], ids=["three", "two"])

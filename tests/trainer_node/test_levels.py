@@ -14,7 +14,7 @@ from shared.experience.spaces import Columns
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
 from tests.support.learning.streams import GOALS
-from tests.support.levels import THREE, corridor, off_policy
+from tests.support.levels import CORRIDOR, THREE, corridor, off_policy, with_options
 from tests.support.stage import Stage
 from trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from trainer_node.learning.replay_buffers.hindsight import BELOW, DESIRED
@@ -80,6 +80,13 @@ def test_hindsight_actions_are_for_levels_alone() -> None:
 @pytest.mark.parametrize("name", ["ddpg", "td3", "sac"])
 def test_three_levels_go_on_exactly(new_game: NewGame, name: str) -> None:
     sections = off_policy(name) | {"heatup": "64 env_steps", "checkpoint": KEEP, "archive": "all"}
+    goes_on_exactly(new_game, minimal_config(**sections, stop_at={"updates": 7}))
+
+
+@pytest.mark.parametrize("name", ["ppo", "appo"])
+def test_options_go_on_exactly(new_game: NewGame, name: str) -> None:
+    acts = {"kwargs": CORRIDOR | {"choices": name == "ppo"}}
+    sections = with_options(name, **acts) | {"checkpoint": KEEP, "archive": "all"}
     goes_on_exactly(new_game, minimal_config(**sections, stop_at={"updates": 7}))
 
 
