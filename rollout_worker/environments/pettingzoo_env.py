@@ -188,6 +188,8 @@ class Parallel:
             truncation = bool(truncated.get(agent))
             died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
             truncation |= cut and not died
+            if agent not in rewards and (agent in there or agent in ended):
+                raise KeyError(f"no reward for {agent}; expected one for each agent that has acted")
             brought = float(rewards.get(agent, 0.0)), died, truncation, observations.get(agent)
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:

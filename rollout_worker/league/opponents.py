@@ -19,7 +19,7 @@ from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object
 
 MOST_BYTES = 64 << 20
-"""Of players' objects that a worker keeps in memory, whatever the size of the league (and one, where it is larger)."""
+"""Of players' objects that a worker keeps in memory, whatever the size of the league; more only of those in a seat."""
 
 
 class Forfeit(Exception):
@@ -133,14 +133,18 @@ class Opponents:
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
         """With the bytes of its object."""
 
-    def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
-        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, `ConfigError` for
-        a function that is none."""
+    def get(
+        self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
+    ) -> Player:
+        """For the seats of policy `group`; `policy` is any with its spaces. `seated` gives the SHA-256 of those that
+        are not forgotten. Raises `PlayerUnusable`, `ConfigError` for a function that is none."""
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)
-            while len(self._held) > 1 and sum(size for _, size in self._held.values()) > MOST_BYTES:
-                self._held.popitem(last=False)
+            needed = {key[2], *seated()}
+            for other in [other for other in self._held if other[2] not in needed]:
+                if sum(size for _, size in self._held.values()) > MOST_BYTES:
+                    del self._held[other]
         self._held.move_to_end(key)
         return self._held[key][0]
 

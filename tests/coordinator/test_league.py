@@ -146,6 +146,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert "hunter" in printed and "win rates and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    wrong = stagecoach("match", "cats#nobody", "random")
+    check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
     check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")
     with serve(run.config.runs_dir, None) as url:
         with urllib.request.urlopen(f"{url}/api/runs/cats/league") as reply:

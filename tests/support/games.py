@@ -219,7 +219,7 @@ def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> 
 
 
 class Odd(AllAtOnce):
-    """As `AllAtOnce`, but with an agent that is to act and observes nothing, or without an agent at the start."""
+    """As `AllAtOnce`, but with agents that observe nothing or have no reward, or without an agent at the start."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -233,6 +233,8 @@ class Odd(AllAtOnce):
 
     def step(self, actions: dict[str, Any]) -> Any:
         seen, *others = super().step(actions)
+        if self._kind == "unpaid":  # but those that have left without a word
+            others[0] = {agent: its for agent, its in others[0].items() if agent not in self.agents}
         return {
             agent: None if self._kind == "blind" and agent in self.agents else its for agent, its in seen.items()
         }, *others
