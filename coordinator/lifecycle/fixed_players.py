@@ -4,6 +4,7 @@ What is found stands in the run's config, and so in its store and in its hash: a
 """
 
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -57,8 +58,7 @@ def _found(
     if kind == "random":
         return player.model_copy(update={"kind": kind, "seats": every})
     if kind == "function":
-        if not callable(import_object(source, f"league.fixed.{name}", kind="function")):
-            raise ConfigError(f"{field} is no function; expected one that returns an action for an observation")
+        check_function(field, import_object(source, f"league.fixed.{name}", kind="function"))
         return player.model_copy(update={"kind": kind, "seats": every})
     if player.sha256:
         return player
@@ -71,6 +71,19 @@ def _found(
             f"of this environment"
         )
     return player.model_copy(update={"kind": kind, "sha256": player_hash(data), "seats": seats})
+
+
+def check_function(field: str, function: object) -> None:
+    """Raises `ConfigError` for what cannot be called as a scripted player is."""
+    expected = "expected one that returns an action for an observation and a random generator"
+    if not callable(function):
+        raise ConfigError(f"{field} is no function; {expected}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{field} is called with two arguments, and cannot be: {error}; {expected}") from None
+    except ValueError:  # some that are not written in Python do not tell
+        pass
 
 
 def kind_of(source: str) -> PlayerKind:

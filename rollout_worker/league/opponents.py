@@ -87,6 +87,8 @@ class Function(Player):
             action = columns[leaf.column("action")]
             if action.shape != leaf.shape or (leaf.nvec and leaf.beyond(action).any()):
                 raise Forfeit(f"its action {action.tolist()} is none of the space")
+            if not np.isfinite(action).all():  # else it is brought within the bounds, as a policy's is
+                raise Forfeit(f"its action {action.tolist()} is not finite")
         if masks and not self._legal(columns, np.concatenate([mask.reshape(-1) for mask in masks.values()])):
             raise Forfeit(f"its action {[array.tolist() for array in columns.values()]} is illegal")
         return {name: array[None] for name, array in columns.items()}

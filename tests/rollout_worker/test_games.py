@@ -223,10 +223,11 @@ def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(ki
     ("kind", "says"),
     [
         ("blind", "step: 'no observation of"), ("empty", "reset: no agent is to act; expected one"),
+        ("strange", "step: 'agents has dee; expected names of possible_agents alone'"),
         ("unpaid", "environment . raised KeyError in step: 'no reward for (ann|bob|cy); expected one for each agent"),
     ],
 )  # fmt: skip
-def test_an_agent_that_observes_nothing_or_has_no_reward_is_an_error(kind: str, says: str) -> None:
+def test_an_agent_that_observes_nothing_has_no_reward_or_is_unknown_is_an_error(kind: str, says: str) -> None:
     with pytest.raises(EnvironmentFailure, match=says):
         Stage({"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": kind}}).sample(20)
 

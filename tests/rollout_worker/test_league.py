@@ -152,7 +152,11 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
 
 @pytest.mark.parametrize(
     ("player", "says"),
-    [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
+    [
+        ("raises", "ValueError: no move comes to mind"),
+        ("takes_too_many", "its action 7 is none of the space"),
+        ("takes_half", "ValueError: 0.5 is none of a discrete space's choices"),
+    ],
 )
 def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     store: FileStore, caplog: pytest.LogCaptureFixture, player: str, says: str
