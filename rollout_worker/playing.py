@@ -146,8 +146,12 @@ def play_match(
                 actions[name][part.rows] = array
         return actions
 
+    def stepped(step: Step) -> None:
+        for group, its in step.policies.items():
+            casting.forget(group, its.over)
+
     def begun(index: int) -> None:
         casting.seat(index, Match("", 0, tuple(lineup)))
 
-    records = _play(config, description, seed, games, act, begun=begun, judged=casting.judged)
+    records = _play(config, description, seed, games, act, begun=begun, stepped=stepped, judged=casting.judged)
     return tuple(record.match for record in records if record.match is not None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
-from coordinator.lifecycle.fixed_players import kind_of, read_player
+from coordinator.lifecycle.fixed_players import check_function, kind_of, read_player
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import play_sides
@@ -16,7 +16,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.league.table import PlayerRef, player_hash, sides_of
 from shared.policies.registry import build_policies
 from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import extend_imports
+from shared.runtime.user_code import extend_imports, import_object
 from trainer_node.learning.league import wilson
 
 
@@ -88,6 +88,8 @@ def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> 
 
 def _player(source: str, runs_dir: Path, held: dict[str, bytes]) -> PlayerRef:
     kind = kind_of(source)
+    if kind == "function":
+        check_function(source, import_object(source, "a player", kind="function"))
     if kind in ("random", "function"):
         return PlayerRef(kind, "", source)
     data = read_player(source, source, runs_dir)

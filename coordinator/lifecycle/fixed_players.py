@@ -4,6 +4,7 @@ What is found stands in the run's config, and so in its store and in its hash: a
 """
 
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
 from shared.league.players import PLAYERS, write_player
+from shared.league.players import read_player as stored_player
 from shared.league.table import PlayerKind, player_hash, snapshot_id
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install
@@ -56,8 +58,7 @@ def _found(
     if kind == "random":
         return player.model_copy(update={"kind": kind, "seats": every})
     if kind == "function":
-        if not callable(import_object(source, f"league.fixed.{name}", kind="function")):
-            raise ConfigError(f"{field} is no function; expected one that returns an action for an observation")
+        check_function(field, import_object(source, f"league.fixed.{name}", kind="function"))
         return player.model_copy(update={"kind": kind, "seats": every})
     if player.sha256:
         return player
@@ -70,6 +71,19 @@ def _found(
             f"of this environment"
         )
     return player.model_copy(update={"kind": kind, "sha256": player_hash(data), "seats": seats})
+
+
+def check_function(field: str, function: object) -> None:
+    """Raises `ConfigError` for what cannot be called as a scripted player is."""
+    expected = "expected one that returns an action for an observation and a random generator"
+    if not callable(function):
+        raise ConfigError(f"{field} is no function; {expected}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{field} is called with two arguments, and cannot be: {error}; {expected}") from None
+    except ValueError:  # some that are not written in Python do not tell
+        pass
 
 
 def kind_of(source: str) -> PlayerKind:
@@ -94,20 +108,21 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
-    if policy_id not in policies and (key := _snapshot(found.store.store, policy_id)):
-        return found.store.store.get(key)
+    if policy_id not in policies and (sha256 := _snapshot(found.store.store, policy_id)):
+        return stored_player(found.store.store, sha256)
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
-        raise ConfigError(f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}")
+        more = f", or a snapshot that `stagecoach league {found.store.run_id}` lists" if found.config.league else ""
+        raise ConfigError(
+            f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}{more}"
+        )
     return policies[policy_id]
 
 
 def _snapshot(store: ObjectStore, player: str) -> str | None:
-    """Where a run's store has a snapshot of its league, by the player's id."""
-    keys = store.keys(PLAYERS) if "-" in player else ()
-    return next(
-        (key for key in keys if snapshot_id(player.rpartition("-")[0], key.removeprefix(PLAYERS)) == player), None
-    )
+    """The SHA-256 of a snapshot of a run's league, by the player's id."""
+    hashes = [key.removeprefix(PLAYERS) for key in store.keys(PLAYERS)] if "-" in player else []
+    return next((sha256 for sha256 in hashes if snapshot_id(player.rpartition("-")[0], sha256) == player), None)
 
 
 def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:

@@ -141,11 +141,18 @@ class Parallel:
 
     def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
         """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
-        _all_observe(live, observed)
+        self._all_observe(live, observed)
         seen = dict(observed)
         if self._masks:
             seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
         return with_state(env, seen, self._absent, self._states) if self._states else seen
+
+    def _all_observe(self, live: Set[str], observations: Mapping[str, Any]) -> None:
+        """Raises `KeyError` where one that is to act observes nothing, or is unknown and so has no policy."""
+        if strange := sorted(live - self._places.keys()):
+            raise KeyError(f"agents has {', '.join(strange)}; expected names of possible_agents alone")
+        if missing := sorted(agent for agent in live if observations.get(agent) is None):
+            raise KeyError(f"no observation of {', '.join(missing)}")
 
     def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
         choices = self._masks.get(agent, 0)
@@ -188,6 +195,8 @@ class Parallel:
             truncation = bool(truncated.get(agent))
             died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
             truncation |= cut and not died
+            if agent not in rewards and (agent in there or agent in ended):
+                raise KeyError(f"no reward for {agent}; expected one for each agent that has acted")
             brought = float(rewards.get(agent, 0.0)), died, truncation, observations.get(agent)
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:
@@ -306,7 +315,7 @@ class Turns(Parallel):
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
-            _all_observe(live, {agent: observation})
+            self._all_observe(live, {agent: observation})
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
@@ -335,12 +344,6 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
-
-
-def _all_observe(live: Set[str], observations: Mapping[str, Any]) -> None:
-    """Raises `KeyError` where one that is to act observes nothing."""
-    if missing := sorted(agent for agent in live if observations.get(agent) is None):
-        raise KeyError(f"no observation of {', '.join(missing)}")
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}

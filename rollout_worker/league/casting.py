@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout_worker.league.opponents import Forfeit, Network, Opponents, Random
+from shared.errors import EnvironmentFailure, PlayerUnusable
 from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.league.matchmaking import Match, draw
@@ -89,10 +90,18 @@ class Casting:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
                 self._players[group][slot] = match.players[side]
                 self._learns[group][slot] = side == match.side
-                for name, state in self.states.items():
-                    if name.startswith(f"{group}@"):
-                        state[slot] = 0.0
         self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
+
+    def forget(self, group: str, over: Array) -> None:
+        """The agents of the slots where `over` `[S]` have ended, perhaps to be born again in the same episode."""
+        for name, state in self.states.items():
+            if name.split("@", 1)[0] == group:
+                state[torch.from_numpy(over)] = 0.0
+
+    def _seated(self) -> set[str]:
+        """The SHA-256 of all that have a seat now: the store may have them no more."""
+        players = {player for its in self._players.values() for player in its.tolist()}
+        return {self._refs[player].sha256 for player in players if player in self._refs}
 
     def _sits(self, group: str, player: str) -> bool:
         """Whether a player has a seat in any episode; what others remember is of no use, and each fragment holds it."""
@@ -108,7 +117,13 @@ class Casting:
     def act(self, part: Part, group: str, observations: Columns, policy: Policy, generator: torch.Generator) -> Columns:
         """Actions `[R, …]` of an opponent; `policy` is any with the spaces of the group."""
         spaces = self._description.policies[group]
-        player = self._opponents.get(self._refs[part.player], group, spaces, policy)
+        try:
+            player = self._opponents.get(self._refs[part.player], group, spaces, policy, self._seated)
+        except PlayerUnusable as error:
+            if part.player in self._table.players:
+                raise
+            why = f"{part.player} has left the league in mid-episode, and cannot be loaded any more"
+            raise EnvironmentFailure(f"{why}\n{error}") from None
         if isinstance(player, Network) and player.policy.state_size:
             key, size = f"{group}@{part.player}", player.policy.state_size
             player.state = self.states.get(key, torch.zeros(len(self._learns[group]), size, device=generator.device))

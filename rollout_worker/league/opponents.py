@@ -19,7 +19,7 @@ from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object
 
 MOST_BYTES = 64 << 20
-"""Of players' objects that a worker keeps in memory, whatever the size of the league (and one, where it is larger)."""
+"""Of players' objects that a worker keeps in memory, whatever the size of the league; more only of those in a seat."""
 
 
 class Forfeit(Exception):
@@ -87,6 +87,8 @@ class Function(Player):
             action = columns[leaf.column("action")]
             if action.shape != leaf.shape or (leaf.nvec and leaf.beyond(action).any()):
                 raise Forfeit(f"its action {action.tolist()} is none of the space")
+            if not np.isfinite(action).all():  # else it is brought within the bounds, as a policy's is
+                raise Forfeit(f"its action {action.tolist()} is not finite")
         if masks and not self._legal(columns, np.concatenate([mask.reshape(-1) for mask in masks.values()])):
             raise Forfeit(f"its action {[array.tolist() for array in columns.values()]} is illegal")
         return {name: array[None] for name, array in columns.items()}
@@ -133,14 +135,18 @@ class Opponents:
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
         """With the bytes of its object."""
 
-    def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
-        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, `ConfigError` for
-        a function that is none."""
+    def get(
+        self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
+    ) -> Player:
+        """For the seats of policy `group`; `policy` is any with its spaces. `seated` gives the SHA-256 of those that
+        are not forgotten. Raises `PlayerUnusable`, `ConfigError` for a function that is none."""
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)
-            while len(self._held) > 1 and sum(size for _, size in self._held.values()) > MOST_BYTES:
-                self._held.popitem(last=False)
+            needed = {key[2], *seated()}
+            for other in [other for other in self._held if other[2] not in needed]:
+                if sum(size for _, size in self._held.values()) > MOST_BYTES:
+                    del self._held[other]
         self._held.move_to_end(key)
         return self._held[key][0]
 

@@ -126,6 +126,8 @@ class Sampler:
                 self._now[policy_id] = result.policies[policy_id].obs
                 if (acts := result.policies[policy_id].acts) is not None:
                     self._acts[policy_id] = acts
+                if self._casting is not None:
+                    self._casting.forget(policy_id, result.policies[policy_id].over)
             for policy_id, its in remembering.items():
                 its.forget(torch.from_numpy(result.policies[self._seat(policy_id)].over).to(self._device))
             for index, record in result.episodes:

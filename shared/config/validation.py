@@ -43,6 +43,7 @@ _PATTERNS = {
     r"^[\w.]+:\w+$": "package.module:function",
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:0, cuda:1 …",
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:0, cuda:1 …",
+    r"^[A-Za-z][\w-]*$": "a name of letters, digits, - and _ that begins with a letter",
     "^[0-9a-f]{64}$": "a SHA-256, 64 hexadecimal digits",
 }
 """What the patterns of config fields mean in words."""
@@ -135,9 +136,10 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
         return f"{where.rpartition('.')[0]}: expected {counted(item['loc'][-1] + 1, 'value')}, found {shown(found)}"
     if kind == "missing":
         return f"{where} is missing; add it to the config or give --set {where}=…"
-    if kind == "invalid_key" or item["loc"][-1] == "[key]":
+    where = where.removesuffix(".[key]")
+    if kind == "invalid_key" or (item["loc"][-1] == "[key]" and not isinstance(found, str)):
         key = item["loc"][-1] if kind == "invalid_key" else found
-        return f"{where.removesuffix('.[key]')}: expected keys that are text, found {shown(key)}; put it in quotes"
+        return f"{where}: expected keys that are text, found {shown(key)}; put it in quotes"
     if context.get("class_name") == "Schedule":
         expected = "a number, or a schedule such as {kind: linear, start: 0.001, end: 0, over: 10000 env_steps}"
     elif kind == "string_pattern_mismatch":

@@ -108,10 +108,15 @@ class SpaceSpec(PlainData):
         return f"({', '.join(map(self._text, structure['tuple']))})"
 
     def flatten(self, prefix: str, value: Any) -> Columns:
-        """Nested (batched) value → columns; choices are counted from 0."""
+        """Nested (batched) value → columns; choices are counted from 0. Raises `ValueError` for one that is no whole
+        number, and what NumPy raises."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
-            array = np.asarray(part, dtype=leaf.column_dtype)
+            given = np.asarray(part)
+            with np.errstate(invalid="ignore"):
+                array = given.astype(leaf.column_dtype, copy=False)
+            if leaf.nvec and given.dtype.kind == "f" and (array != given).any():
+                raise ValueError(f"{given.tolist()} is none of a {leaf.kind} space's choices")
             columns[leaf.column(prefix)] = array - leaf.starts() if any(leaf.start) else array
         return columns
 

@@ -54,7 +54,7 @@ def table_of(run: Run) -> MatchTable:
 def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConfig, stagecoach: Stagecoach) -> None:
     """Also once the other run is gone; it is drawn where its spaces fit alone."""
     first = played(chase({}), "first")
-    fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "builtins:len"}
+    fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "tests.support.games:takes_one"}
     shares = {"latest": 0.5, "past": 0, "fixed": 0.5}
     config = chase({"fixed": fixed, "opponents": shares})
     second = played(config, "second")
@@ -95,6 +95,10 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig) -> None:
         ("a#second", r"has no policy 'second'; choose one: a#default"),
         ("builtins:nothing", "league.fixed.one=builtins:nothing cannot be imported"),
         (f"{__name__}:NO_FUNCTION", "is no function"),
+        (
+            "builtins:len",
+            "is called with two arguments, and cannot be: too many positional arguments; expected one that",
+        ),
         ("missing.onnx", "cannot be read: No such file"),
         ("broken.onnx", "is no ONNX file that can be run"),
         ("other.onnx", "was made for other observation or action spaces"),
@@ -146,6 +150,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert "hunter" in printed and "win rates and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    wrong = stagecoach("match", "cats#nobody", "random")
+    check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
     check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")
     with serve(run.config.runs_dir, None) as url:
         with urllib.request.urlopen(f"{url}/api/runs/cats/league") as reply:

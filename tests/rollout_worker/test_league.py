@@ -20,7 +20,7 @@ from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
-from shared.errors import PlayerUnusable
+from shared.errors import EnvironmentFailure, PlayerUnusable
 from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import Learner, MatchTable, PlayerRef, snapshot_id
 from shared.policies.registry import build_policies
@@ -152,7 +152,11 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
 
 @pytest.mark.parametrize(
     ("player", "says"),
-    [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
+    [
+        ("raises", "ValueError: no move comes to mind"),
+        ("takes_too_many", "its action 7 is none of the space"),
+        ("takes_half", "ValueError: 0.5 is none of a discrete space's choices"),
+    ],
 )
 def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     store: FileStore, caplog: pytest.LogCaptureFixture, player: str, says: str
@@ -188,6 +192,36 @@ def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(s
     store.delete(PLAYERS + ref.sha256)
     with pytest.raises(PlayerUnusable, match="the store has no player"):
         season.sample()
+
+
+def test_a_player_that_left_in_mid_episode_stays_while_it_has_a_seat_and_else_episodes_begin_anew(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opponents, "MOST_BYTES", 1)
+    long = NIM | {"num_envs": 3, "kwargs": {"pile": 200}}
+    season = Season(store, {"past": 1.0}, snapshots=9, environment=long)
+    season.sample(20)
+    assert len(season.fetched) == len(set(season.fetched)) > 1, "all have a seat, and are fetched once"
+    for ref in season.table.players.values():
+        store.delete(PLAYERS + ref.sha256)
+    season.table = replace(season.table, players={})
+    season.sample(20)
+    successor = Season(store, {"past": 1.0}, snapshots=0, environment=long, left=season.left)
+    with pytest.raises(EnvironmentFailure, match="has left the league in mid-episode, and cannot be loaded any more"):
+        successor.sample()
+
+
+def test_an_opponent_forgets_with_each_agent_that_ends(store: FileStore) -> None:
+    coming = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
+    season = Season(store, {"past": 1.0}, environment=coming, **CORES)
+    remembered = 0
+    for _ in range(40):
+        season.sample(1)
+        sampler: Any = season.sampler
+        for state in sampler._casting.states.values():
+            remembered += int(state.any())
+            assert not state[sampler._acts["default"] == 0].any()
+    assert remembered > 20
 
 
 @pytest.mark.parametrize("most", [opponents.MOST_BYTES, 300_000])

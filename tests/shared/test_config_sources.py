@@ -172,6 +172,10 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
         ("runs_dir=", "runs_dir: expected a path, found nothing; give a value or remove the line"),
         ("rollout=", "rollout: expected a section, as in {name: value}, found nothing; give a value or remove the"),
         ("environment.id=''", "environment.id: expected text of 1 or more characters, found ''"),
+        (
+            "league.fixed={a/b: random}",
+            "league.fixed.a/b: expected a name of letters, digits, - and _ that begins with a letter, found",
+        ),
         ("environment.kwargs={1: 2}", "environment.kwargs.1: expected keys that are text, found 1; put it in quotes"),
         ("policies.default.reward_clip=[1]", "policies.default.reward_clip: expected 2 values, found [1]"),
         ("policies.default.hidden_sizes=[1000000000]", "hidden_sizes.0: expected 65536 or less, found 1000000000"),

@@ -214,12 +214,16 @@ def leaves(observation: dict[str, Any], random: np.random.Generator) -> int:
     raise SystemExit(3)
 
 
+def takes_half(observation: dict[str, Any], random: np.random.Generator) -> float:
+    return 0.5
+
+
 def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> int:
     return 7
 
 
 class Odd(AllAtOnce):
-    """As `AllAtOnce`, but with an agent that is to act and observes nothing, or without an agent at the start."""
+    """As `AllAtOnce`, but with agents that observe nothing, have no reward or are unknown, or none at the start."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -233,6 +237,11 @@ class Odd(AllAtOnce):
 
     def step(self, actions: dict[str, Any]) -> Any:
         seen, *others = super().step(actions)
+        if self._kind == "strange":
+            self.agents = [*self.agents, "dee"]
+            seen["dee"] = self.seen("ann")
+        if self._kind == "unpaid":  # but those that have left without a word
+            others[0] = {agent: its for agent, its in others[0].items() if agent not in self.agents}
         return {
             agent: None if self._kind == "blind" and agent in self.agents else its for agent, its in seen.items()
         }, *others

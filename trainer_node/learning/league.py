@@ -314,7 +314,7 @@ class League:
             if count > allowed and player not in self._told:
                 self._told.add(player)
                 found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
-                lines.append(f"{found}: it raises, or chooses what the space does not have; the workers' logs say more")
+                lines.append(f"{found}: it raises, or chooses what it may not; the workers' logs say more")
         return lines
 
 
