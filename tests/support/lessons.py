@@ -60,7 +60,8 @@ class Poles(CartPoleVectorEnv):
         found, _ = super().reset(seed=seed)
         if before[0] is None:
             return found, {}
-        state, steps = (np.where(begin, now, then) for now, then in zip((self.state, self.steps), before, strict=True))
+        kept: list[Any] = [np.where(begin, *both) for both in zip((self.state, self.steps), before, strict=True)]
+        state, steps = kept
         vars(self).update(state=state, steps=steps)
         return state.T.astype(np.float32), {}
 

@@ -51,9 +51,9 @@ def experience(config: Config, updates: int) -> list[list[Fragment]]:
     policies = learner_of(config).policies
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     steps, versions = config.rollout.fragment_steps, dict.fromkeys(policies, 0)
-    found = []
+    found = list[list[Fragment]]()
     for _ in range(updates):
-        taken = []
+        taken = list[Fragment]()
         for _ in range(config.rollout.fragments_per_update):
             sample = sampler.sample(policies, dict.fromkeys(policies, Sampling()), steps)
             header = FragmentHeader(
