@@ -60,8 +60,8 @@ class Poles(CartPoleVectorEnv):
         found, _ = super().reset(seed=seed)
         if before[0] is None:
             return found, {}
-        kept: list[Any] = [np.where(begin, *both) for both in zip((self.state, self.steps), before, strict=True)]
-        state, steps = kept
+        now: Any = (self.state, self.steps)
+        state, steps = (np.where(begin, *both) for both in zip(now, before, strict=True))
         vars(self).update(state=state, steps=steps)
         return state.T.astype(np.float32), {}
 
