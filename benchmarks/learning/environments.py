@@ -142,27 +142,55 @@ class DeepSea(gym.Env[np.int64, np.int64]):
 
 
 class Corridor(gym.Env[Any, Any]):
-    """Only the end of a corridor pays. At each place one of two actions, by a code, leads on and the other back: by
-    chance one of `length` 40 is crossed once in 100,000 episodes."""
+    """Only the end of a corridor pays. At each place one of two actions, by a code, leads on, and the other ends the
+    episode: by chance, `length` 40 is crossed once in 2^40 episodes."""
 
     reset_options = ("length",)
     LONGEST = 40
 
     def __init__(self) -> None:
-        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LONGEST,), np.float32)
+        self.observation_space = gym.spaces.Discrete(self.LONGEST)
         self.action_space = gym.spaces.Discrete(2)
         self._code = np.random.default_rng(0).integers(2, size=self.LONGEST)
 
-    def _seen(self) -> Any:
-        return np.eye(self.LONGEST, dtype=np.float32)[min(self.at, self.LONGEST - 1)]
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.length, self.at = int((options or {}).get("length", 3)), 0
+        return self.at, {}
+
+    def step(self, action: Any) -> Any:
+        on = bool(action == self._code[self.at])
+        self.at += on
+        arrived = self.at >= self.length
+        return min(self.at, self.LONGEST - 1), float(arrived), arrived or not on, False, {"is_success": arrived}
+
+
+class Locks(gym.Env[Any, Any]):
+    """64 levels, each a lock of six digits over four keys. Each right key pays a sixth, a wrong one ends the episode.
+
+    Three of four locks open to the same code, and look the same; the others have a code each. So most levels are soon
+    mastered, all at once, and little is left to be learned in them.
+    """
+
+    reset_options = ("level",)
+    LEVELS, ALIKE, DIGITS = 64, 48, 6
+
+    def __init__(self) -> None:
+        codes = self.LEVELS - self.ALIKE + 1
+        self.observation_space = gym.spaces.Discrete(codes * self.DIGITS)
+        self.action_space = gym.spaces.Discrete(4)
+        self._codes = np.random.default_rng(0).integers(4, size=(codes, self.DIGITS))
+
+    def _seen(self) -> int:
+        return self._lock * self.DIGITS + min(self._at, self.DIGITS - 1)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
-        self.length, self.at, self.steps = int((options or {}).get("length", 3)), 0, 0
+        self._lock, self._at = max(0, int((options or {}).get("level", 0)) - self.ALIKE + 1), 0
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
-        self.steps += 1
-        self.at = max(0, self.at + (1 if action == self._code[self.at] else -1))
-        arrived, over = self.at >= self.length, self.steps >= 2 * self.length
-        return self._seen(), float(arrived), arrived, over and not arrived, {"is_success": arrived}
+        right = bool(action == self._codes[self._lock, self._at])
+        self._at += right
+        opened = self._at == self.DIGITS
+        return self._seen(), right / self.DIGITS, opened or not right, False, {"is_success": opened}

@@ -17,14 +17,14 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
     """A corridor that folds back and forth: `rows` of it, each `length` long and 1 wide, joined at alternating ends.
 
     One begins in the first row's beginning and is to come within `near` of the goal, in the last row's end, by moves of
-    at most half a unit each way, or with `choices` of half a unit in one of four directions. A wall stops a move. The
-    reward is 1 there, and 0 everywhere else.
+    at most half a unit each way, or with `choices` of half a unit in one of four directions. A wall stops a move, `wall`
+    wide: without width, almost the same place is seen on both of its sides. The reward is 1 there, and 0 everywhere else.
     """
 
     def __init__(
-        self, rows: int = 3, length: int = 6, near: float = 0.5, steps: int = 200, choices: bool = False
+        self, rows: int = 3, length: int = 6, near: float = 0.5, steps: int = 200, choices: bool = False, wall: float = 0.0
     ) -> None:
-        self._rows, self._length, self._near, self._most = rows, length, near, steps
+        self._rows, self._length, self._near, self._most, self._wall = rows, length, near, steps, wall
         high = np.array([length, rows], np.float32)
         place = gym.spaces.Box(np.zeros(2, np.float32), high, dtype=np.float32)
         self.observation_space = gym.spaces.Dict({"observation": place, "achieved_goal": place, "desired_goal": place})
@@ -51,14 +51,14 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
     def _moved(self, move: Array) -> Array:
         """Along x first, then along y, where there is a way."""
         x = np.clip(self._place[0] + move[0], 0, self._length)
-        y = self._place[1] + move[1]
-        row, into = int(min(self._place[1], self._rows - 1e-3)), int(np.floor(np.clip(y, 0, self._rows - 1e-3)))
-        if into != row:
-            first = min(row, into)
-            door = x >= self._length - 1 if first % 2 == 0 else x <= 1
-            if not door:
-                y = row + 0.999 if into > row else row
-        return np.array([x, np.clip(y, 0, self._rows)], np.float32)
+        row = int(min(self._place[1], self._rows - 1e-3))
+        low = row + self._wall / 2 if row and not self._door(row - 1, x) else 0
+        high = self._rows if row == self._rows - 1 or self._door(row, x) else row + 1 - max(self._wall / 2, 1e-3)
+        return np.array([x, np.clip(self._place[1] + move[1], low, high)], np.float32)
+
+    def _door(self, row: int, x: float) -> bool:
+        """Whether a way leads from a row into the next one there."""
+        return bool(x >= self._length - 1 if row % 2 == 0 else x <= 1)
 
     def _observed(self) -> dict[str, Any]:
         return {
