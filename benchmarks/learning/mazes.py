@@ -22,7 +22,13 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
     """
 
     def __init__(
-        self, rows: int = 3, length: int = 6, near: float = 0.5, steps: int = 200, choices: bool = False, wall: float = 0.0
+        self,
+        rows: int = 3,
+        length: int = 6,
+        near: float = 0.5,
+        steps: int = 200,
+        choices: bool = False,
+        wall: float = 0.0,
     ) -> None:
         self._rows, self._length, self._near, self._most, self._wall = rows, length, near, steps, wall
         high = np.array([length, rows], np.float32)
