@@ -15,7 +15,8 @@ from gymnasium.utils.env_checker import check_env
 
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.curves import on_grid
-from benchmarks.learning.environments import BitFlip, DeepSea, HiddenVelocities, shuffled_rewards
+from benchmarks.learning.environments import BitFlip, Corridor, DeepSea, HiddenVelocities, Locks, shuffled_rewards
+from benchmarks.learning.mazes import PointMaze
 from benchmarks.learning.report import verdict, write_report
 from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
@@ -166,6 +167,44 @@ def test_of_all_dives_one_finds_what_is_at_the_bottom_and_the_way_there_costs() 
     assert max(returns) == pytest.approx(0.99) and sorted(returns)[-2] == 0
     assert sorted(round(total, 3) for total in returns).count(-0.008) == 5, "four to the right, one to the left"
     assert max(returns) != returns[0] and max(returns) != returns[-1], "not one action all the way"
+
+
+def _crossings(environment: gym.Env[Any, Any], actions: int, steps: int, **options: int) -> list[float]:
+    """The return of each line of play."""
+    found = []
+    for line in itertools.product(range(actions), repeat=steps):
+        environment.reset(options=options)
+        rewards, ended = [], False
+        for action in line:
+            if not ended:
+                _, reward, ended, _, _ = environment.step(np.int64(action))
+                rewards.append(float(reward))
+        assert ended
+        found.append(sum(rewards))
+    return found
+
+
+def test_one_line_of_play_crosses_a_corridor_or_opens_a_lock_and_most_locks_are_alike() -> None:
+    corridor, locks = Corridor(), Locks()
+    check_env(corridor, skip_render_check=True)
+    check_env(locks, skip_render_check=True)
+    assert sorted(_crossings(corridor, 2, 8, length=8)) == [0] * 255 + [1]
+    returns = [_crossings(locks, 4, Locks.DIGITS, level=level) for level in (0, Locks.ALIKE - 1, Locks.ALIKE)]
+    assert [sum(total > 0.99 for total in each) for each in returns] == [1, 1, 1]
+    assert returns[0] == returns[1] != returns[2]
+
+
+def test_a_wall_of_some_width_keeps_its_two_sides_apart_and_has_a_door_at_one_end() -> None:
+    maze = PointMaze(rows=2, length=4, wall=0.4)
+    maze.reset(seed=0)
+    up, right = np.array([0, 0.5]), np.array([0.5, 0])
+    assert [maze.step(up)[0]["observation"][1] for _ in range(3)][-1] == np.float32(0.8)
+    for _ in range(8):
+        maze.step(right)
+    assert maze.step(up)[0]["observation"][1] > 1.2
+    for _ in range(3):
+        maze.step(-right)
+    assert maze.step(-up)[0]["observation"][1] == np.float32(1.2)
 
 
 # The runs
