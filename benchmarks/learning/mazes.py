@@ -17,8 +17,8 @@ class PointMaze(gym.Env[dict[str, Any], Any]):
     """A corridor that folds back and forth: `rows` of it, each `length` long and 1 wide, joined at alternating ends.
 
     One begins in the first row's beginning and is to come within `near` of the goal, in the last row's end, by moves of
-    at most half a unit each way, or with `choices` of half a unit in one of four directions. A wall stops a move, `wall`
-    wide: without width, almost the same place is seen on both of its sides. The reward is 1 there, and 0 everywhere else.
+    at most half a unit each way, or with `choices` of half a unit in one of four directions. A wall stops a move. It is
+    `wall` wide: without width, almost the same place is seen on both of its sides. The reward is 1 there, else 0.
     """
 
     def __init__(
