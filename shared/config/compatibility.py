@@ -83,11 +83,13 @@ def _check_parameters(run: ConfigFields) -> None:
             if criterion.policy and criterion.policy not in run.policies:
                 raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
         replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
+        replayable = replayable and environment.hierarchy is None
         if entry.replay is not None and not (replayable and len(run.policies) == 1):
             raise ValueError(
                 f"{where}.replay scores levels by the advantages of one agent: it works with ppo, a2c, impala and appo "
-                f"in a Gymnasium environment, found algorithm.name={run.algorithm.name} and environment.api="
-                f"{environment.api}; draw the level by choice or uniform instead"
+                f"in a Gymnasium environment without a hierarchy, found algorithm.name={run.algorithm.name} and "
+                f"environment.{'hierarchy' if environment.hierarchy else f'api={environment.api}'}; draw the level by "
+                f"choice or uniform instead"
             )
     if parameters and environment.vectorization == "native" and environment.parameters_by != "options":
         raise ValueError(

@@ -54,10 +54,16 @@ def validated(model: type[Model], data: Any, within: str = "") -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = [_told(item, _place(model, item["loc"], data), model, within) for item in error.errors()]
+        told = [item for item in error.errors() if not _has_a_wrong_item(item)]
+        lines = [_told(item, _place(model, item["loc"], data), model, within) for item in told]
         raise ConfigError("; ".join(lines)) from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"found {error.object[error.start]!r}, which no text can hold; remove it") from None
+
+
+def _has_a_wrong_item(item: ErrorDetails) -> bool:
+    """Pydantic counts only a list's right items: that it is too short follows from a mistake that is told anyway."""
+    return item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]
 
 
 class _Place(NamedTuple):
@@ -128,8 +134,8 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
         return _misspelled(place, model, within)
     if len(place.choices) > 1:
         field, values = _tag(place.choices[0])[0], [_tag(one)[1] for one in place.choices]
-        found = found.get(field, "none") if isinstance(found, dict) else found
-        guesses = difflib.get_close_matches(str(found), values, n=1)
+        found = found.get(field) if isinstance(found, dict) else found
+        guesses = difflib.get_close_matches(str(found or ""), values, n=1)
         hint = f"; did you mean {guesses[0]}?" if guesses else ""
         return f"{where}.{field} must be one of {', '.join(values)}, found {shown(found)}{hint}"
     if kind == "missing" and isinstance(item["loc"][-1], int):

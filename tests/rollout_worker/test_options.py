@@ -245,7 +245,7 @@ _OPTIONS = "environment.hierarchy.options"
     [
         ("rewards", [], r"rewards: expected a list of 1 or more, found \[\]"),
         ("lengths", [], r"lengths: expected a list of 1 or more, found \[\]"),
-        ("lengths", [0], r"lengths.0: expected 1 or more, found 0"),
+        ("lengths", [0], r"lengths.0: expected 1 or more, found 0$"),
         ("lengths", [2, 2], "lengths: found '2' more than once"),
         ("rewards", ["a:same", "b:same"], "rewards: found 'same' more than once"),
         ("rewards", ["benchmarks.learning.mazes:up"], r"rewards.0=.*cannot be imported.*'up'.*expected package"),
@@ -272,6 +272,10 @@ def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, w
         ({"algorithm": {"name": "dqn"}}, r"policies \['default'\] of \['dqn'\]: .*use ppo, appo, a2c or impala"),
         ({"policies": {"default": {}, "other": {}}}, r"options with policies \['default', 'other'\]"),
         ({"agents": {"option": "default"}}, "the only agents"),
+        (
+            {"environment": {"parameters": {"length": {"replay": {"of": 4}}}}},
+            r"length\.replay scores levels by the advantages of one agent.* found .* and environment\.hierarchy; draw",
+        ),
         ({"environment": {"hierarchy": {}}}, "found 0 levels and no options"),
         (
             {"environment": {"hierarchy": {"options": {"rewards": ["environment"]}, "test_subgoals": 0.5}}},

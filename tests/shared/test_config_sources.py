@@ -153,7 +153,7 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
         ("environment.wrappers=[{path: a:B, kwarg: {}}]", ".0.kwarg; did you mean environment.wrappers.0.kwargs?"),
         ("ray.zzz=1", "unknown key ray.zzz; known here: address, num_cpus, resources"),
         ("algorithm.target_entropy=1", "ppo has no such field, but cql, sac: is algorithm.name right?"),
-        ("algorithm={name: dqn, replay_buffer: {capacity: 500}}", "buffer.kind must be one of uniform, prioritized,"),
+        ("algorithm={name: dqn, replay_buffer: {capacity: 500}}", "hindsight, balanced, module:Class, found nothing"),
         ("algorithm={name: dqn, replay_buffer: {kind: unifrom}}", "found 'unifrom'"),
         ("algorithm={name: dqn, exploration: greedy}", "algorithm.exploration.kind must be one of"),
         (
