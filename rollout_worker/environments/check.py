@@ -175,7 +175,7 @@ class Check:
                 environment = environment.model_copy(update={"api": "pettingzoo"})
                 self._config, self._many = self._config.model_copy(update={"environment": environment}), True
                 self._env = self._started()
-                found, expected = "it is a PettingZoo parallel environment", "environment.api: pettingzoo in its config"
+                found, expected = "it is a PettingZoo environment", "environment.api: pettingzoo in its config"
                 self._report.add(NOTE, found, expected, "it is taken for one here")
             if alone and self._many:
                 each = {agent: agent for agent in self._env.possible_agents}
