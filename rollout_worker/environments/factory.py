@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import multiprocessing
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -80,7 +81,8 @@ def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment
 
     It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray.
     """
-    end_with_parent(signal.SIGKILL)()
+    if multiprocessing.parent_process() is not None:  # gymnasium makes one in the worker, too, to ask for its spaces
+        end_with_parent(signal.SIGKILL)()
     forget_secrets("store")
     return _guarded(config, index)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import sys
 import types
@@ -27,6 +28,8 @@ from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
+
+_PR_GET_PDEATHSIG = 2
 
 
 def config_of(environment: dict[str, Any], **sections: Any) -> Config:
@@ -298,6 +301,15 @@ def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
     environment = {"id": f"{MODULE}:StartsAProcess", "kwargs": {"path": str(told)}, "vectorization": "async"}
     with started(environment):
         assert re.findall("value of .*", told.read_text()) == ["value of OF_THE_USER"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_environments_in_processes_end_with_their_worker_which_does_not_end_with_its_own_parent() -> None:
+    """A shell that ends would kill `train --inline`."""
+    with started(counting() | {"vectorization": "async"}):
+        signal_at_death = ctypes.c_int(-1)
+        assert ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(signal_at_death), 0, 0, 0) == 0
+        assert signal_at_death.value == 0
 
 
 LENGTH = 3
