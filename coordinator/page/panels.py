@@ -197,6 +197,9 @@ PANELS = (
     ),
     Panel("Records", "league", "League", "league", absent="A run without a league."),
     Panel(
+        "Records", "ratings", "Ratings", lines=(Line("league/rating/*", "rating"),), absent="A run without a league.",
+    ),
+    Panel(
         "Records", "curriculum", "Lessons", unit="lesson", lines=(Line("curriculum/lesson/*", "lesson"),),
         absent="A run without lessons.",
     ),

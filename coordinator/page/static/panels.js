@@ -65,7 +65,7 @@ class Panel {
 
   /** Lines as charts take them, of those that the run has rows of. */
   lines(run) {
-    return this.spec.lines.flatMap((line, index) => {
+    return this.spec.lines.flatMap((line) => this.each(line, run)).flatMap((line, index) => {
       const series = run.series[this.stream(line)]?.[line.metric];
       if (!series?.mean.length) return [];
       const [low, high] = (line.band || []).map((name) => run.series[this.stream(line)][name]);
@@ -75,6 +75,14 @@ class Panel {
       const band = named || (reduced ? { ...series, names: ["least", "most"] } : null);
       return [{ label: line.label, hue: index + 1, series, band }];
     });
+  }
+
+  /** The line, or with a `*` at the end of its metric's name one for each metric that begins so. */
+  each(line, run) {
+    if (!line.metric.endsWith("*")) return [line];
+    const prefix = line.metric.slice(0, -1);
+    const there = Object.keys(run.series[this.stream(line)] || {}).filter((name) => name.startsWith(prefix));
+    return there.sort().map((metric) => ({ ...line, metric, label: metric.slice(prefix.length) }));
   }
 }
 

@@ -129,7 +129,7 @@ def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Vis
             page.locator(f"#panel-{panel}").scroll_into_view_if_needed()
             page.locator(f"#panel-{panel} canvas").first.wait_for()
         page.locator("#panel-config").scroll_into_view_if_needed()
-        for panel in ("success", "video", "league", "curriculum"):
+        for panel in ("success", "video", "league", "ratings", "curriculum"):
             page.locator(f"#panel-{panel} .absent").wait_for()
         page.locator("#panel-timeline .mark.best").wait_for()
         page.locator("#panel-ledger .sentence", has_text="it balances").wait_for()
@@ -155,6 +155,9 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         page.locator("#panel-league td", has_text="hunter").first.wait_for()
         page.locator("#panel-league h4", has_text="Win rates at").wait_for()
         page.locator("#panel-league td", has_text="% of").first.wait_for()
+        page.locator("#panel-ratings").scroll_into_view_if_needed()
+        page.locator("#panel-ratings canvas").wait_for()
+        page.locator("#panel-ratings .legend", has_text="hunter").wait_for()
 
 
 def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:
