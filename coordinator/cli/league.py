@@ -55,7 +55,10 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         "matches",
         "forfeits",
         title=f"league at {found['checkpoint']}",
-    )
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )  # so a snapshot's name fits 80 columns
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]
         numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
