@@ -108,8 +108,9 @@ def main() -> None:
     for number in range(1, arguments.rounds + 1):
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             ours.append(seconds_of_ours(number, Path(one)))
+            print(f"round {number}: ours {ours[-1]:.0f} s", flush=True)
             theirs.append(seconds_of_peer(arguments.rllib, Path(other)))
-        print(f"round {number}: ours {ours[-1]:.0f} s, RLlib {theirs[-1]:.0f} s", flush=True)
+            print(f"round {number}: RLlib {theirs[-1]:.0f} s", flush=True)
     ratio = statistics.median(theirs) / statistics.median(ours)
     print(f"median: ours {statistics.median(ours):.0f} s, RLlib {statistics.median(theirs):.0f} s, {ratio:.1f} ×")
 
