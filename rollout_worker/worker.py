@@ -158,7 +158,7 @@ class Worker:
         self.episodes.try_acting()
         steps, policies = self._config.rollout.fragment_steps, self.policies
         if self._parameters is not None and policies.header.parameters is not None:
-            self._parameters.use(policies.header.parameters)
+            self._parameters.table = policies.header.parameters
         return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, policies.header.league)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:

@@ -2,9 +2,7 @@
 
 import difflib
 import importlib
-import multiprocessing
 import re
-import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +15,7 @@ from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPo
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.levels import Levels, LevelTurns
 from rollout_worker.environments.options import Options
-from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses
+from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
@@ -25,7 +23,6 @@ from shared.config.environment import EnvironmentConfig
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
-from shared.runtime.process import end_with_parent, forget_secrets
 from shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
@@ -77,13 +74,7 @@ def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vecto
 
 
 def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
-    """An environment that hangs does not see that its worker is gone; the kernel ends it then.
-
-    It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray.
-    """
-    if multiprocessing.parent_process() is not None:  # gymnasium makes one in the worker, too, to ask for its spaces
-        end_with_parent(signal.SIGKILL)()
-    forget_secrets("store")
+    confine()
     return _guarded(config, index)
 
 

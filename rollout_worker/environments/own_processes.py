@@ -4,6 +4,7 @@ Each process steps one copy as the worker would step all of them; what is drawn 
 fragment is the same, bit for bit. Gymnasium's vectorization starts, asks and ends them.
 """
 
+import multiprocessing
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,14 @@ from shared.experience.spaces import Array, Columns
 from shared.runtime.process import end_with_parent, forget_secrets
 
 
+def confine() -> None:
+    """For a process that steps an environment. One that hangs does not see that its worker is gone: the kernel ends it
+    then. It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray."""
+    if multiprocessing.parent_process() is not None:  # gymnasium makes one in the worker, too, to ask for its spaces
+        end_with_parent(signal.SIGKILL)()
+    forget_secrets("store")
+
+
 class InOwnProcess(gym.Env[Any, Any]):
     """Environment `index` of `count`. Of arguments that are meant for all it takes its part."""
 
@@ -31,14 +40,12 @@ class InOwnProcess(gym.Env[Any, Any]):
 
     def ask(self, name: str, arguments: Sequence[Any], drawing: EpisodeParameters | None) -> tuple[Any, Any, Any]:
         """What a method returns, and then where the episode stands and what was drawn for it. `drawing` is the worker's
-        where it has changed. An environment that hangs does not see that its worker is gone: the kernel ends it then.
-        What it starts needs neither Redis nor Ray."""
+        where it has changed."""
         if drawing is not None:
             self._parameters = self._parameters or EpisodeParameters(drawing.table, 1)
             self._parameters.table, self._parameters.now[0] = drawing.table, drawing.now[self._index]
         if self._env is None:
-            end_with_parent(signal.SIGKILL)()
-            forget_secrets("store")
+            confine()
             self._env = self._make(self._parameters)
         answer = getattr(self._env, name)(*map(self._mine, arguments))
         return answer, self._env.position, self._parameters and self._parameters.now[0]

@@ -17,11 +17,8 @@ class EpisodeParameters:
 
     def __init__(self, table: ParameterTable, num_envs: int) -> None:
         self.table = table
-        self.now: list[Drawn] = [Drawn({}, {})] * num_envs
-
-    def use(self, table: ParameterTable) -> None:
         """What is drawn from, from now on."""
-        self.table = table
+        self.now: list[Drawn] = [Drawn({}, {})] * num_envs
 
     def begin(self, environment: int, seed: int) -> None:
         """An episode begins: its parameters are drawn."""

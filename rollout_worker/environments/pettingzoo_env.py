@@ -89,8 +89,7 @@ class Parallel:
             for number, agent in enumerate(agents)
         }
         """Agent → its policy, and its slot there in the first environment."""
-        actions = {agent: description.policies[its].action for agent, its in description.agents.items()}
-        choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
+        choices = {agent: description.policies[its].action.choices for agent, its in description.agents.items()}
         self._masks = choices if config.action_mask == "info" and config.api == "pettingzoo" else {}
         """Agent → how many numbers its mask has, where masks stand in `info`."""
         seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}

@@ -216,7 +216,7 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
         )
     drawn, what = algorithm.minibatch_size, "transitions"
     if isinstance(algorithm, R2D2Config):
-        drawn, what = max(1, drawn // run.rollout.fragment_steps), "sequences"
+        drawn, what = algorithm.sequences(run.rollout.fragment_steps), "sequences"
     if run.trainer.ranks > drawn:
         raise ValueError(
             f"trainer.ranks={run.trainer.ranks} is more than the {drawn} {what} of each minibatch "

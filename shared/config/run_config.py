@@ -107,9 +107,8 @@ class Config(ConfigFields):
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
         within = [its[name] for its in algorithms for name in _WITHIN if isinstance(its.get(name), dict)]
-        environment = data["environment"]
-        within += [its for its in (environment["hierarchy"],) if its is not None]
-        for section in (environment, data["algorithm"], *data["policies"].values(), *within):
+        within.append(data["environment"]["hierarchy"] or {})
+        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *within):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]

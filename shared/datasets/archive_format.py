@@ -81,11 +81,11 @@ def _lines(fragments: Iterable[Fragment], in_turns: bool) -> list[list[Fragment]
 
 
 def _follows(before: Columns, after: Columns) -> bool:
-    """By what is acted first; an episode that goes on must be. Slots of others may hold anything, or begin later."""
-    acted, goes_on = after["mask"][0], (before["mask"] & ~(before["terminated"] | before["truncated"]))[-1]
+    """By what is acted first; an episode that still runs must be. Slots of others may hold anything, or begin later."""
+    acted, running = after["mask"][0], (before["mask"] & ~(before["terminated"] | before["truncated"]))[-1]
     names = [name.removeprefix("bootstrap_") for name in before if name.startswith("bootstrap_")]
     same = all(np.array_equal(before[f"bootstrap_{name}"][acted], after[name][0][acted]) for name in names)
-    return same and not (goes_on & ~acted).any()
+    return same and not (running & ~acted).any()
 
 
 def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) -> Table:

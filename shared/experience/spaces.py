@@ -88,6 +88,14 @@ class Leaf:
         return f"{prefix}.{self.path}" if self.path else prefix
 
 
+def _whole(numbers: Array) -> bool:
+    """Whether floats are whole numbers; all else is not looked at."""
+    if numbers.dtype.kind != "f":
+        return True
+    with np.errstate(invalid="ignore"):  # of what is no int64
+        return bool((numbers.astype(np.int64) == numbers).all())
+
+
 @dataclass(frozen=True)
 class SpaceSpec(PlainData):
     """A space: leaves in a fixed order, and the nesting of dicts and tuples over them."""
@@ -107,16 +115,19 @@ class SpaceSpec(PlainData):
             return f"{{{', '.join(f'{key!r}: {self._text(below)}' for key, below in structure['dict'].items())}}}"
         return f"({', '.join(map(self._text, structure['tuple']))})"
 
+    @property
+    def choices(self) -> int:
+        """How many options all its choices have together: a mask has a number for each."""
+        return sum(sum(leaf.nvec) for leaf in self.leaves)
+
     def flatten(self, prefix: str, value: Any) -> Columns:
         """Nested (batched) value → columns; choices are counted from 0. Raises `ValueError` for one that is no whole
         number, and what NumPy raises."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
-            given = np.asarray(part)
-            with np.errstate(invalid="ignore"):
-                array = given.astype(leaf.column_dtype, copy=False)
-            if leaf.nvec and given.dtype.kind == "f" and (array != given).any():
+            if leaf.nvec and not _whole(given := np.asarray(part)):
                 raise ValueError(f"{given.tolist()} is none of a {leaf.kind} space's choices")
+            array = np.asarray(part, dtype=leaf.column_dtype)
             columns[leaf.column(prefix)] = array - leaf.starts() if any(leaf.start) else array
         return columns
 
@@ -181,7 +192,7 @@ class PolicySpaces(PlainData):
         masks = [observations[name] for name in self.observation.mask_columns]
         legal = np.concatenate([mask.reshape(len(mask), math.prod(mask.shape[1:])) for mask in masks], axis=1) > 0
         sizes = [options for leaf in self.action.leaves for options in leaf.nvec]
-        each: Array = np.logical_or.reduceat(legal[:, : sum(sizes)], np.cumsum([0, *sizes[:-1]]), axis=1)
+        each: Array = np.logical_or.reduceat(legal[:, : self.action.choices], np.cumsum([0, *sizes[:-1]]), axis=1)
         return np.logical_not(each.all(axis=1))
 
 

@@ -26,7 +26,7 @@ def legal_choices(observations: Mapping[str, Tensor], spaces: PolicySpaces) -> T
     after an episode's last step, which may be bootstrapped from, and where nobody is to act.
     """
     legal = _legal(observations, spaces)
-    return None if legal is None else legal[:, : sum(sum(leaf.nvec) for leaf in spaces.action.leaves)]
+    return None if legal is None else legal[:, : spaces.action.choices]
 
 
 def _legal(observations: Mapping[str, Tensor], spaces: PolicySpaces) -> Tensor | None:
@@ -46,7 +46,7 @@ def masked(outputs: Tensor, observations: Mapping[str, Tensor], spaces: PolicySp
         return outputs
     if not any(leaf.kind == "box" for leaf in leaves):
         return outputs.masked_fill(~legal, ILLEGAL)
-    parts, first, box = [], 0, sum(sum(leaf.nvec) for leaf in leaves)
+    parts, first, box = [], 0, spaces.action.choices
     widths = [sum(leaf.nvec) or 2 * leaf.size for leaf in leaves]
     for leaf, part in zip(leaves, torch.split(outputs, widths, dim=-1), strict=True):
         if leaf.kind != "box":

@@ -1,4 +1,4 @@
-"""Options with one controller: each transition against a plain loop, parts that nobody chose, successors, bad input."""
+"""Options with one controller: transitions beside a plain loop, parts that an agent leaves, successors, bad input."""
 
 from __future__ import annotations
 

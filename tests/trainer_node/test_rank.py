@@ -79,6 +79,13 @@ class Crew:
     def play_to(self, version: int) -> None:
         self.play(lambda: self.role.flow.read().version >= version)
 
+    def replace(self, rank: int, version: int) -> None:
+        """Once that version is there, the rank is killed and another one started."""
+        self.play_to(version)
+        self.processes[rank].kill()
+        self.processes[rank].wait()
+        self.start(rank)
+
     def finish(self) -> str:
         """To the end of all processes; answers the SHA-256 of the final policy."""
         self.play(lambda: all(process.poll() is not None for process in self.processes.values()))
@@ -156,10 +163,7 @@ def test_whatever_dies_hangs_or_leaves_the_weights_are_the_same(
     )
     crew.start(1, 2)
     for version, victim in ((2, 1), (3, 0)):
-        crew.play_to(version)
-        crew.processes[victim].kill()
-        crew.processes[victim].wait()
-        crew.start(victim)
+        crew.replace(victim, version)
     crew.play_to(5)
     stopped = crew.processes[2]
     stopped.send_signal(signal.SIGSTOP)
@@ -185,10 +189,7 @@ def test_ranks_that_come_back_get_what_the_replay_buffer_held(new_crew: NewCrew)
     expected = calm.finish()
     crew.start(0, 1)
     for version, victim in ((3, 1), (5, 0)):
-        crew.play_to(version)
-        crew.processes[victim].kill()
-        crew.processes[victim].wait()
-        crew.start(victim)
+        crew.replace(victim, version)
     assert crew.finish() == expected
     checkpoints = crew.role.checkpoints
     found = replay(checkpoints, config, crew.role.description(), checkpoints.names()[1], crew.finished()["final"])

@@ -209,13 +209,10 @@ class ReturnPanel extends ChartPanel {
 /** What a role waits for in warm colors from below, its work in cool ones above; small stages are one. */
 class SharesPanel extends ChartPanel {
   lines(run) {
-    const prefix = this.spec.lines[0].metric.slice(0, -1);
-    const all = Object.entries(run.series[this.spec.stream] || {}).filter(([name]) => name.startsWith(prefix));
-    const stages = all.map(([name, series]) => ({
-      stage: name.slice(prefix.length),
-      series,
-      weight: mean(series.mean),
-    }));
+    const stages = this.each(this.spec.lines[0], run).map(({ metric, label }) => {
+      const series = run.series[this.spec.stream][metric];
+      return { stage: label, series, weight: mean(series.mean) };
+    });
     stages.sort((one, other) => (one.stage === "other") - (other.stage === "other") || other.weight - one.weight);
     const waits = stages.filter(({ stage }) => stage.startsWith("wait("));
     const work = stages.filter(({ stage }) => !stage.startsWith("wait("));

@@ -156,6 +156,10 @@ class R2D2Config(QLearningConfig):
     rescale_values: bool = True
     """Learn h(Q) = sign(Q)(√(|Q| + 1) − 1) + ε Q, ε = 0.001, in place of clipping rewards."""
 
+    def sequences(self, fragment_steps: int) -> int:
+        """How many a minibatch has: as many whole fragments of a slot as make its transitions, but one at least."""
+        return max(1, self.minibatch_size // fragment_steps)
+
     @model_validator(mode="after")
     def _of_one_head_on_sequences(self) -> Self:
         return self._works_with(

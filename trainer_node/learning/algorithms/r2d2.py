@@ -74,8 +74,7 @@ class R2D2(DQN):
 
     @property
     def minibatch_rows(self) -> int:
-        """The sequences that a minibatch of whole transitions makes."""
-        return max(1, self._config.minibatch_size // self._setting.fragment_steps)
+        return self._config.sequences(self._setting.fragment_steps)
 
     def share(self, batch: Sequences) -> float | Tensor:
         """By the steps that count."""
