@@ -33,7 +33,6 @@ from coordinator.cli.options import (
     console,
     example,
     figure,
-    print_json,
     run_ids,
 )
 from coordinator.services.ray_internals import outlive_ray
@@ -269,7 +268,7 @@ def replay(
         shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
         found = handle.replay(start, goal, shown, trust_config=trust_config)
     if as_json:
-        print_json({**vars(found), "equal": found.equal})
+        console.json({**vars(found), "equal": found.equal})
     else:
         counts = ((found.versions, "version"), (found.fragments, "fragment"), (found.env_steps, "env step"))
         what = f"from {found.start}: {', '.join(counted(*count) for count in counts)}"
@@ -287,7 +286,7 @@ def status(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) ->
     from coordinator.cli.live_view import print_status
 
     found = attached(run, runs_dir).status()
-    print_json(found.as_dict()) if as_json else print_status(found, console)
+    console.json(found.as_dict()) if as_json else print_status(found, console)
 
 
 @app.command(epilog=example("stagecoach watch s3://bucket/prefix/my-run"))
@@ -377,7 +376,7 @@ def evaluate(
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
     if as_json:
-        print_json({"checkpoint": found.checkpoint, **found.scores, "videos": found.videos})
+        console.json({"checkpoint": found.checkpoint, **found.scores, "videos": found.videos})
     else:
         _print_scores(found)
 

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from coordinator.catalog.checkpoint_lookup import named_code
 from coordinator.catalog.checkpoint_operations import State
 from coordinator.cli.live_view import dropped_in_words, ledger_line
-from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure, print_json
+from coordinator.cli.options import NARROW, RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
@@ -35,10 +35,10 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     entries = handle.checkpoints()
     exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
     if as_json:
-        print_json([{**entry, "export": exports[entry["name"]]} for entry in entries])
+        console.json([{**entry, "export": exports[entry["name"]]} for entry in entries])
         return
     columns = [*(Column(title, no_wrap=True) for title in _COLUMNS), Column("marks", overflow="fold")]
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")  # it fits 80 columns
+    table = Table(*columns, **NARROW)
     for entry in entries:
         scores, export, marks = entry["evaluation"] or {}, exports[entry["name"]], entry["marks"]
         if export:
@@ -78,7 +78,7 @@ def verify(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_jso
     """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
     verdicts = Run.attach(run, runs_dir).verify(name)
     if as_json:
-        print_json(verdicts)
+        console.json(verdicts)
     else:
         for verdict in verdicts:
             style = {State.OK: "green", State.DAMAGED: "red"}.get(verdict.state, "yellow")
@@ -104,7 +104,7 @@ def show(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json:
     export = read_export(store, manifest.name)
     if as_json:
         told = export.model_dump(mode="json") if export else None
-        print_json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation, "export": told})
+        console.json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation, "export": told})
         return
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for row in _provenance(manifest, handle.config, marks, evaluation, export):
@@ -196,7 +196,7 @@ def prune(
     handle = Run.attach(run, runs_dir)
     removed = handle.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
     if as_json:
-        print_json(removed)
+        console.json(removed)
         return
     verb = "would remove" if dry_run else "removed"
     for item in removed:

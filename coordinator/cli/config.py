@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.options import Exit, Json, Sets, console, example, print_json
+from coordinator.cli.options import Exit, Json, Sets, console, example
 from shared.errors import ConfigError, RunExists, UserError
 from shared.printable import counted
 from shared.runtime.user_code import SOURCE, extend_imports
@@ -82,7 +82,7 @@ def presets(as_json: Json = False) -> None:
     table = Table("preset", "about")
     for preset in (found := list_presets()):
         table.add_row(preset.name, preset.about)
-    print_json(found) if as_json else console.print(table)
+    console.json(found) if as_json else console.print(table)
 
 
 @app.command(epilog=example("stagecoach init my-run.yaml"))
@@ -113,7 +113,7 @@ def config(
     from shared.config.run_config import Config
 
     if schema or path is None:
-        print_json(Config.model_json_schema())
+        console.json(Config.model_json_schema())
     else:
         print(dump_config(load_config(config_file(path), set_ or ())), end="")
 
@@ -140,7 +140,7 @@ def doctor(
             console.print(f"{shown:<4}", style=_STYLES[finding.outcome], end="")
             console.text(f" {finding.name}: {finding.text}")
     if as_json:
-        print_json([finding.as_dict() for finding in findings])
+        console.json([finding.as_dict() for finding in findings])
     if not all(finding.ok for finding in findings):
         raise typer.Exit(Exit.FAILED)
 
@@ -164,7 +164,7 @@ def check(
     config, alone = _config(environment, kwargs, api)
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
     if as_json:
-        print_json(trial.as_dict())
+        console.json(trial.as_dict())
     else:
         _print(config.environment.id, trial, steps)
     if not trial.fine:

@@ -5,33 +5,19 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.config.algorithms.base import CloningConfig
+from shared.config.algorithms.base import OwnAlgorithm
 from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.environment import WrapperConfig
-from shared.config.exploration import ExplorationConfig
-from shared.config.hierarchy import HierarchyConfig, LevelConfig, OptionsConfig
-from shared.config.league import (
-    FixedPlayerConfig,
-    FixedShareConfig,
-    LeagueConfig,
-    LearnerConfig,
-    PastConfig,
-    ResetConfig,
-)
 from shared.config.loading import dump_config, parse_config
-from shared.config.parameters import CriterionConfig, LessonConfig, LevelReplayConfig, ParameterConfig
-from shared.config.recorded import DatasetConfig, DemonstrationsConfig
-from shared.config.replay_buffer import ReplayBufferConfig
-from shared.config.reward_signals import RewardSignalsConfig
+from shared.config.parameters import SamplerConfig
 from shared.config.run_config import Config
-from shared.config.section import Schedule
 from shared.config.sections import RunPolicyConfig
+from shared.config.validation import sections_in, tag_of
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},
@@ -55,19 +41,8 @@ With a `dataset` there is no warm-up by default.
 | `algorithm.name` | defaults |
 |---|---|"""
 _WIDTH = 100
-_FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
-    "policies.<id>": RunPolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
-    "environment.parameters.<name>": ParameterConfig, "environment.parameters.<name>.lessons[]": LessonConfig,
-    "environment.parameters.<name>.lessons[].until": CriterionConfig,
-    "environment.parameters.<name>.replay": LevelReplayConfig,
-    "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
-    "environment.hierarchy": HierarchyConfig, "environment.hierarchy.levels[]": LevelConfig,
-    "environment.hierarchy.options": OptionsConfig,
-    "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,
-    "league.opponents.past": PastConfig, "league.opponents.fixed": FixedShareConfig,
-    "league.fixed.<name>": FixedPlayerConfig,
-    "algorithm.learning_rate": Schedule, "algorithm.reward_signals": RewardSignalsConfig,
-}  # fmt: skip
+_ELSEWHERE = {SamplerConfig, OwnAlgorithm}
+"""Sections without a table: of the one it is in that of parameters, of the other in the user's class."""
 
 
 def config_markdown() -> str:
@@ -76,16 +51,7 @@ def config_markdown() -> str:
         if section.defaults:
             said = [f"`{path}: {value}`" for path, value in _leaves(section.defaults, "")]
             lines.append(f"| `{name}` | {', '.join(said)} |")
-    _section(Config, "", lines)
-    for place, model in _FURTHER.items():
-        _section(model, f"{place}.", lines)
-    for name, field in RewardSignalsConfig.model_fields.items():
-        for model in get_args(field.annotation):
-            if hasattr(model, "model_fields"):
-                _section(model, f"algorithm.reward_signals.{name}.", lines)
-    for place, union in (("exploration", ExplorationConfig), ("replay_buffer", ReplayBufferConfig)):
-        for model in get_args(union):
-            _section(model, f"algorithm.{place}.", lines, f" with `kind: {model.model_fields['kind'].default}`")
+    _section(Config, "", lines, set(_ELSEWHERE))
     return "\n".join(lines) + "\n"
 
 
@@ -104,25 +70,32 @@ def _leaves(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "") -> None:
-    """`which` tells sections apart that may stand in one place: by their `name` or `kind`."""
+def _section(model: type[BaseModel], path: str, lines: list[str], told: set[type], which: str = "") -> None:
+    """A table, then those of the sections below that were not `told` yet. `which` tells sections apart that may stand
+    in one place: by their `name` or `kind`."""
+    told.add(model)
     below: list[tuple[type[BaseModel], str, str]] = []
     rows = []
     for name, field in model.model_fields.items():
-        inner = _model(field)
-        if model is Config and name == "algorithm":
-            below += [(section, "algorithm.", f" with `name: {found}`") for found, section in ALGORITHMS.items()]
-        elif inner is not None:
-            below.append((inner, f"{path}{name}.", ""))
-        else:
+        place = f"{path}{name}"
+        sections = sections_in(field.annotation) if model is not RunPolicyConfig else []  # they are the run's own
+        several = {dict: ".<id>" if name == "policies" else ".<name>", tuple: "[]"}.get(
+            get_origin(field.annotation), ""
+        )
+        for section in sections:
+            tag = " with `{}: {}`".format(*tag_of(section)) if len(sections) > 1 else ""
+            below.append((section, f"{place}{several}.", tag))
+        if _model(field) is None and place != "algorithm":
             default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
-            rows.append(f"| `{path}{name}` | {default} | {_text(field)} |")
+            rows.append(f"| `{place}` | {default} | {_text(field)} |")
     title = f"## `{path.rstrip('.')}`{which}" if path else "## Top level"
+    title += f" ({model.__name__})" if title in lines else ""
     lines += ["", title, "", _first_paragraph(model), ""]
     if rows:
         lines += ["| field | default | meaning |", "|---|---|---|", *rows]
-    for inner, inner_path, told in below:
-        _section(inner, inner_path, lines, told)
+    for section, inner, tag in below:
+        if section not in told:
+            _section(section, inner, lines, told, tag)
 
 
 def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli.options import (
+    NARROW,
     RUNS,
     EndpointUrl,
     Json,
@@ -18,7 +19,6 @@ from coordinator.cli.options import (
     console,
     example,
     figure,
-    print_json,
 )
 from shared.printable import counted
 
@@ -27,6 +27,7 @@ _PLAYER = (
     "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
     "module:function, or random."
 )
+_COLUMNS = ("kind", "rating", "±", "Elo", "matches", "forfeits")
 _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
@@ -43,22 +44,11 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
     handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     found = league_of(handle.checkpoint_store(), handle.config)
     if as_json:
-        print_json(found)
+        console.json(found)
         return
     several = len({row["seat"] for row in found["players"]}) > 1
-    table = Table(
-        Column("player", overflow="fold"),
-        "kind",
-        "rating",
-        "±",
-        "Elo",
-        "matches",
-        "forfeits",
-        title=f"league at {found['checkpoint']}",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )  # so a snapshot's name fits 80 columns
+    player, title = Column("player", overflow="fold"), f"league at {found['checkpoint']}"
+    table = Table(player, *_COLUMNS, title=title, **NARROW)  # so a snapshot's name fits 80 columns
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]
         numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
@@ -105,7 +95,7 @@ def match(
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()
     if as_json:
-        print_json({"first": first, "second": second, **found})
+        console.json({"first": first, "second": second, **found})
         return
     low, high = found["interval"]
     lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]

@@ -1,4 +1,4 @@
-"""What the modules of the command line share: common arguments, the console, and printing JSON."""
+"""What the modules of the command line share: common arguments, and the console."""
 
 import json
 from collections.abc import Iterable
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from coordinator.run import Run
 
 RUNS = Path("runs")
+NARROW: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+"""Options of a table that is to fit 80 columns."""
 
 
 class Exit(IntEnum):
@@ -82,6 +84,10 @@ class PrintableConsole(Console):
         for line in lines:
             self.print(str(line), highlight=False, soft_wrap=True)
 
+    def json(self, data: Any) -> None:
+        """For scripts; of what JSON does not know, dataclasses become objects and the rest text."""
+        print(json.dumps(data, indent=1, default=lambda item: vars(item) if is_dataclass(item) else str(item)))
+
 
 console = PrintableConsole()
 
@@ -95,11 +101,6 @@ def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
 
 def example(text: str) -> str:
     return f"Example: `{text}`"
-
-
-def print_json(data: Any) -> None:
-    """For scripts; of what JSON does not know, dataclasses become objects and the rest text."""
-    print(json.dumps(data, indent=1, default=lambda item: vars(item) if is_dataclass(item) else str(item)))
 
 
 def figure(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`stagecoach page`, `train --page` and `stagecoach note`: runs in a browser, and a line for their events."""
+"""`stagecoach page` and `train --page`: runs in a browser."""
 
 import contextlib
 import secrets
@@ -9,18 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import (
-    PLACE,
-    RUNS,
-    EndpointUrl,
-    RedisUrl,
-    RunArgument,
-    RunsDir,
-    attached,
-    console,
-    example,
-    run_ids,
-)
+from coordinator.cli.options import PLACE, RUNS, EndpointUrl, RedisUrl, RunsDir, attached, console, example, run_ids
 from shared.errors import UserError
 
 PORT = 8420
@@ -90,14 +79,3 @@ def page_beside(run_id: str, runs_dir: Path, port: int, token_file: Path | None)
     with serve(runs_dir, token, port=port) as url:
         shown = f"?token={token}" if token_file is None else f"?token= and the first line of {token_file}"
         yield f"page: {url}/runs/{run_id}{shown}"
-
-
-@app.command(epilog=example('stagecoach note my-run "new reward from here on"'))
-def note(
-    run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="One line.")],
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Write a line into the events of a live run; they are kept with its metrics, and the page shows them."""
-    attached(run, runs_dir).note(text)
-    console.print(f"{run}: noted")

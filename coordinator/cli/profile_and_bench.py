@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example, print_json
+from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example
 from shared.errors import UserError
 from shared.runtime.user_code import SOURCE
 
@@ -39,7 +39,7 @@ def show_profile(run: "Run", out: Path | None = None, as_json: bool = False) -> 
     path = out or run.folder.path / "profile.json"
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     if as_json:
-        print_json({"seconds": seconds, "timeline": str(path)})
+        console.json({"seconds": seconds, "timeline": str(path)})
         return
     console.print(_stages_table(seconds))
     console.text(f"timeline (ui.perfetto.dev, speedscope.app): {path}")

@@ -1,4 +1,4 @@
-"""`stagecoach runs` and `stagecoach delete`: a run is deleted with its keys in Redis and its objects in the store."""
+"""`stagecoach runs`, `note` and `delete`: a run is deleted with its keys in Redis and its objects in the store."""
 
 import contextlib
 import sys
@@ -9,7 +9,7 @@ import typer
 
 from coordinator.catalog.run_files import is_all_here
 from coordinator.catalog.run_list import list_runs
-from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure, print_json
+from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example, figure
 from shared.errors import RunNotFound, UserError
 from shared.printable import counted
 from shared.runtime.failure import reason_in_words
@@ -32,9 +32,20 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
         reason = reason_in_words(row.reason.partition("\n")[0])
         table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), reason)
     if as_json:
-        print_json(rows)
+        console.json(rows)
     else:
         console.print(table if rows else f"no runs in {runs_dir}; start one: stagecoach train cartpole")
+
+
+@app.command(epilog=example('stagecoach note my-run "new reward from here on"'))
+def note(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="One line.")],
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write a line into the events of a live run; they are kept with its metrics, and the page shows them."""
+    attached(run, runs_dir).note(text)
+    console.print(f"{run}: noted")
 
 
 @app.command(epilog=example("stagecoach delete my-run --yes"))

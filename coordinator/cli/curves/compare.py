@@ -4,18 +4,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from coordinator.cli.options import (
-    RUNS,
-    EndpointUrl,
-    Json,
-    Place,
-    RunsDir,
-    attached,
-    console,
-    example,
-    figure,
-    print_json,
-)
+from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example, figure
 from shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
@@ -37,7 +26,7 @@ def compare(
     results = [result_of(handle) for handle in handles]
     changed = differences(*map(config_fields, handles))
     if as_json:
-        print_json({"runs": results, "differences": changed})
+        console.json({"runs": results, "differences": changed})
         return
     ids = [result.run_id for result in results]
     configs = Table("field", *ids, title="config", title_justify="left")

@@ -18,18 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from coordinator.cli.options import (
-    RUNS,
-    EndpointUrl,
-    Json,
-    Place,
-    RedisUrl,
-    RunsDir,
-    attached,
-    console,
-    example,
-    print_json,
-)
+from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RedisUrl, RunsDir, attached, console, example
 from shared.errors import UserError
 from shared.printable import counted
 
@@ -95,7 +84,7 @@ def metrics(
     if csv_file is None and jsonl_file is None and tensorboard is None:
         shown = {name: row.get(name) for name in names or sorted(row)}
         labels = {name: cells[0] for name, cells in _labels(stream, [label]).items()}
-        print_json(labels | shown) if as_json else _print_row(handle.run_id, labels, shown)
+        console.json(labels | shown) if as_json else _print_row(handle.run_id, labels, shown)
 
 
 def metric_names(handle: "Run", stream: str) -> list[str]:
