@@ -19,15 +19,7 @@ from coordinator.catalog.checkpoint_operations import Removed, Verdict
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder, Submission, link
 from coordinator.catalog.run_metrics import all_rows, last_row
-from coordinator.catalog.status import (
-    Status,
-    check_order,
-    ended_status,
-    is_supervised,
-    live_status,
-    order_scale,
-    paused,
-)
+from coordinator.catalog.status import Status, check_order, ended_status, is_supervised, live_status, order_scale
 from coordinator.lifecycle import launcher
 from coordinator.lifecycle.launcher import Begun
 from coordinator.lifecycle.preparation import prepare_resume
@@ -147,11 +139,11 @@ class Run:
     def _status(self, accounting: bool) -> Status:
         try:
             if (client := self._client()) is not None:
-                return paused(live_status(client, self.run_id, accounting), self._outage())
+                return live_status(client, self.run_id, accounting).paused(self._outage())
         except _AWAY:
             if (outage := self._outage()) is None:
                 raise
-            return paused(ended_status(self.folder.checkpoint_store(self.config, offline=True)), outage)
+            return ended_status(self.folder.checkpoint_store(self.config, offline=True)).paused(outage)
         found = ended_status(self.checkpoint_store())
         if found.state is not RunStatus.INTERRUPTED:
             return found

@@ -30,16 +30,7 @@ from shared.experience.log_entry import before
 from shared.league.players import PLAYERS, read_player
 from shared.policies.serialization import decode_policy, finite_weights
 from shared.storage import checkpoint_store as stored
-from shared.storage.checkpoint_store import (
-    MANIFEST,
-    MARKS,
-    POINTER,
-    PROMOTED,
-    STATUS,
-    CheckpointStore,
-    Pointer,
-    Promotion,
-)
+from shared.storage.checkpoint_store import MANIFEST, MARKS, POINTER, PROMOTED, STATUS, CheckpointStore, Promotion
 from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
 from shared.storage.log_archive import Archive
 from shared.storage.object_store import FileStore
@@ -321,7 +312,7 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     copy.store.put(stored.ENVIRONMENT, checkpoints.store.get(stored.ENVIRONMENT))
     copy.store.put(stored.CONFIG, dump_config(config).encode())
     digest = hashlib.sha256(data).hexdigest()
-    copy.write_pointer(Pointer(latest=name, epoch=manifest.epoch, manifest_sha256=digest))
+    copy.write_pointer(stored.Pointer(latest=name, epoch=manifest.epoch, manifest_sha256=digest))
     problems = [problem for verdict in verify(copy) for problem in verdict.problems]
     if problems:
         raise CheckpointDamaged(f"{name} is not exported: {'; '.join(problems)}")

@@ -53,7 +53,8 @@ def result_of(run: Run) -> RunResult:
             if "eval/ep_rew_mean" in row:
                 newest = max(newest, (row[VERSION], row["eval/ep_rew_mean"]))
     best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
-    begin, end = _first_row(run), run.last_metrics()[1]
+    begin = next((row for rows in run.metrics() for _, row in rows.named()), dict[str, float]())
+    end = run.last_metrics()[1]
     seconds = end[UNIX_TIME] - begin[UNIX_TIME] if begin and UNIX_TIME in end else 0.0
     return RunResult(
         run_id=run.run_id, seed=run.config.seed, state=status.state, reason=status.reason,
@@ -63,10 +64,6 @@ def result_of(run: Run) -> RunResult:
         episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
         env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,
     )  # fmt: skip
-
-
-def _first_row(run: Run) -> dict[str, float]:
-    return next((row for rows in run.metrics() for _, row in rows.named()), {})
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -5,7 +5,7 @@ bounds, so that a run of millions of rows takes bounded memory and time to show.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +37,8 @@ def all_rows(
     if client is None:
         return
     if stream == TRAIN:
-        rows = _tail_behind(read_rows(client, run_id), position)
-        if len(rows):
-            yield rows
+        if tail := _behind(read_rows(client, run_id), position):
+            yield _rows_of(tail)
     elif stream == EVALUATIONS:
         found = read_evaluations(client, run_id)
         if new := [(name, evaluation_row(scores)) for name, scores in found.items() if name not in labels]:
@@ -65,8 +64,8 @@ def last_row(
     return "", {}
 
 
-def _tail_behind(tail: list[TailRow], position: tuple[int, int]) -> Rows:
-    return Rows.of([("", _finite(item.row)) for item in _behind(tail, position)])
+def _rows_of(tail: list[TailRow]) -> Rows:
+    return Rows.of([("", {name: value for name, value in item.row.items() if value is not None}) for item in tail])
 
 
 def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
@@ -77,10 +76,6 @@ def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
 
 def _leave_out(error: MetricsDamaged) -> None:
     left_out("a segment of the metrics", error)
-
-
-def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -175,8 +170,8 @@ class Curves:
         if self._position == (0, -1) or (new and (new[0].epoch, new[0].number) != (epoch, number + 1)):
             self._from_store(store)  # what came before them, or a restart that undid some
             tail = read_rows(client, self._run_id)
-        self.bins.add(_tail_behind(tail, self._position))
         if new := _behind(tail, self._position):
+            self.bins.add(_rows_of(new))
             self._position, self._tail = (new[-1].epoch, new[-1].number), new[-1].id
 
     def _from_store(self, store: MetricStore) -> None:

@@ -199,6 +199,13 @@ class Status:
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
 
+    def paused(self, waits: str | None) -> "Status":
+        """What is known of a live run that waits for its Redis, and why it waits; as it is where it does not."""
+        if waits is None:
+            return self
+        reason = f"waiting for {waits}; then it continues by itself"
+        return replace(self, state=RunStatus.PAUSED, reason=reason, live=True, bottleneck=waits, metrics={})
+
 
 class _Export(BaseModel, extra="allow"):
     checkpoint: str
@@ -286,14 +293,6 @@ def _last_row(checkpoints: CheckpointStore, stream: str) -> dict[str, float | No
     with suppress(MetricsDamaged, ObjectMissing):  # `stagecoach metrics` says so
         return dict(last_row(checkpoints.store, stream)[1])
     return {}
-
-
-def paused(known: Status, waits: str | None) -> Status:
-    """Of a live run that waits for its Redis: what is known of it, and why it waits; as it is where it does not."""
-    if waits is None:
-        return known
-    reason = f"waiting for {waits}; then it continues by itself"
-    return replace(known, state=RunStatus.PAUSED, reason=reason, live=True, bottleneck=waits, metrics={})
 
 
 def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:

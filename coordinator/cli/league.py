@@ -39,7 +39,7 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
     """
     from rich.table import Column, Table
 
-    from coordinator.catalog.league_standings import league_of
+    from coordinator.catalog.league import league_of
 
     handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     found = league_of(handle.checkpoint_store(), handle.config)
@@ -90,7 +90,7 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Let two players play each other, as many games on each side, from the same starts."""
-    from coordinator.catalog.matches import match as played
+    from coordinator.catalog.league import match as played
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()

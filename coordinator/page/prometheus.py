@@ -33,68 +33,60 @@ class Described(NamedTuple):
     help: str
 
 
+def _gauge(help_: str, *labels: str) -> Described:
+    return Described(GaugeMetricFamily, ("run", *labels), help_)
+
+
+def _counter(help_: str, *labels: str) -> Described:
+    return Described(CounterMetricFamily, ("run", *labels), help_)
+
+
 METRICS: dict[str, Described] = {
     "stagecoach_build_info": Described(GaugeMetricFamily, ("version",), "Always 1: the version of Stagecoach."),
-    "stagecoach_run_info": Described(
-        GaugeMetricFamily, ("run", "state", "algorithm", "environment"), "Always 1: what a run is, and its state now.",
-    ),
-    "stagecoach_transitions_total": Described(
-        CounterMetricFamily, ("run", "role"),
+    "stagecoach_run_info": _gauge("Always 1: what a run is, and its state now.", "state", "algorithm", "environment"),
+    "stagecoach_transitions_total": _counter(
         f"Transitions that workers have acted (role worker) and the trainer has trained on (role trainer). {_LASTS}",
+        "role",
     ),
-    "stagecoach_dropped_transitions_total": Described(
-        CounterMetricFamily, ("run", "reason"), f"Transitions that were dropped instead of trained on. {_LASTS}",
+    "stagecoach_dropped_transitions_total": _counter(
+        f"Transitions that were dropped instead of trained on. {_LASTS}", "reason"
     ),
-    "stagecoach_ledger_unbalanced": Described(
-        GaugeMetricFamily, ("run",), "1 where produced transitions are not consumed + dropped + in flight, 0 else.",
+    "stagecoach_ledger_unbalanced": _gauge(
+        "1 where produced transitions are not consumed + dropped + in flight, 0 else."
     ),
-    "stagecoach_env_steps_total": Described(
-        CounterMetricFamily, ("run",), f"Environment steps that the trainer has trained on. {_LASTS}",
-    ),
-    "stagecoach_episodes_total": Described(CounterMetricFamily, ("run",), f"Training episodes that ended. {_LASTS}"),
-    "stagecoach_updates_total": Described(CounterMetricFamily, ("run",), f"Updates of the policy. {_LASTS}"),
+    "stagecoach_env_steps_total": _counter(f"Environment steps that the trainer has trained on. {_LASTS}"),
+    "stagecoach_episodes_total": _counter(f"Training episodes that ended. {_LASTS}"),
+    "stagecoach_updates_total": _counter(f"Updates of the policy. {_LASTS}"),
     "stagecoach_policy_lag_versions": Described(
-        HistogramMetricFamily, ("run",),
+        HistogramMetricFamily,
+        ("run",),
         f"Versions that lay between the policy that acted a fragment and the one that it updated. {_LASTS}",
     ),
-    "stagecoach_policy_lag_bound_versions": Described(
-        GaugeMetricFamily, ("run",), "The most that the lag may be: rollout.max_policy_lag.",
+    "stagecoach_policy_lag_bound_versions": _gauge("The most that the lag may be: rollout.max_policy_lag."),
+    "stagecoach_wait_seconds_total": _counter(
+        f"Seconds that processes of a role waited, by what for. {_PROCESSES}", "role", "for"
     ),
-    "stagecoach_wait_seconds_total": Described(
-        CounterMetricFamily, ("run", "role", "for"),
-        f"Seconds that processes of a role waited, by what for. {_PROCESSES}",
+    "stagecoach_stage_seconds_total": _counter(
+        f"Seconds that main threads of a role spent in each stage, waits included. {_PROCESSES}", "role", "stage"
     ),
-    "stagecoach_stage_seconds_total": Described(
-        CounterMetricFamily, ("run", "role", "stage"),
-        f"Seconds that main threads of a role spent in each stage, waits included. {_PROCESSES}",
-    ),
-    "stagecoach_log_bytes": Described(GaugeMetricFamily, ("run",), "Size of the experience log."),
-    "stagecoach_log_max_bytes": Described(GaugeMetricFamily, ("run",), "Its bound: rollout.max_log_bytes."),
-    "stagecoach_fragments_in_flight": Described(
-        GaugeMetricFamily, ("run",), "Fragments that were claimed and not yet trained on.",
-    ),
-    "stagecoach_fragments_window": Described(GaugeMetricFamily, ("run",), "The most that may be in flight."),
-    "stagecoach_workers": Described(GaugeMetricFamily, ("run",), "Rollout workers that are alive."),
-    "stagecoach_workers_wanted": Described(GaugeMetricFamily, ("run",), "Rollout workers that were asked for."),
-    "stagecoach_worker_restarts_total": Described(
-        CounterMetricFamily, ("run",),
+    "stagecoach_log_bytes": _gauge("Size of the experience log."),
+    "stagecoach_log_max_bytes": _gauge("Its bound: rollout.max_log_bytes."),
+    "stagecoach_fragments_in_flight": _gauge("Fragments that were claimed and not yet trained on."),
+    "stagecoach_fragments_window": _gauge("The most that may be in flight."),
+    "stagecoach_workers": _gauge("Rollout workers that are alive."),
+    "stagecoach_workers_wanted": _gauge("Rollout workers that were asked for."),
+    "stagecoach_worker_restarts_total": _counter(
         "Times that a worker was replaced by a new incarnation, which a resume does to all. It begins anew with the "
-        "workers that are there where the page's server does.",
+        "workers that are there where the page's server does."
     ),
-    "stagecoach_heartbeat_age_seconds": Described(
-        GaugeMetricFamily, ("run", "role"), "Age of the oldest heartbeat of a role's processes that have not ended.",
+    "stagecoach_heartbeat_age_seconds": _gauge(
+        "Age of the oldest heartbeat of a role's processes that have not ended.", "role"
     ),
-    "stagecoach_store_away": Described(GaugeMetricFamily, ("run",), "1 while the run waits for its store, 0 else."),
-    "stagecoach_redis_away": Described(
-        GaugeMetricFamily, ("run",), "1 while the run, or the page's server, waits for its Redis, 0 else.",
-    ),
-    "stagecoach_training_metric": Described(
-        GaugeMetricFamily, ("run", "name"), "The newest row of training metrics: those that the page draws.",
-    ),
-    "stagecoach_evaluation_return": Described(
-        GaugeMetricFamily, ("run",), "Mean return of the newest evaluation.",
-    ),
-}  # fmt: skip
+    "stagecoach_store_away": _gauge("1 while the run waits for its store, 0 else."),
+    "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, 0 else."),
+    "stagecoach_training_metric": _gauge("The newest row of training metrics: those that the page draws.", "name"),
+    "stagecoach_evaluation_return": _gauge("Mean return of the newest evaluation."),
+}
 
 TRAINING_METRICS = sorted(
     {

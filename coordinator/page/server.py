@@ -27,32 +27,19 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from coordinator.catalog.league_standings import league_of
+from coordinator.catalog.league import league_of
 from coordinator.catalog.run_comparison import config_fields, differences
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
 from coordinator.page.prometheus import exposition
-from coordinator.page.view import RunView, jsonable, matching
-from coordinator.page.watched import Views
+from coordinator.page.view import RunView, Views, away, jsonable, matching
 from coordinator.run import Run
-from shared.errors import (
-    CheckpointNotFound,
-    ObjectMissing,
-    RedisUnavailable,
-    RunNotFound,
-    StagecoachError,
-    StoreError,
-    StoreUnavailable,
-    UserError,
-    headline,
-)
+from shared.errors import CheckpointNotFound, ObjectMissing, RunNotFound, StagecoachError, UserError, headline
 from shared.runtime.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
 _MAX_BODY = 64 * 1024
-_NOT_THERE = (RunNotFound, CheckpointNotFound, ObjectMissing)
-_AWAY = (RedisUnavailable, StoreUnavailable, StoreError, redis.RedisError)
 
 
 @contextlib.contextmanager
@@ -129,9 +116,9 @@ def application(views: Views, token: str | None, port: int, read_only: bool) -> 
 
 
 def _status_of(error: Exception) -> int:
-    if isinstance(error, _NOT_THERE):
+    if isinstance(error, RunNotFound | CheckpointNotFound | ObjectMissing):
         return 404
-    if isinstance(error, _AWAY):
+    if away(error):
         return 503
     return 400 if isinstance(error, UserError) else 409
 
@@ -237,9 +224,9 @@ class _Page:
         asked, run = _parsed(model, body), self._views.attach(run_id)
         try:
             return done.format(give(run, asked))
-        except _NOT_THERE + _AWAY:
-            raise
         except UserError as error:
+            if _status_of(error) in (404, 503):
+                raise
             raise HTTPException(400 if run.live else 409, _line(error)) from None
 
 

@@ -9,10 +9,13 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import redis
 
+from coordinator.catalog.run_files import REMOTE, is_locked, run_paths
+from coordinator.catalog.run_list import RunRow, list_runs
 from coordinator.catalog.run_metrics import Curves, Recorded
 from coordinator.page.totals import Totals
 from coordinator.run import Run
@@ -24,6 +27,7 @@ from trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
 _FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0
+_REFRESH_SECONDS, _LIST_SECONDS, _FORGET_SECONDS = 1.0, 1.0, 60.0
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 AWAY = (StagecoachError, redis.RedisError, OSError)
 
@@ -80,7 +84,7 @@ class RunView:
             self._refresh()
             self.banner = self.away = ""
         except AWAY as error:
-            self.away = _which(error)
+            self.away = away(error)
             self.banner = f"what is shown is not up to date: {' '.join(str(error).split())}"
 
     def _refresh(self) -> None:
@@ -123,6 +127,61 @@ class RunView:
         return {found: bins[found].as_lists() for name in names for found in matching(name, bins.names)}
 
 
+class Views:
+    """Of the runs below `runs_dir` that somebody looks at, each kept up to date by a thread while it is asked for; its
+    methods may be called from any thread."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self.runs_dir, self.closed = runs_dir, threading.Event()
+        self._watched: dict[str, RunView] = {}
+        self._lock, self._list_lock = threading.Lock(), threading.Lock()
+        self._listed: tuple[float, list[RunRow]] = (float("-inf"), [])
+
+    def attach(self, run_id: str) -> Run:
+        """A handle of its own; raises `RunNotFound`."""
+        return Run.attach(run_id, self.runs_dir)
+
+    def of(self, run_id: str) -> RunView:
+        """Raises `RunNotFound`; the view may not know anything yet, see `RunView.wait`."""
+        with self._lock:
+            view = self._watched.get(run_id)
+            if view is None:
+                view = self._watched[run_id] = RunView(self.attach(run_id))
+                name = f"page of {run_id}"
+                threading.Thread(target=self._keep, args=(run_id, view), name=name, daemon=True).start()
+            view.wanted.set()
+            return view
+
+    def live(self) -> list[RunView]:
+        """Views of all runs that live here, or may live on other machines."""
+        paths = [path for path in run_paths(self.runs_dir) if is_locked(path) or (path / REMOTE).exists()]
+        return [view for view in [self.of(path.name) for path in paths] if view.wait()]
+
+    def runs(self) -> list[RunRow]:
+        with self._list_lock:
+            listed_at, rows = self._listed
+            if time.monotonic() - listed_at >= _LIST_SECONDS:
+                rows = list_runs(self.runs_dir)
+                self._listed = time.monotonic(), rows
+            return rows
+
+    def close(self) -> None:
+        self.closed.set()
+        with self._lock:
+            for view in self._watched.values():
+                view.wanted.set()
+
+    def _keep(self, run_id: str, view: RunView) -> None:
+        while not self.closed.is_set():
+            if not view.wanted.wait(_FORGET_SECONDS):
+                with self._lock:
+                    if not view.wanted.is_set():
+                        del self._watched[run_id]
+                        return
+            view.update()
+            self.closed.wait(_REFRESH_SECONDS)
+
+
 def matching(name: str, there: Sequence[str]) -> list[str]:
     """The metric of this name, or with a `*` at its end all that begin so."""
     return [found for found in there if found == name or (name.endswith("*") and found.startswith(name[:-1]))]
@@ -139,7 +198,8 @@ def jsonable(data: Any) -> Any:
     return data if data is None or isinstance(data, str | int | float | bool) else str(data)
 
 
-def _which(error: Exception) -> Literal["", "Redis", "store"]:
+def away(error: Exception) -> Literal["", "Redis", "store"]:
+    """Which of both an error says is not reached."""
     if isinstance(error, RedisUnavailable | redis.RedisError):
         return "Redis"
     return "store" if isinstance(error, StoreUnavailable | StoreError) else ""

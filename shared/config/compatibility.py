@@ -170,9 +170,8 @@ def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
     steps = run.rollout.fragment_steps
     if (size := getattr(algorithm, "minibatch_size", steps)) < steps:
         raise ValueError(
-            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps="
-            f"{steps}: a policy with a core learns whole sequences of a fragment; raise the "
-            f"first or lower the second"
+            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps={steps}: a policy with a core learns "
+            f"whole sequences of a fragment; raise the first or lower the second"
         )
 
 

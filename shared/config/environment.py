@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from shared.config.hierarchy import HierarchyConfig
 from shared.config.parameters import ParameterField
-from shared.config.section import Section
+from shared.config.section import OFF, Section, short_for
 
 
 class WrapperConfig(Section):
@@ -18,14 +18,7 @@ class WrapperConfig(Section):
     """Keyword arguments of the wrapper."""
 
 
-def wrapper_of_path(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML reads `off` so
-
-
+BY_PATH = short_for("path", str)
 InfoName = Annotated[str, Field(pattern=r"^[A-Za-z][\w./-]*$", max_length=100)]
 
 
@@ -40,7 +33,7 @@ class EnvironmentConfig(Section):
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
     """`pettingzoo` for a PettingZoo environment (several agents, at the same time or in turns): a factory, or a name in
     its registry."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(wrapper_of_path)], ...] = ()
+    wrappers: tuple[Annotated[WrapperConfig, BY_PATH], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
@@ -50,7 +43,7 @@ class EnvironmentConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
     four of the game's); the default is what the environment registers, in steps of its own."""
-    action_mask: Annotated[Literal["auto", "observation", "info", "off"], BeforeValidator(_off)] = "auto"
+    action_mask: Annotated[Literal["auto", "observation", "info", "off"], OFF] = "auto"
     """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has one of the action's size;
     `off`: it is observed like anything else), or in `info["action_mask"]` of each step and reset
     (docs/ACTION_MASKS.md)."""

@@ -3,12 +3,13 @@
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from shared.config.section import Section
+from shared.config.section import Section, short_for
 from shared.experience.counters import Duration, DurationField
 from shared.league.table import PlayerKind
 
+_SHARE = short_for("share", int, float)
 _PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$", max_length=100)]
 
 
@@ -82,19 +83,15 @@ class FixedShareConfig(Section):
     """Share of seats that they take, each of them alike."""
 
 
-def _share(value: object) -> object:
-    return {"share": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
 class OpponentsConfig(Section):
     """Who takes the seats that the learner does not; the shares add up to 1. A seat for which there is no snapshot or
     no fixed player goes to current weights instead."""
 
     latest: float = Field(0.5, ge=0, le=1)
     """Share of seats for the current weights of the policy that the seat's agents are mapped to."""
-    past: Annotated[PastConfig, BeforeValidator(_share)] = PastConfig()
+    past: Annotated[PastConfig, _SHARE] = PastConfig()
     """Earlier snapshots; a number is their share."""
-    fixed: Annotated[FixedShareConfig, BeforeValidator(_share)] = FixedShareConfig()
+    fixed: Annotated[FixedShareConfig, _SHARE] = FixedShareConfig()
     """Players of `league.fixed`; a number is their share."""
 
     @model_validator(mode="after")
@@ -122,10 +119,6 @@ class FixedPlayerConfig(Section):
     """The policies whose seats it fits."""
 
 
-def _source(value: object) -> object:
-    return {"source": value} if isinstance(value, str) else value
-
-
 class LeagueConfig(Section):
     """Self-play against current weights, snapshots and fixed players (docs/LEAGUE.md)."""
 
@@ -135,7 +128,7 @@ class LeagueConfig(Section):
     """By name. By default each trainable policy learns."""
     snapshot: SnapshotConfig = SnapshotConfig()
     opponents: OpponentsConfig = OpponentsConfig()
-    fixed: dict[_PlayerName, Annotated[FixedPlayerConfig, BeforeValidator(_source)]] = {}
+    fixed: dict[_PlayerName, Annotated[FixedPlayerConfig, short_for("source", str)]] = {}
     """Players that do not learn, name → source."""
     players: int = Field(200, ge=2)
     """Snapshots in the league, of all policies; beyond that the oldest leave, but never the first of a policy."""

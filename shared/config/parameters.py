@@ -4,7 +4,7 @@ ML-Agents' words (`sampler_type`, `curriculum`, `completion_criteria`, …) are 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -94,7 +94,7 @@ class SamplerConfig(Section):
     """Between the bounds of one of several ranges, each value alike."""
 
     @property
-    def _kinds(self) -> list[str]:
+    def _kinds(self) -> list[Any]:
         return [name for name in SamplerConfig.model_fields if getattr(self, name) is not None]
 
     @property
@@ -118,22 +118,12 @@ class SamplerConfig(Section):
 
     @property
     def sampler(self) -> Sampler:
-        return _made(self)
-
-
-def _made(config: SamplerConfig) -> Sampler:
-    if config.uniform is not None:
-        return Sampler("uniform", config.uniform)
-    if config.gaussian is not None:
-        return Sampler("gaussian", config.gaussian)
-    if config.log_uniform is not None:
-        return Sampler("log_uniform", config.log_uniform)
-    if config.choice is not None:
-        return Sampler("choice", choices=config.choice)
-    if config.multi_range is not None:
-        return Sampler("multi_range", tuple(bound for each in config.multi_range for bound in each))
-    assert config.value is not None
-    return Sampler("value", choices=(config.value,))
+        if self.choice is not None:
+            return Sampler("choice", choices=self.choice)
+        if self.value is not None:
+            return Sampler("value", choices=(self.value,))
+        bounds = [self.uniform, self.gaussian, self.log_uniform, *(self.multi_range or ())]
+        return Sampler(self._kinds[0], tuple(bound for each in bounds for bound in each or ()))
 
 
 _Sampler = Annotated[SamplerConfig, BeforeValidator(_sampler)]
@@ -210,7 +200,9 @@ class ParameterConfig(SamplerConfig):
             if lesson.values.keys() != self.lessons[0].values.keys():
                 found, expected = sorted(lesson.values), sorted(self.lessons[0].values)
                 raise ValueError(f"lesson {number} sets {found or 'one value'}, expected {expected or 'one value'}")
-            if lesson.back and lesson.until and _meets_both(lesson.back, lesson.until):
+            if not lesson.back or not lesson.until or lesson.back.measure != lesson.until.measure:
+                continue
+            if lesson.back.threshold >= lesson.until.threshold:
                 raise ValueError(
                     f"lesson {number} goes back at {lesson.back.measure} {lesson.back.threshold:g} or less and on at "
                     f"{lesson.until.threshold:g} or more; `back` has to be the smaller one"
@@ -229,10 +221,6 @@ class ParameterConfig(SamplerConfig):
     @property
     def criteria(self) -> list[CriterionConfig]:
         return [each for lesson in self.lessons for each in (lesson.until, lesson.back) if each is not None]
-
-
-def _meets_both(back: CriterionConfig, until: CriterionConfig) -> bool:
-    return back.measure == until.measure and back.threshold >= until.threshold
 
 
 ParameterField = Annotated[ParameterConfig, BeforeValidator(_sampler)]

@@ -15,26 +15,13 @@ from pydantic import model_validator
 
 from shared.config.algorithms.registry import with_algorithm_defaults
 from shared.config.compatibility import check_sections_together
+from shared.config.environment import EnvironmentConfig
 from shared.config.section import leaves
 from shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {
     "seed": True,
-    "environment": {
-        "id",
-        "kwargs",
-        "api",
-        "wrappers",
-        "num_envs",
-        "vectorization",
-        "max_episode_steps",
-        "episode_ends",
-        "info_columns",
-        "action_mask",
-        "hierarchy",
-        "parameters",
-        "parameters_by",
-    },
+    "environment": EnvironmentConfig.model_fields.keys() - {"failures_allowed", "step_deadline_seconds"},
     "policies": True,
     "agents": True,
     "league": True,

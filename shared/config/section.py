@@ -72,6 +72,17 @@ def by_kind(union: Any) -> Any:
     return Annotated[Union[(first, *others)], Discriminator(kind_of)]
 
 
+def short_for(field: str, *kinds: type) -> BeforeValidator:
+    """Lets a plain value of these types stand for the section of which it is this field."""
+    return BeforeValidator(
+        lambda value: {field: value} if isinstance(value, kinds) and not isinstance(value, bool) else value
+    )
+
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""For fields that may be `off`, which YAML reads as false."""
+
+
 def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted path → value, of everything that is no mapping."""
     found: dict[str, Any] = {}
@@ -149,25 +160,17 @@ class Schedule(Section):
         return value
 
 
-def _from_number(value: object) -> object:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"kind": "constant", "start": value}
-    return value
-
-
 def _never_negative(schedule: Schedule) -> Schedule:
     if schedule.least < 0:
         raise ValueError(f"it must never be below 0, and would come to {schedule.least:g}")
     return schedule
 
 
-ScheduleField = Annotated[Schedule, BeforeValidator(_from_number), AfterValidator(_never_negative)]
+ScheduleField = Annotated[Schedule, short_for("start", int, float), AfterValidator(_never_negative)]
 """A number, or a `Schedule`, as a config field; step sizes, bounds, probabilities and noise are never negative."""
 
 
-def _as_number(schedule: Schedule) -> Any:
-    return schedule.start if schedule.kind == "constant" else schedule.model_dump(mode="json")
-
-
-NumberOrSchedule = Annotated[ScheduleField, PlainSerializer(_as_number)]
+NumberOrSchedule = Annotated[
+    ScheduleField, PlainSerializer(lambda its: its.start if its.kind == "constant" else its.model_dump(mode="json"))
+]
 """A `ScheduleField` that was a plain number once: where it still is one, a run keeps its config hash."""

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
-from shared.config.environment import EnvironmentConfig, WrapperConfig, wrapper_of_path
+from shared.config.environment import BY_PATH, EnvironmentConfig, WrapperConfig
 from shared.config.league import LeagueConfig, LearnerConfig
 from shared.config.parameters import SamplerField
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
-from shared.config.section import Section, Width
+from shared.config.section import OFF, Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
 from shared.experience.counters import Duration, DurationField
 
@@ -238,7 +238,7 @@ class CheckpointConfig(Section):
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
     """Every m-th checkpoint (by policy version) is kept for good."""
-    export: Annotated[Literal["off", "onnx"], BeforeValidator(lambda value: "off" if value is False else value)] = "off"
+    export: Annotated[Literal["off", "onnx"], OFF] = "off"
     """`onnx`: beside each kept checkpoint its policies as ONNX files, compared with torch, made by a process of low
     priority beside the trainer (docs/EXPORT.md); it needs the extra `onnx`. What fails there stops nothing."""
 
@@ -283,7 +283,7 @@ class EvaluationConfig(Section):
     """Environment arguments that replace those of training."""
     parameters: dict[str, SamplerField] = {}
     """What is drawn instead of `environment.parameters`, by name; by default the last lesson, and each level alike."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(wrapper_of_path)], ...] | None = None
+    wrappers: tuple[Annotated[WrapperConfig, BY_PATH], ...] | None = None
     """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
     evaluated are whole games. The spaces have to be the same. By default those of training."""
     num_cpus: float = Field(0.5, ge=0)
@@ -353,7 +353,7 @@ class WriterConfig(Section):
 class MetricsConfig(Section):
     """Where the run's metrics are written, beside its store, where they always are (docs/METRICS.md)."""
 
-    writers: tuple[Annotated[WriterConfig, BeforeValidator(wrapper_of_path)], ...] = (
+    writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (
         WriterConfig(path="csv"),
         WriterConfig(path="tensorboard"),
     )

@@ -51,9 +51,8 @@ class WorkRecord:
             self._tell(f"{there} trainers died in a row{where}: {put} entries are in quarantine, and dropped as poison")
         elif deaths > allowed:
             error = StagecoachError(
-                f"{deaths} trainers have died in a row without a new policy version (at most {allowed} may), "
-                f"the last one{where or ' before it took anything'}; see their logs. "
-                f"`stagecoach resume {run_id}` tries again"
+                f"{deaths} trainers have died in a row without a new policy version (at most {allowed} may), the last "
+                f"one{where or ' before it took anything'}; see their logs. `stagecoach resume {run_id}` tries again"
             )
             if entries:
                 error.add_note(_way_out(run_id, entries))

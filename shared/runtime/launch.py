@@ -127,19 +127,15 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
         config = load_config(arguments.config, [f"{key}={json.dumps(url)}" for key, url in given.items()], environ={})
         import_path = (os.getcwd(), str(arguments.config.resolve().parent))
         return RoleLaunch(config.model_dump(mode="json"), address, import_path, None)
-    return read_launch(arguments.runs_dir / run_id, run_id)
+    folder = arguments.runs_dir / run_id
+    address, import_path = read_services(folder, run_id)
+    config = load_config(folder / RESOLVED_CONFIG, environ={})
+    return RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.resolve()))
 
 
 def refuse_unreachable(launch: RoleLaunch, user: RoleName) -> None:
     """For a role that a person starts: raises `RedisUnavailable` at once where a run would wait."""
     connect_redis(launch.address, without_retries(parse_config(launch.config)), user).close()
-
-
-def read_launch(folder: Path, run_id: str) -> RoleLaunch:
-    """The launch of a run whose folder is on this machine and whose services are up."""
-    address, import_path = read_services(folder, run_id)
-    config = load_config(folder / RESOLVED_CONFIG, environ={})
-    return RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.resolve()))
 
 
 def read_services(folder: Path, run_id: str) -> tuple[Address, tuple[str, ...]]:

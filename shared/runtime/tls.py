@@ -17,11 +17,9 @@ _CAUSES = (
      "no authority that this machine knows has signed its certificate ({said}); name the certificate of yours in "
      "{section}.ca_file"),
     ("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|UNKNOWN_PROTOCOL",
-     "it does not speak TLS; turn TLS on there, or begin {section}.{url} with {plain}:// on a network "
-     "of your own"),
+     "it does not speak TLS; turn TLS on there, or begin {section}.{url} with {plain}:// on a network of your own"),
     ("EOF occurred in violation|CERTIFICATE_REQUIRED|HANDSHAKE_FAILURE",
-     "it ends the TLS handshake; if it asks for a client's certificate, name ours in {section}.cert_file and "
-     "key_file"),
+     "it ends the TLS handshake; if it asks for a client's certificate, name ours in {section}.cert_file and key_file"),
 )  # fmt: skip
 _SAID = re.compile(r"(?:certificate verify failed: |hostname )(.*?)\.?(?: \(_ssl|$)")
 _URLS = {"redis": ("url", "redis"), "store": ("endpoint_url", "http")}

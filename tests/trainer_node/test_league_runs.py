@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.catalog.checkpoint_operations import verify
-from coordinator.catalog.league_standings import league_of
+from coordinator.catalog.league import league_of
 from coordinator.catalog.run_metrics import last_row
 from rollout_worker.evaluator import Evaluator
 from shared.errors import PlayerUnusable, StoreUnavailable

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -121,9 +120,8 @@ def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]
     for name, text in labels.items():
         table.add_row(name, text)
     for name, value in row.items():
-        table.add_row(
-            name, "–" if value is None else f"{value:.6g}" if value % 1 and abs(value) < 1e6 else f"{value:,.0f}"
-        )
+        whole = value is not None and (not value % 1 or abs(value) >= 1e6)
+        table.add_row(name, "–" if value is None else f"{value:,.0f}" if whole else f"{value:.6g}")
     console.print(table)
 
 
@@ -132,8 +130,11 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
     from shared.storage.local_disk import replacing
 
     if path == _STDOUT:
-        with _until_closed():
+        try:
             write(sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
         return
     try:
         with replacing(Path(path)) as file:
@@ -143,15 +144,6 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     console.text(f"{path}: {counted(count, 'row')}")
-
-
-@contextmanager
-def _until_closed() -> Iterator[None]:
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
 
 
 def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:

@@ -70,7 +70,8 @@ def plot(
         for place, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
             curves = [[_curve(run, read[run.run_id], name, x) for run in group] for group in groups]
             for number, (group, its) in enumerate(zip(groups, curves, strict=True)):
-                _draw(place, _group_name(group), its, number)
+                seeds = re.sub(r"-seed-\d+$", "", group[0].run_id)  # what the ids of several have in common
+                _draw(place, seeds if len(group) > 1 else group[0].run_id, its, number)
             if any(len(curve.evaluated_x) for its in curves for curve in its):
                 place.plot([], [], ".", color="gray", label="evaluations")
             place.set(xlabel=_AXIS_LABELS[x], ylabel=name)
@@ -163,8 +164,3 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
         grid, mean, style, color=color, linewidth=1.8, label=f"{name} ({len(curves)} seeds: mean, 95 % interval)"
     )
     place.fill_between(grid, mean - half, mean + half, color=color, alpha=0.18, linewidth=0)
-
-
-def _group_name(runs: "Sequence[Run]") -> str:
-    """The run's id, or what the ids of its seeds have in common."""
-    return runs[0].run_id if len(runs) == 1 else re.sub(r"-seed-\d+$", "", runs[0].run_id)

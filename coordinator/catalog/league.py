@@ -1,5 +1,6 @@
-"""`stagecoach match`: games between any two players of any runs, seats swapped from the same starts."""
+"""A run's league as its newest checkpoint has it, and games between any two players of runs (`stagecoach match`)."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,30 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import play_sides
 from shared.config.run_config import Config
-from shared.errors import UserError
+from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
 from shared.league.table import PlayerRef, player_hash, sides_of
 from shared.policies.registry import build_policies
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports, import_object
-from trainer_node.learning.league import wilson
+from shared.storage.checkpoint_store import CheckpointStore
+from trainer_node.checkpointing.snapshot import LEAGUE
+from trainer_node.learning.league import LeagueState, standings, wilson
+
+
+def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:
+    """`checkpoint`, the newest, and what `standings` returns of it.
+
+    Raises `UserError` where the run has no league, `CheckpointNotFound`, `CheckpointDamaged`, or what the store raises.
+    """
+    if config.league is None:
+        raise UserError(f"run {checkpoints.run_id!r} has no league; `league:` in its config makes one (docs/LEAGUE.md)")
+    found = checkpoints.load(checkpoints.resolve("latest"), only=LEAGUE)
+    try:
+        state = LeagueState.from_dict(json.loads(found.objects[LEAGUE]))
+    except (KeyError, ValueError) as error:
+        raise CheckpointDamaged(f"{found.manifest.name} has no readable {LEAGUE} ({type(error).__name__})") from None
+    return {"checkpoint": found.manifest.name, **standings(state, sorted(config.league.fixed))}
 
 
 @dataclass(frozen=True)
