@@ -267,26 +267,18 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     kept = status_file(checkpoints)
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
-    metrics, tested = _last_row(checkpoints, TRAIN), _last_row(checkpoints, EVALUATIONS)
+    tested = _last_row(checkpoints, EVALUATIONS)
     counts = last | ((finished.get("counters") or {}).get("train") or {})
     return Status(
-        run_id=checkpoints.run_id,
-        state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
-        reason=finished.get("reason", INTERRUPTED_REASON),
-        version=int((finished or last).get("version", -1)),
-        env_steps=int(counts.get("env_steps", 0)),
-        updates=int(counts.get("updates", 0)),
-        episodes=int(counts.get("episodes", 0)),
-        test_env_steps=int(tested.get(TEST_ENV_STEPS) or 0),
-        test_episodes=int(tested.get(TEST_EPISODES) or 0),
-        ledger=finished.get("ledger") or {},
-        metrics=metrics,
-        latest=kept.get("latest"),
-        best=kept.get("best"),
-        final=kept.get("final"),
+        run_id=checkpoints.run_id, state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
+        reason=finished.get("reason", INTERRUPTED_REASON), version=int((finished or last).get("version", -1)),
+        env_steps=int(counts.get("env_steps", 0)), updates=int(counts.get("updates", 0)),
+        episodes=int(counts.get("episodes", 0)), test_env_steps=int(tested.get(TEST_ENV_STEPS) or 0),
+        test_episodes=int(tested.get(TEST_EPISODES) or 0), ledger=finished.get("ledger") or {},
+        metrics=_last_row(checkpoints, TRAIN), latest=kept.get("latest"), best=kept.get("best"),
+        final=kept.get("final"), failure=FailureKind(finished["failure"]) if finished.get("failure") else None,
         evaluation=next((entry["evaluation"] for entry in reversed(entries) if entry.get("evaluation")), None),
-        failure=FailureKind(finished["failure"]) if finished.get("failure") else None,
-    )
+    )  # fmt: skip
 
 
 def _last_row(checkpoints: CheckpointStore, stream: str) -> dict[str, float | None]:

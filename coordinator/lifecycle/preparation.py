@@ -69,7 +69,7 @@ def prepare_new(
             ):  # its weights are the league's first snapshot
                 write_player(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
-        context.flow.create(context.config, context.bodies.names)
+        create_flow(context)
         if first is not None:
             said = first.manifest.provenance["initialized_from"]
             text = f"begins with {said['checkpoint']} of run {said['run_id']}; {said['summary']}"
@@ -103,7 +103,7 @@ def prepare_resume(
     _refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
     drop_entries(context, drop)
-    if not context.flow.create(context.config, context.bodies.names):  # it is there already
+    if not create_flow(context):
         rollout = context.config.rollout
         context.check_config(shards_may_change=True)
         context.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, context.bodies.names)
@@ -194,6 +194,11 @@ def record_failure(context: RunContext, end: RunEnd) -> None:
         context.checkpoints.write_marker(FINISHED, {"run_id": context.run_id, **said})
     except (StagecoachError, redis.RedisError):
         _LOGGER.exception("the failure could not be recorded in Redis or the store")
+
+
+def create_flow(context: RunContext) -> bool:
+    """The flow hash of the run, from its config; False where it is there already."""
+    return context.flow.create(context.config, context.bodies.names)
 
 
 def _refuse_reached(

@@ -20,12 +20,6 @@ MONITORS = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py")
 """The files of the process that runs the autoscaler on the head's machine."""
 CONNECT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
 """A program that ends with 0 if the GCS at the address in its argument accepts this process's token."""
-USED = (
-    "ray._raylet.AuthenticationTokenLoader.instance", "ray._raylet.Config.initialize", "ray._raylet.GcsClient",
-    "ray._private.ray_constants.ENABLE_RAY_CLUSTER", "ray._private.state.actors",
-    "ray._private.state.available_resources_per_node", "ray._private.worker.print_to_stdstream",
-    "ray.job_config.JobConfig", "ray.actor.ActorHandle._actor_id",
-)  # fmt: skip
 
 
 def without_client_server(parameters: Any, head: bool) -> None:

@@ -94,7 +94,7 @@ class SamplerConfig(Section):
     """Between the bounds of one of several ranges, each value alike."""
 
     @property
-    def _kinds(self) -> list[Any]:
+    def _kinds(self) -> list[str]:
         return [name for name in SamplerConfig.model_fields if getattr(self, name) is not None]
 
     @property
@@ -118,12 +118,16 @@ class SamplerConfig(Section):
 
     @property
     def sampler(self) -> Sampler:
-        if self.choice is not None:
-            return Sampler("choice", choices=self.choice)
-        if self.value is not None:
-            return Sampler("value", choices=(self.value,))
-        bounds = [self.uniform, self.gaussian, self.log_uniform, *(self.multi_range or ())]
-        return Sampler(self._kinds[0], tuple(bound for each in bounds for bound in each or ()))
+        return _made(self, *self._kinds)
+
+
+def _made(config: SamplerConfig, kind: Any) -> Sampler:
+    if config.choice is not None:
+        return Sampler("choice", choices=config.choice)
+    if config.value is not None:
+        return Sampler("value", choices=(config.value,))
+    bounds = [config.uniform, config.gaussian, config.log_uniform, *(config.multi_range or ())]
+    return Sampler(kind, tuple(bound for each in bounds for bound in each or ()))
 
 
 _Sampler = Annotated[SamplerConfig, BeforeValidator(_sampler)]

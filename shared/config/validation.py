@@ -54,16 +54,14 @@ def validated(model: type[Model], data: Any, within: str = "") -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        told = [item for item in error.errors() if not _has_a_wrong_item(item)]
-        lines = [_told(item, _place(model, item["loc"], data), model, within) for item in told]
+        lines = [
+            _told(item, _place(model, item["loc"], data), model, within)
+            for item in error.errors()  # pydantic counts only a list's right items: a wrong one is told anyway
+            if item["type"] != "too_short" or len(item["input"]) < item["ctx"]["min_length"]
+        ]
         raise ConfigError("; ".join(lines)) from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"found {error.object[error.start]!r}, which no text can hold; remove it") from None
-
-
-def _has_a_wrong_item(item: ErrorDetails) -> bool:
-    """Pydantic counts only a list's right items: that it is too short follows from a mistake that is told anyway."""
-    return item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]
 
 
 class _Place(NamedTuple):

@@ -50,18 +50,9 @@ class ExperienceLog:
         self._quarantined: frozenset[bytes] | None = None
 
     def push(
-        self,
-        worker: str,
-        incarnation: int,
-        seq: int,
-        epoch: int,
-        transitions: int,
-        fragment: bytes,
-        action_trace: bytes = b"",
-        action_trace_length: int = 0,
-        then: Call[Any] | None = None,
-        refusals: int = 0,
-    ) -> PushReply:
+        self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes,
+        action_trace: bytes = b"", action_trace_length: int = 0, then: Call[Any] | None = None, refusals: int = 0,
+    ) -> PushReply:  # fmt: skip
         """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before.
 
         In the same step `action_trace` is appended to the worker's, which keeps its last `action_trace_length` entries.

@@ -237,13 +237,9 @@ class Flow:
         return bool(self._run("check_epoch", epoch=epoch))
 
     def set_state(
-        self,
-        state: RunState,
-        reason: str,
-        expected: RunState | None = None,
-        epoch: int | None = None,
+        self, state: RunState, reason: str, expected: RunState | None = None, epoch: int | None = None,
         failure: FailureKind | None = None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """running → stopping → finished; only from `expected` where that is given. A `failure` stays with the run until
         it is running again. A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`."""
         fields = ["failure", failure or ""] if failure or state is RunState.RUNNING else []

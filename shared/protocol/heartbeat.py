@@ -300,11 +300,9 @@ def growing_pauses(first_seconds: float = 0.2, longest_seconds: float = 5.0) -> 
 
 
 def retry_until_deadline(
-    wait: Wait,
-    call: Callable[[], T],
-    passing: tuple[type[Exception], ...] = (StoreError, StoreUnavailable),
+    wait: Wait, call: Callable[[], T], passing: tuple[type[Exception], ...] = (StoreError, StoreUnavailable),
     longest_pause_seconds: float = 5.0,
-) -> T:
+) -> T:  # fmt: skip
     """What `call` returns; called again while it raises what may pass: by default that the store is away or fails.
     Raises `WaitTimeout` with its last error."""
     pauses = growing_pauses(longest_seconds=longest_pause_seconds)

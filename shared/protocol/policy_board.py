@@ -47,18 +47,9 @@ class PolicyBoard:
         self._publish = Script(client, self._keys, "publish")
 
     def publish(
-        self,
-        *,
-        epoch: int,
-        version: int,
-        consumed: int,
-        committed_id: str,
-        ledger: Ledger,
-        header: VersionHeader,
-        blob: bytes,
-        checkpoint: str = "",
-        process: str = "",
-    ) -> Published:
+        self, *, epoch: int, version: int, consumed: int, committed_id: str, ledger: Ledger, header: VersionHeader,
+        blob: bytes, checkpoint: str = "", process: str = "",
+    ) -> Published:  # fmt: skip
         """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
         Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch. `blob` is

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -199,12 +199,9 @@ class RetryForSeconds(Retry):
         self.seconds, self.abandoned = 0.0, True
 
     def call_with_retry(
-        self,
-        do: Callable[[], _T],
-        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
+        self, do: Callable[[], _T], fail: Callable[..., Any], is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
-    ) -> _T:
+    ) -> _T:  # fmt: skip
         outermost = not getattr(self._inside, "busy", False)
         self._inside.busy = True
         started, failures, lasting = time.monotonic(), 0, ExitStack()
@@ -216,7 +213,7 @@ class RetryForSeconds(Retry):
                     if not passes(error) or (is_retryable is not None and not is_retryable(error)):
                         raise
                     failures += 1
-                    cast(Callable[..., Any], fail)(*([error, failures] if with_failure_count else [error]))
+                    fail(*([error, failures] if with_failure_count else [error]))
                     if not outermost:
                         raise
                     self._pause(error, started, failures, lasting)

@@ -195,11 +195,9 @@ def segments(store: MetricStore, stream: str) -> list[Segment]:
 
 
 def read(
-    store: MetricStore,
-    stream: str,
-    after: tuple[int, int] = (0, -1),
+    store: MetricStore, stream: str, after: tuple[int, int] = (0, -1),
     damaged: Callable[[MetricsDamaged], None] | None = None,
-) -> Iterator[tuple[tuple[int, int], Rows]]:
+) -> Iterator[tuple[tuple[int, int], Rows]]:  # fmt: skip
     """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
 
     Args:

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import ray
 
-from coordinator.services.ray_internals import MONITORS, USED
+from coordinator.services.ray_internals import MONITORS
 from shared.runtime.user_code import SOURCE
+
+USED = (
+    "ray._raylet.AuthenticationTokenLoader.instance", "ray._raylet.Config.initialize", "ray._raylet.GcsClient",
+    "ray._private.ray_constants.ENABLE_RAY_CLUSTER", "ray._private.state.actors",
+    "ray._private.state.available_resources_per_node", "ray._private.worker.print_to_stdstream",
+    "ray.job_config.JobConfig", "ray.actor.ActorHandle._actor_id",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USED)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from coordinator.catalog.status import Status
-from coordinator.page import access, server, watched
+from coordinator.page import access, server, view
 from coordinator.page.server import serve
 from coordinator.page.view import RunView
 from coordinator.run import Run
@@ -341,7 +341,7 @@ def test_updates_come_while_somebody_listens_and_nobody_reads_for_no_one(
     def kept() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "page of live"]
 
-    monkeypatch.setattr(watched, "_FORGET_SECONDS", 0.5)
+    monkeypatch.setattr(view, "_FORGET_SECONDS", 0.5)
     with live_page.updates("live") as stream:
         assert stream.headers["Content-Type"].startswith("text/event-stream")
         kinds: list[str] = []
