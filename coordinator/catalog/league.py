@@ -116,7 +116,6 @@ def _player(source: str, runs_dir: Path, held: dict[str, bytes]) -> PlayerRef:
 
 
 def _fitting(ref: PlayerRef, held: dict[str, bytes], description: EnvironmentDescription) -> set[str]:
-    """The policy ids whose seats it can take."""
     every = set(description.agents.values())
     if ref.kind != "policy":
         return every

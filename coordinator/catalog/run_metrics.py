@@ -7,11 +7,11 @@ bounds, so that a run of millions of rows takes bounded memory and time to show.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import redis
 
-from shared.errors import MetricsDamaged
 from shared.experience.spaces import Array
 from shared.printable import left_out
 from shared.protocol.events import read_evaluations
@@ -19,6 +19,7 @@ from shared.protocol.metric_tail import TailRow, read_rows
 from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read, segments
 from trainer_node.metrics.recorder import evaluation_row
 
+_LEAVE_OUT = partial(left_out, "a segment of the metrics")
 _STORE_SECONDS = 10.0
 """How often a run without a live Redis is looked for in the store again."""
 
@@ -72,10 +73,6 @@ def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
     """Those after a row, of its trainer: a newer one's wait until the store tells which rows they made void."""
     epoch = position[0] or min((item.epoch for item in tail), default=0)
     return [item for item in tail if item.epoch == epoch and (item.epoch, item.number) > position]
-
-
-def _leave_out(error: MetricsDamaged) -> None:
-    left_out("a segment of the metrics", error)
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class Curves:
 
     def _from_store(self, store: MetricStore) -> None:
         self._read_store_at, (known, _) = time.monotonic(), self._position
-        for position, rows in read(store, self._stream, self._position, damaged=_leave_out):
+        for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
             if known not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
@@ -197,6 +194,6 @@ class Recorded:
         """Raises what the store raises."""
         if time.monotonic() - self._read_at >= _STORE_SECONDS:
             self._read_at = time.monotonic()
-            for position, rows in read(store, self._stream, self._position, damaged=_leave_out):
+            for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
                 self._position = position
                 self.rows += rows.named()

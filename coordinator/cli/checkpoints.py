@@ -247,7 +247,6 @@ def export(
 
 
 def _compared(policy: ExportedPolicy) -> str:
-    """How an exported policy compares with torch, or why there is none."""
     if policy.failure is not None:
         return policy.failure
     parts = [

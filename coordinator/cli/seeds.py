@@ -22,7 +22,7 @@ from shared.errors import RunExists, StagecoachError, UserError
 from shared.printable import complain
 from shared.protocol.keys import check_run_id
 from shared.runtime.failure import reason_in_words
-from shared.runtime.process import end_with_parent
+from shared.runtime.process import end_with_parent, handling
 
 _MOST = 1000
 _POLL_SECONDS = 0.1
@@ -73,8 +73,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
         for process, _ in running.values():
             process.send_signal(number)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling(on_signal, signal.SIGINT, signal.SIGTERM):
         while running or (waiting and not signaled):
             if waiting and len(running) < parallel and not signaled:
                 seed = waiting.popleft()
@@ -87,9 +86,6 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
                     del running[seed]
                     _tell_of_end(ids[seed], codes[seed], errors)
             time.sleep(_POLL_SECONDS)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     _print_summary([ids[seed] for seed in seeds if seed in codes], runs_dir)
     if waiting:
         complain(

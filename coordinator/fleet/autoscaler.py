@@ -311,9 +311,8 @@ class Scaling:
         if flow.scaling != "auto":
             self._autoscale.restart()
             return flow.desired_workers
-        most, text = self._most(flow, capacity)
-        least = min(flow.min_workers, most)
-        bounds = Bounds(least, most, text)
+        bounds = self._bounds(flow, capacity)
+        least, most, _ = bounds
         if not least <= flow.desired_workers <= most:
             self._autoscale.restart()
             allowed = max(least, min(flow.desired_workers, most))
@@ -327,15 +326,15 @@ class Scaling:
         decision = self._autoscale.decide(trainer, at_work, least, most)
         return flow.desired_workers if decision is None else self._follow(flow, decision, at_work, unplaced, bounds)
 
-    def _most(self, flow: FlowState, capacity: int) -> tuple[int, str]:
-        """The most there may be, and what says so."""
-        bounds = [(capacity, "all that fit")]
+    def _bounds(self, flow: FlowState, capacity: int) -> Bounds:
+        found = [(capacity, "all that fit")]
         if flow.max_workers is not None:
-            bounds.append((flow.max_workers, "the bound (rollout.max_workers, or --max)"))
+            found.append((flow.max_workers, "the bound (rollout.max_workers, or --max)"))
         elif self._cores is not None:
-            bounds.append((max(self._cores, flow.desired_workers), "one for each core (--max allows more)"))
-        most, text = min(bounds, key=lambda bound: bound[0])
-        return max(1, most), text
+            found.append((max(self._cores, flow.desired_workers), "one for each core (--max allows more)"))
+        fewest, text = min(found, key=lambda bound: bound[0])
+        most = max(1, fewest)
+        return Bounds(min(flow.min_workers, most), most, text)
 
     def _follow(
         self, flow: FlowState, decision: Decision, at_work: Sequence[Beat], unplaced: Sequence[str], bounds: Bounds

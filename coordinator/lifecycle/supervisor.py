@@ -163,7 +163,6 @@ class Coordinator:
 
 
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:
-    """The embedded services of the run, and where all of its services are."""
     address = Address(folder.run_id, config.redis.url, config.store.url, config.store.endpoint_url)
     services: list[Service] = []
     if "embedded" in {config.redis.url, config.store.url}:

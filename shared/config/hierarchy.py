@@ -1,6 +1,7 @@
 """The config's section for hierarchies of one agent: levels (upper ones choose goals, lower ones are paid for reaching
 them), or options (a controller chooses by which of several rewards the same network is paid, and for how long)."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -118,10 +119,7 @@ class HierarchyConfig(Section):
 
     def actions_within(self, number: int) -> int:
         """How many actions of the environment one action of this level may take."""
-        count = 1
-        for level in self.levels[number + 1 :]:
-            count *= level.every or 1
-        return count
+        return math.prod(level.every or 1 for level in self.levels[number + 1 :])
 
     def turns_within(self, number: int) -> int:
         """How many actions of any level one action of this level may take, its own counted."""

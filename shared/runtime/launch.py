@@ -20,7 +20,7 @@ from shared.errors import RunNotFound
 from shared.printable import PrintableFormatter, printable
 from shared.protocol.keys import check_run_id
 from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from shared.runtime.process import tell_of_exits
+from shared.runtime.process import handling, tell_of_exits
 from shared.runtime.run_context import RunContext, open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.local_disk import unwritten
@@ -149,10 +149,9 @@ def read_services(folder: Path, run_id: str) -> tuple[Address, tuple[str, ...]]:
 
 @contextmanager
 def shutdown_on_signal(
-    request_shutdown: Callable[[], None],
-    grace_seconds: float | None = None,
+    request_shutdown: Callable[[], None], grace_seconds: float | None = None,
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,),
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """The first signal calls `request_shutdown`; a second one, or the end of the grace, raises `KeyboardInterrupt`.
     Call it in the main thread; afterwards the former handlers are back."""
     received = False
@@ -166,10 +165,8 @@ def shutdown_on_signal(
             signal.setitimer(signal.ITIMER_REAL, grace_seconds)
         request_shutdown()
 
-    before = {number: signal.signal(number, on_signal) for number in (*numbers, signal.SIGALRM)}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(on_signal, *numbers, signal.SIGALRM):
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)

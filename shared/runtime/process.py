@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 Secrets = Literal["redis", "store", "ray"]
@@ -50,17 +50,26 @@ _SIGNALS = {
 
 
 @contextlib.contextmanager
+def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Gives these signals to `handler` within the block. Call it in the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+@contextlib.contextmanager
 def signals_after() -> Iterator[None]:
     """Delays SIGINT and SIGTERM to the end of the block: a process that is just starting would have no owner."""
     mine = threading.current_thread() is threading.main_thread()  # no other thread gets signals
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if mine and signal.getsignal(n) is not None]
     came: list[int] = []
-    handlers = {number: signal.signal(number, lambda it, _: came.append(it)) for number in numbers}
     try:
-        yield
+        with handling(lambda number, _: came.append(number), *numbers):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for again in came:
             signal.raise_signal(again)
 
@@ -96,12 +105,8 @@ def interruptible() -> Iterator[None]:
         os.write(2, b"Interrupted.\n")
         os._exit(130)
 
-    before = signal.signal(signal.SIGINT, interrupted)
-    try:
-        with at_rest():
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handling(interrupted, signal.SIGINT), at_rest():
+        yield
 
 
 @contextlib.contextmanager

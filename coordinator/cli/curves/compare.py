@@ -40,7 +40,6 @@ def compare(
 
 
 def _rows(result: "RunResult") -> list[tuple[str, str]]:
-    """Titles and cells of a run's column."""
     state = f"{result.state}: {reason_in_words(result.reason)}" if result.reason else result.state
     best = f"{figure(result.best)} ({result.best_checkpoint})" if result.best is not None else "–"
     return [
