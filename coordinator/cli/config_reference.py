@@ -17,7 +17,7 @@ from shared.config.loading import dump_config, parse_config
 from shared.config.parameters import SamplerConfig
 from shared.config.run_config import Config
 from shared.config.sections import RunPolicyConfig
-from shared.config.validation import sections_in, tag_of
+from shared.config.validation import section_tag, sections_in
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},
@@ -79,11 +79,12 @@ def _section(model: type[BaseModel], path: str, lines: list[str], told: set[type
     for name, field in model.model_fields.items():
         place = f"{path}{name}"
         sections = sections_in(field.annotation) if model is not RunPolicyConfig else []  # they are the run's own
-        several = {dict: ".<id>" if name == "policies" else ".<name>", tuple: "[]"}.get(
-            get_origin(field.annotation), ""
+        origin = get_origin(field.annotation)
+        several = (
+            "[]" if origin is tuple else "" if origin is not dict else ".<id>" if name == "policies" else ".<name>"
         )
         for section in sections:
-            tag = " with `{}: {}`".format(*tag_of(section)) if len(sections) > 1 else ""
+            tag = " with `{}: {}`".format(*section_tag(section)) if len(sections) > 1 else ""
             below.append((section, f"{place}{several}.", tag))
         if _model(field) is None and place != "algorithm":
             default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"

@@ -82,7 +82,7 @@ def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Pl
     owner, rivals, others, choices, in_container = model, [], [], [model], False
     for part in loc:
         if len(choices) > 1:
-            others, choices = choices, [one for one in choices if tag_of(one)[1] == part] or choices[-1:]
+            others, choices = choices, [one for one in choices if section_tag(one)[1] == part] or choices[-1:]
         elif isinstance(data, dict | list | tuple):
             path.append(str(part))
             data = (data if isinstance(data, dict) else dict(enumerate(data))).get(part, {})
@@ -103,7 +103,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     return [section for inner in get_args(annotation) for section in sections_in(inner)]
 
 
-def tag_of(section: type[BaseModel]) -> tuple[str, str]:
+def section_tag(section: type[BaseModel]) -> tuple[str, str]:
     """The field that tells a section from others in its place, and its value, which a user's own algorithm chooses."""
     field = "kind" if "kind" in section.model_fields else "name"
     value = section.model_fields[field].default if field in section.model_fields else ""
@@ -131,7 +131,7 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
     if kind == "extra_forbidden":
         return _misspelled(place, model, within)
     if len(place.choices) > 1:
-        field, values = tag_of(place.choices[0])[0], [tag_of(one)[1] for one in place.choices]
+        field, values = section_tag(place.choices[0])[0], [section_tag(one)[1] for one in place.choices]
         found = found.get(field) if isinstance(found, dict) else found
         guesses = difflib.get_close_matches(str(found or ""), values, n=1)
         hint = f"; did you mean {guesses[0]}?" if guesses else ""
@@ -160,8 +160,8 @@ def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
     *above, name = place.path
     parent = within + "".join(f"{key}." for key in above)
     beside = list(place.owner.model_fields)
-    field, value = tag_of(place.owner)
-    having = [tag_of(section)[1] for section in place.rivals if name in section.model_fields]
+    field, value = section_tag(place.owner)
+    having = [section_tag(section)[1] for section in place.rivals if name in section.model_fields]
     elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
     if having:
         hint = f"{value} has no such field, but {', '.join(having)}: is {parent}{field} right?"
