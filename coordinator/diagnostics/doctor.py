@@ -30,7 +30,7 @@ from coordinator.services.embedded import BUCKET, RayService, new_secret, start_
 from coordinator.services.ray_head import join
 from coordinator.services.ray_internals import CONNECT
 from shared.config.run_config import Config
-from shared.errors import StagecoachError
+from shared.errors import StagecoachError, headline
 from shared.protocol.keys import redis_place
 from shared.protocol.redis_client import Address, connect_redis, tls_options, without_retries
 from shared.runtime.process import child_environment
@@ -65,11 +65,10 @@ def examine(config: Config | None) -> Iterator[Finding]:
     if config is None or config.redis.url == "embedded":
         yield _try_in_folder("embedded Redis", _embedded_redis)
     else:
-        yield from _with_access("Redis", lambda: _redis(config), lambda: open_redis(without_retries(config)))
-        for url in config.redis.shards:
-            there = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
-            name, open_there = f"Redis shard {redis_place(url)}", partial(open_redis, without_retries(there))
-            yield from _with_access(name, partial(_redis, there), open_there)
+        shards = [(f"Redis shard {redis_place(url)}", url) for url in config.redis.shards]
+        for name, url in [("Redis", config.redis.url), *shards]:
+            there = without_retries(config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})}))
+            yield from _with_access(name, partial(_redis, there), partial(open_redis, there))
     if config is None or config.store.url == "embedded":
         yield _try_in_folder("embedded S3 server", _embedded_s3)
     else:
@@ -93,7 +92,7 @@ def _with_access(name: str, check: Callable[[], str], strangers: Callable[[], li
         try:
             yield _warned(f"access to {name}", strangers(), "a stranger who tried to come in was refused")
         except Exception as error:
-            yield Finding(f"access to {name}", True, f"cannot be checked ({type(error).__name__}: {error})", True)
+            yield Finding(f"access to {name}", True, f"cannot be checked ({headline(error)})", True)
 
 
 def _warned(name: str, open_: list[str], fine: str) -> Finding:
@@ -103,10 +102,8 @@ def _warned(name: str, open_: list[str], fine: str) -> Finding:
 def _try(name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(name, True, check())
-    except StagecoachError as error:
-        return Finding(name, False, str(error))
     except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}")
+        return Finding(name, False, headline(error))
 
 
 def _try_in_folder(name: str, check: Callable[[Path], str]) -> Finding:
@@ -183,7 +180,7 @@ def _embedded_ray(folder: Path) -> str:
 
 
 def _redis(config: Config) -> str:
-    client = connect_redis(Address("doctor", config.redis.url, ""), without_retries(config), "coordinator")
+    client = connect_redis(Address("doctor", config.redis.url, ""), config, "coordinator")
     policy, appendonly = _setting(client, "maxmemory-policy"), _setting(client, "appendonly")
     if policy not in ("noeviction", _HIDDEN):
         raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")

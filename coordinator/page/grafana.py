@@ -56,10 +56,7 @@ def _laid_out() -> Iterator[dict[str, Any]]:
                 number, y, height = number + 1, y + 1, 0
             if x + width > _COLUMNS:
                 x, y, height = 0, y + height, 0
-            yield _chart(panel, title, drawn) | {
-                "id": number,
-                "gridPos": {"x": x, "y": y, "w": width, "h": _HEIGHT},
-            }
+            yield _chart(panel, title, drawn) | {"id": number, "gridPos": {"x": x, "y": y, "w": width, "h": _HEIGHT}}
             x, height = x + width, _HEIGHT
 
 

@@ -128,11 +128,8 @@ class _Runs(Collector):
 def _samples(view: RunView) -> Iterator[Sample]:
     """Name, labels behind `run`, value; nothing for what is not known."""
     state, config = view.state, view.run.config
-    yield (
-        "stagecoach_run_info",
-        (state.get("state", RunStatus.UNKNOWN), config.algorithm.name, config.environment.id),
-        1,
-    )
+    named = (state.get("state", RunStatus.UNKNOWN), config.algorithm.name, config.environment.id)
+    yield "stagecoach_run_info", named, 1
     yield from _counters(view)
     metrics = state.get("metrics", {})
     evaluation = state.get("evaluation") or {}

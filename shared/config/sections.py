@@ -353,10 +353,7 @@ class WriterConfig(Section):
 class MetricsConfig(Section):
     """Where the run's metrics are written, beside its store, where they always are (docs/METRICS.md)."""
 
-    writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (
-        WriterConfig(path="csv"),
-        WriterConfig(path="tensorboard"),
-    )
+    writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (WriterConfig(path="csv"), WriterConfig(path="tensorboard"))
     """Files in the run's folder under `metrics/`, and trackers. What a writer raises ends nothing. A plain string is a
     writer without arguments."""
     every: DurationField = Duration(1, "updates")

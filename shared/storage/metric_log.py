@@ -103,9 +103,8 @@ class Segment:
 
 def encode(run_id: str, stream: str, rows: Rows) -> bytes:
     """One blob; the inverse is `decode`."""
-    return tensor_blob.encode(
-        rows.columns, {"format": FORMAT, "run_id": run_id, "stream": stream, "labels": rows.labels}
-    )
+    header = {"format": FORMAT, "run_id": run_id, "stream": stream, "labels": rows.labels}
+    return tensor_blob.encode(rows.columns, header)
 
 
 def decode(blob: bytes, key: str) -> Rows:
@@ -113,9 +112,8 @@ def decode(blob: bytes, key: str) -> Rows:
     try:
         columns, header = tensor_blob.decode(blob)
         labels = [str(label) for label in header["labels"]]
-        if header["format"] != FORMAT or {(array.shape, array.dtype.str) for array in columns.values()} - {
-            ((len(labels),), "<f8")
-        }:
+        of_numbers = ((len(labels),), "<f8")
+        if header["format"] != FORMAT or any((its.shape, its.dtype.str) != of_numbers for its in columns.values()):
             raise ValueError(f"format {header['format']} is not read here, or its columns differ in length")
     except (FragmentError, KeyError, TypeError, ValueError) as error:
         raise MetricsDamaged(f"{key} cannot be read: {error}") from None
