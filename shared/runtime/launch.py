@@ -125,7 +125,7 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
         address = Address(run_id, arguments.redis, arguments.store, arguments.endpoint_url)
         given = {"redis.url": arguments.redis, "store.url": arguments.store, "store.endpoint_url": address.endpoint_url}
         config = load_config(arguments.config, [f"{key}={json.dumps(url)}" for key, url in given.items()], environ={})
-        import_path = (os.getcwd(), str(arguments.config.resolve().parent))
+        import_path: tuple[str, ...] = (os.getcwd(), str(arguments.config.resolve().parent))
         return RoleLaunch(config.model_dump(mode="json"), address, import_path, None)
     folder = arguments.runs_dir / run_id
     address, import_path = read_services(folder, run_id)
