@@ -591,8 +591,7 @@ class VideoPanel extends Panel {
 
   async load(run) {
     const path = `${runPath(run.runId)}/videos`;
-    const found = await api(path).catch(() => []);
-    const name = found.map((item) => item.name ?? item).at(-1);
+    const name = (await api(path).catch(() => []))[0]?.name; // newest first
     if (!name) return;
     const source = `${path}/${encodeURIComponent(name)}`;
     this.body.append(

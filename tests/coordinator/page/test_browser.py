@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,13 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         runs_dir=str(tmp_path / "runs"), environment=environment, league={}, evaluation={"episodes": 0},
         rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, **CHASE_POLICIES,
     )  # fmt: skip
-    assert Run.start(config, "cats", inline=True).wait(120).reason == "exhausted"
+    run = Run.start(config, "cats", inline=True)
+    assert run.wait(120).reason == "exhausted"
+    videos = run.folder.path / "videos"
+    videos.mkdir()
+    for seconds, name in enumerate(("b.mp4", "c.mp4", "a.mp4")):
+        (videos / name).write_bytes(b"moving")
+        os.utime(videos / name, (seconds, seconds))
     with serve(config.runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/cats")
         page.locator("#panel-league").scroll_into_view_if_needed()
@@ -158,6 +165,7 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         page.locator("#panel-ratings").scroll_into_view_if_needed()
         page.locator("#panel-ratings canvas").wait_for()
         page.locator("#panel-ratings .legend", has_text="hunter").wait_for()
+        page.locator("#panel-video video[aria-label='a.mp4']").wait_for(state="attached")  # the newest
 
 
 def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:
