@@ -141,9 +141,8 @@ def play_match(
 
     def act(group: str, observations: Columns, acts: Array) -> Columns:
         actions = no_actions(description.policies[group].action, len(acts))
-        for part in casting.parts(group, np.flatnonzero(acts)):
-            for name, array in casting.act(part, group, observations, policies[group], generator).items():
-                actions[name][part.rows] = array
+        parts = list(casting.parts(group, np.flatnonzero(acts)))
+        casting.act(parts, group, observations, policies[group], generator, actions)
         return actions
 
     def stepped(step: Step) -> None:

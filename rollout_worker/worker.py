@@ -255,13 +255,10 @@ class Worker:
         """Who plays whom, in a league."""
         if (table := self.policies.header.league) is None:
             return None
-        description, (store, seconds) = (
-            self._data[0],
-            (self.context.checkpoints.store, self._config.store.retry_seconds),
-        )
+        store, seconds = self.context.checkpoints.store, self._config.store.retry_seconds
         opponents = Opponents(lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds))
-        tell = partial(self._tell, "league")
-        return Casting(description, self._config.environment.num_envs, table, opponents, tell)
+        tell = partial(self._tell, "league") if self._index == 0 else lambda text: None  # all would say the same
+        return Casting(self._data[0], self._config.environment.num_envs, table, opponents, tell)
 
     def _tell(self, kind: str, text: str) -> None:
         emit(self.context.redis, self.context.run_id, kind, text)

@@ -117,11 +117,8 @@ class TrainerState:
 
     def new_snapshot(self) -> Snapshot:
         self._store_players()
-        progress, durable = (
-            Progress(self.version, self._incarnation.epoch, self.parent, self.lineage),
-            self.writer.durable,
-        )
-        bound = min(durable, self.version - self._config.rollout.max_policy_lag)
+        progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
+        bound = min(self.writer.durable, self.version - self._config.rollout.max_policy_lag)
         self._left = {sha256: version for sha256, version in self._left.items() if version > bound}
         committed, left = self.consumer.committed, tuple(self._left)
         return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)

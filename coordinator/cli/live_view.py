@@ -54,12 +54,12 @@ class LiveView:
                 time.sleep(_REFRESH_SECONDS)
 
     def _show_plain(self, ended: Callable[[], bool]) -> None:
-        printed = 0.0
+        printed, line = 0.0, ""
         while not ended():
             self._console.text(*map(_event_line, self._poll()))
             if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
-                printed = time.monotonic()
-                self._console.text(one_line(self.status))
+                printed, before, line = time.monotonic(), line, one_line(self.status)
+                self._console.text(*([line] if line != before else []))  # a run that ends or waits says so once
             time.sleep(_REFRESH_SECONDS)
         with contextlib.suppress(StagecoachError, redis.RedisError):
             self._console.text(*map(_event_line, self._new_events()))  # what came after the last poll
@@ -195,7 +195,9 @@ def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bo
 def _score(scores: dict[str, Any]) -> str:
     episodes = counted(scores.get("episodes"), "episode")
     spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}"
-    return f"{spread}{success_in_words(scores)} over {episodes}"
+    ranked = scores.get("ranking")  # by checkpoint.best_by, or a league's rating
+    rank = "" if ranked is None else f"ranked by {figure(ranked)}; all agents together "
+    return f"{rank}{spread}{success_in_words(scores)} over {episodes}"
 
 
 def ledger_line(line: dict[str, Any]) -> str:

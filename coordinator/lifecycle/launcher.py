@@ -17,13 +17,14 @@ from shared.config.run_config import Config
 from shared.config.sections import StopConfig
 from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, UserError
 from shared.experience.spaces import EnvironmentDescription
+from shared.policies.registry import build_policies
 from shared.protocol.keys import check_run_id
 from shared.protocol.redis_client import Address
 from shared.runtime.run_context import open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
-from trainer_node.checkpointing.fork import Source, beginnings
+from trainer_node.checkpointing.fork import Source, beginnings, take_over
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
@@ -46,7 +47,7 @@ def start(
             folder.unlock()
             return folder, before, None
         return _continue(folder, config, before.stop_at, prepare_resume, inline, begun)
-    sources = _first_policies(config)
+    sources = _first_policies(config, description)
     folder = RunFolder.create(config, name, import_path)
     try:
         prepare = partial(prepare_new, description=description, sources=sources)
@@ -60,7 +61,7 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
     config, description = _checked(config, (os.getcwd(), *import_path))
-    sources = _first_policies(config)
+    sources = _first_policies(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
     context = open_run_context(config, address, "coordinator")
     with context.redis:
@@ -154,10 +155,12 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
         return None
 
 
-def _first_policies(config: Config) -> dict[str, Source]:
-    """Where the policies of a new run that do not begin untrained come from, verified."""
-    sources, loaded = {}, dict[str, Checkpoint]()
-    for policy_id, told in beginnings(config).items():
+def _first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
+    """Where the policies of a new run that do not begin untrained come from, verified: they can be taken over."""
+    sources, loaded, begun = {}, dict[str, Checkpoint](), beginnings(config)
+    asked = (description.policies, config.policies, config.algorithm, 0, description.agents)
+    made = build_policies(*asked) if begun else {}
+    for policy_id, told in begun.items():
         target, _, theirs = told.partition("#")
         if target not in loaded:
             found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
@@ -166,4 +169,5 @@ def _first_policies(config: Config) -> dict[str, Source]:
             except CheckpointDamaged as error:
                 raise UserError(f"initialize_from={told}: {error}; choose another checkpoint") from None
         sources[policy_id] = Source(loaded[target], theirs or policy_id)
+        take_over(policy_id, made[policy_id], sources[policy_id])
     return sources

@@ -325,8 +325,13 @@ class Turns(Parallel):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return
             env.step(None)
-        for agent in sorted(episode.waiting):  # of a game that ended without telling them
-            self._acted(index, agent, (float(env._cumulative_rewards.get(agent, 0.0)), True, False, None), {}, made)
+        self._untold(index, episode.waiting, made)
+
+    def _untold(self, index: int, agents: Set[str], made: Mapping[str, _Made]) -> None:
+        """Their last turns, of which the game has not told them before it ended or dropped them."""
+        for agent in sorted(agents):
+            reward = float(self._envs[index]._cumulative_rewards.get(agent, 0.0))
+            self._acted(index, agent, (reward, True, False, None), {}, made)
 
     def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
@@ -342,6 +347,7 @@ class Turns(Parallel):
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
+        self._untold(index, episode.waiting - set(env.agents), made)
         episode.live = set()
 
 

@@ -1,6 +1,7 @@
 """Casting: which player sits in which seat of each environment's episode, and what the episode was for the league."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.league.opponents import Forfeit, Network, Opponents, Random
+from rollout_worker.league.opponents import Forfeit, Network, Opponents, Player, Random
+from rollout_worker.league.stacked import Stacked
 from shared.errors import EnvironmentFailure, PlayerUnusable
 from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -46,14 +48,16 @@ class Casting:
         """Of all tables so far: an episode may outlast the table that it was drawn from."""
         self.matches: list[Match | None] = [None] * num_envs
         self._forfeits: list[str] = [""] * num_envs
+        self._forfeited: Counter[str] = Counter()
         self._judged = False
-        groups = dict.fromkeys(description.agents.values())
-        self._numbers = {agent: _number(description, agent) for agent in description.agents}
+        groups = {group: [its for its, of in description.agents.items() if of == group] for group in description.seated}
+        self._numbers = {agent: number for its in groups.values() for number, agent in enumerate(its)}
         sizes = {group: num_envs * description.slots(group) for group in groups}
         self._players = {group: np.full(size, "", object) for group, size in sizes.items()}
         self._learns = {group: np.zeros(size, np.bool_) for group, size in sizes.items()}
         self.states: dict[str, Tensor] = {}
         """`GROUP@PLAYER` → what a recurrent opponent remembers, `[S, state size]`."""
+        self._stacks: dict[str, Stacked] = {}
 
     def use(self, table: MatchTable) -> None:
         """The table of the version that acts from now on."""
@@ -114,16 +118,43 @@ class Casting:
             its = rows[players == player]
             yield Part(player, its, self._learns[group][its])
 
-    def act(self, part: Part, group: str, observations: Columns, policy: Policy, generator: torch.Generator) -> Columns:
-        """Actions `[R, …]` of an opponent; `policy` is any with the spaces of the group."""
-        spaces = self._description.policies[group]
+    def act(
+        self, parts: Sequence[Part], group: str, observations: Columns, policy: Policy, generator: torch.Generator,
+        actions: Columns,
+    ) -> None:  # fmt: skip
+        """Puts what these opponents do in the places of their slots in `actions`; `policy` is any with the spaces of
+        the group."""
+        together: dict[str, list[tuple[Part, Player]]] = {}
+        for part in parts:
+            player = self._player(part.player, group, policy)
+            together.setdefault(player.likeness or part.player, []).append((part, player))
+        for likeness, its in together.items():
+            rows = [part.rows for part, _ in its]
+            if len(its) == 1:
+                acted = self._alone(*its[0], group, observations, policy, generator)
+            else:
+                networks = [player for _, player in its if isinstance(player, Network)]
+                if likeness not in self._stacks:
+                    self._stacks[likeness] = Stacked(networks[0].policy)
+                weights = [player.weights for player in networks]
+                acted = self._stacks[likeness].act(weights, rows, observations, generator)
+            for name, array in acted.items():
+                actions[name][np.concatenate(rows)] = array
+
+    def _player(self, player: str, group: str, policy: Policy) -> Player:
         try:
-            player = self._opponents.get(self._refs[part.player], group, spaces, policy, self._seated)
+            spaces = self._description.policies[group]
+            return self._opponents.get(self._refs[player], group, spaces, policy, self._seated)
         except PlayerUnusable as error:
-            if part.player in self._table.players:
+            if player in self._table.players:
                 raise
-            why = f"{part.player} has left the league in mid-episode, and cannot be loaded any more"
+            why = f"{player} has left the league in mid-episode, and cannot be loaded any more"
             raise EnvironmentFailure(f"{why}\n{error}") from None
+
+    def _alone(
+        self, part: Part, player: Player, group: str, observations: Columns, policy: Policy, generator: torch.Generator
+    ) -> Columns:
+        """Actions `[R, …]` of one opponent."""
         if isinstance(player, Network) and player.policy.state_size:
             key, size = f"{group}@{part.player}", player.policy.state_size
             player.state = self.states.get(key, torch.zeros(len(self._learns[group]), size, device=generator.device))
@@ -142,7 +173,7 @@ class Casting:
             except Forfeit as why:
                 self._forfeits[environment] = self._forfeits[environment] or f"{part.player}: {why}"
                 acted.append(Random(policy).act(observations, alone, generator))
-        return {name: np.concatenate([its[name] for its in acted]) for name in spaces.action.column_names("action")}
+        return {name: np.concatenate([its[name] for its in acted]) for name in acted[0]}
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
         """The record of an episode that has ended, with its match."""
@@ -160,16 +191,12 @@ class Casting:
             outcome = tuple(float(np.mean(side)) for side in told)  # type: ignore[arg-type]
         else:
             outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
-        if said:
-            outcome = tuple(float(player != said.partition(":")[0]) for player in match.players)  # in each of its seats
-            _LOGGER.warning("a match is lost by forfeit, %s", said)
+        if loser := said.partition(":")[0]:
+            outcome = tuple(float(player != loser) for player in match.players)  # in each of its seats
+            self._forfeited[loser] += 1
+            if (count := self._forfeited[loser]).bit_count() == 1:  # 1, 2, 4 …: there may be thousands
+                _LOGGER.warning("a match is lost by forfeit, %s (that player's number %d here)", said, count)
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
-
-
-def _number(description: EnvironmentDescription, agent: str) -> int:
-    """An agent's number within its policy."""
-    group = description.agents[agent]
-    return [name for name, its in description.agents.items() if its == group].index(agent)
 
 
 def _compared(returns: Sequence[float]) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rollout_worker.exploration.base import RandomActing, Sampling, act_for
+from rollout_worker.league.stacked import likeness
 from shared.errors import ConfigError, StagecoachError, headline
 from shared.experience.spaces import Array, Columns, PolicySpaces
 from shared.league.table import PlayerRef
@@ -35,13 +36,16 @@ class Player:
 
     one_by_one = False
     """Whether it is to be asked for each slot by itself."""
+    likeness = ""
+    """Equal for networks that can act as one (stacked.py)."""
 
 
 class Network(Player):
     """A policy, which draws from its distribution (and takes the best where it has none)."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.likeness = policy, likeness(policy)
+        self.weights = dict([*policy.named_parameters(), *policy.named_buffers()])
         self.state: torch.Tensor | None = None
         """Of a recurrent one, `[S, state size]`: set and kept by whoever seats it."""
 

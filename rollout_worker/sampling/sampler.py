@@ -152,13 +152,9 @@ class Sampler:
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _act(
-        self,
-        step: int,
-        policy_id: str,
-        recorders: Recorders,
-        policies: Mapping[str, Policy],
+        self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy],
         exploration: Mapping[str, Exploration],
-    ) -> Columns:
+    ) -> Columns:  # fmt: skip
         observations = self._now[policy_id]
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
         chosen, params = exploration[policy_id].act(policies[policy_id], tensors, self._generator)
@@ -167,17 +163,14 @@ class Sampler:
         return actions
 
     def _act_in_parts(
-        self,
-        step: int,
-        group: str,
-        recorders: Recorders,
-        policies: Mapping[str, Policy],
+        self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy],
         exploration: Mapping[str, Exploration],
-    ) -> Columns:
-        """Acts for those of a policy's slots that are to act, one forward pass a player; zeros for the others."""
+    ) -> Columns:  # fmt: skip
+        """Acts for those of a policy's slots that are to act; zeros for the others."""
         now, rows = self._now[group], np.flatnonzero(self._acts[group])
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
         actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
+        opponents = []
         for part in everyone if self._casting is None else self._casting.parts(group, rows):
             if part.player in policies:
                 policy, its = policies[part.player], part.rows[part.learns]
@@ -188,13 +181,14 @@ class Sampler:
                         picked[name][tested] = array
                 seen = {name: array[its] for name, array in now.items()}
                 done = {name: array[part.learns] for name, array in picked.items()}
-                among = torch.from_numpy(part.learns).to(params.device)
-                recorders[part.player].acted_by(step, its, seen, done, params[among], states)
+                learning = torch.from_numpy(part.learns).to(params.device)
+                recorders[part.player].acted_by(step, its, seen, done, params[learning], states)
+                for name, array in picked.items():
+                    actions[name][part.rows] = array
             else:
-                assert self._casting is not None
-                picked = self._casting.act(part, group, now, policies[group], self._generator)
-            for name, array in picked.items():
-                actions[name][part.rows] = array
+                opponents.append(part)
+        if self._casting is not None:
+            self._casting.act(opponents, group, now, policies[group], self._generator, actions)
         return actions
 
     def _begin_all(self, explorations: Sequence[Exploration]) -> None:

@@ -72,7 +72,7 @@ class Heads(Policy):
             parts.append(outputs[:, out_at : out_at + width])
             out_at += width
             if gaussian:
-                parts.append(self.log_std[std_at : std_at + gaussian].expand(outputs.shape[0], -1))
+                parts.append(self.log_std[..., std_at : std_at + gaussian].expand(outputs.shape[0], -1))
                 std_at += gaussian
         return masked(torch.cat(parts, dim=1), observations, self.spaces)
 

@@ -40,6 +40,7 @@ EXTRAS = {
     "video": ("moviepy", "pygame", "classic_control", "toy_text", "other"),
 }
 """Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""
+_OF_NO_EXTRA = ("mpe2",)
 _MISSING = re.compile(r"gymnasium\[([\w-]+)\]|No module named '(\w+)|Namespace (\w+) not found")
 _ADVICE = re.compile(r", (you can install it by )?run `pip install.*?gymnasium\[.*?`")
 
@@ -72,6 +73,8 @@ def with_extra(said: str) -> str:
     said = " ".join(said.split())
     name = "".join(next(iter(_MISSING.findall(said)), "")).replace("-", "_")
     extra = next((extra for extra, brings in EXTRAS.items() if name in brings), None)
+    if name in _OF_NO_EXTRA:
+        return f"{said}; pip install {name} brings it"
     if extra is None or install(extra) in said:
         return said
     return f"{_ADVICE.sub('', said).rstrip('. ')}; {install(extra)} brings it"

@@ -132,6 +132,9 @@ def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last
         ("result", "481 ± 9 over 20 episodes, 2_Step-64.ckpt (the best, by its second evaluation)"),
         ("last", "166 ± 3 over 20 episodes, 3_Step-96.ckpt (the last)"),
     ]
+    entries[1]["evaluation"] = poor | {"ranking": 40.0}
+    [_, last] = scores_of_note(entries, "a")
+    assert last[1].startswith("ranked by 40; all agents together 166 ± 3 over 20 episodes"), "checkpoint.best_by"
     entries[1]["evaluation"] = None
     [_, last] = scores_of_note(entries, "a")
     hint = "`stagecoach evaluate a/3_Step-96.ckpt` plays it"

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 import pytest
 from onnx import TensorProto, helper
 
+from coordinator.lifecycle import launcher
 from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.page.server import serve
 from coordinator.run import Run
@@ -75,8 +76,11 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     assert table_of(resumed).players["rival"] == table.players["rival"]
 
 
-def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig) -> None:
-    played(chase({}), "first")
+def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
+    first = played(chase({}, rollout=two), "first")
+    said = [event.text for event in first.events() if "are judged" in event.text]
+    assert said == ["outcomes of matches are judged by comparing the sides' returns"], "once, not by each worker"
     second = played(chase({}, initialize_from="first/latest"), "second")
     (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store
     checkpoint = second.checkpoint_store().load(begun)
@@ -85,6 +89,9 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig) -> None:
         data = objects[f"{policy}/policy.safetensors"]
         assert player_hash(data) in listed
         assert read_player(store, player_hash(data)) == data
+    monkeypatch.setattr(launcher, "Coordinator", None)
+    with pytest.raises(ConfigError, match="has no policy 'second'; it has hunter, prey"):  # before anything starts
+        Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
 
 
 @pytest.mark.parametrize(

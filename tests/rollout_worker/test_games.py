@@ -239,6 +239,13 @@ def test_who_has_ended_in_the_last_turn_before_the_limit_has_terminated() -> Non
     assert first == {"mask": [True, True, False], "terminated": [True, False, False], "truncated": [False, True, False]}
 
 
+def test_who_was_dropped_without_a_word_before_the_limit_has_terminated() -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Dropped", "num_envs": 1, "max_episode_steps": 3})
+    columns = stage.sample(4).columns["default"]
+    first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
+    assert first == {"mask": [True] * 3, "terminated": [True, False, False], "truncated": [False, True, True]}
+
+
 def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:
     stage = Stage(TURNS | {"num_envs": 4})
     sample = stage.sample(60)

@@ -8,15 +8,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.league import opponents
+from rollout_worker.exploration.base import Greedy, Sampling, act_for
+from rollout_worker.league import opponents, stacked
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import Opponents
+from rollout_worker.league.stacked import Stacked, likeness
 from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
@@ -166,6 +169,7 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     assert records and all(record.match and record.match.outcome[record.match.side] == 1.0 for record in records)
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
     assert f"a match is lost by forfeit, script: {says}" in caplog.text
+    assert caplog.text.count("lost by forfeit") == len(records).bit_length() > 2, "the 1st, 2nd, 4th, 8th … of them"
 
 
 def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> None:
@@ -222,6 +226,58 @@ def test_an_opponent_forgets_with_each_agent_that_ends(store: FileStore) -> None
             remembered += int(state.any())
             assert not state[sampler._acts["default"] == 0].any()
     assert remembered > 20
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"policies": {"default": {"share_encoder": True}}},
+        {"environment": NIM | {"id": f"{MODULE}:AllAtOnce", "kwargs": {"boxes": True}}},
+        {"algorithm": {"name": "dqn", "dueling": True}, "environment": NIM},
+    ],
+    ids=["choices", "boxes", "values"],
+)
+@torch.inference_mode()
+def test_networks_that_are_alike_act_as_one_and_each_as_by_itself(
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = minimal_config(**{"environment": NIM} | sections)
+    spaces, generator = describe_environment(config).policies, torch.Generator().manual_seed(3)
+    made = [build_policies(spaces, config.policies, config.algorithm, seed)["default"] for seed in range(3)]
+    seen = {
+        leaf.column("obs"): torch.randint(0, 2, (12, *leaf.shape), generator=generator)
+        for leaf in spaces["default"].observation.leaves
+    }
+    for number, policy in enumerate(made):
+        if policy.normalizer is not None:
+            policy.normalizer.update({name: tensor + number for name, tensor in seen.items()})
+        for parameter in policy.parameters():
+            parameter.data += torch.rand(parameter.shape, generator=generator) / 5
+    assert len({likeness(policy) for policy in made}) == 1 and likeness(made[0])
+    weights = [dict([*policy.named_parameters(), *policy.named_buffers()]) for policy in made]
+    rows = [np.array(its) for its in ([5], [0, 9, 3, 7], [2, 1])]
+    columns = {name: tensor.numpy() for name, tensor in seen.items()}
+    every: list[torch.Tensor] = []
+
+    def greedily(_: Any, *asked: Any) -> Any:
+        actions, params = act_for(Greedy(), *asked)
+        every.append(params)
+        return actions, params
+
+    monkeypatch.setattr(stacked, "act_for", greedily)
+    found = Stacked(made[1]).act(weights, rows, columns, generator)
+    each = [act_for(Greedy(), policy, columns, its, generator) for policy, its in zip(made, rows, strict=True)]
+    for name, array in found.items():
+        assert np.allclose(array, np.concatenate([actions[name] for actions, _ in each]), atol=1e-5)
+    assert torch.allclose(every[0][[0, 4, 5, 6, 7, 8, 9]], torch.cat([params for _, params in each]), atol=1e-5)
+    assert not torch.allclose(each[0][1], each[1][1][:1], atol=1e-2)
+
+
+def test_what_is_unlike_acts_by_itself() -> None:
+    for policy in (CORES["policies"]["default"], {"hidden_sizes": [300, 300]}, {"layer_norm": True}):
+        config = minimal_config(environment=NIM, policies={"default": policy})
+        made = build_policies(describe_environment(config).policies, config.policies, config.algorithm, 0)
+        assert not likeness(made["default"])
 
 
 @pytest.mark.parametrize("most", [opponents.MOST_BYTES, 300_000])

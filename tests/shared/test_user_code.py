@@ -89,6 +89,7 @@ def test_the_extras_are_those_of_the_package() -> None:
         ('No pygame, run `pip install "gymnasium[toy-text]"`', "No pygame; {video} brings it"),
         ("Namespace ALE not found. Install it?", "Namespace ALE not found. Install it?; {atari} brings it"),
         ("No module named 'own_game'", "No module named 'own_game'"),
+        ("No module named 'mpe2'", "No module named 'mpe2'; pip install mpe2 brings it"),
         ("No module named 'pygame'; {video} brings it", "No module named 'pygame'; {video} brings it"),
     ],
 )  # fmt: skip

@@ -259,3 +259,13 @@ class Struck(InTurns):
         self.steps += 1
         self.terminations[NAMES[0]] = self.steps >= 2
         self.agent_selection = NAMES[self.steps % 3]
+
+
+class Dropped(Struck):
+    """Who has the first turn is gone after the second, and is told nothing."""
+
+    def step(self, action: Any) -> None:
+        self._cumulative_rewards[self.agent_selection] = 0.0
+        self.steps += 1
+        self.agents = NAMES[1:] if self.steps > 1 else self.agents
+        self.agent_selection = NAMES[self.steps] if self.steps < 3 else NAMES[1]

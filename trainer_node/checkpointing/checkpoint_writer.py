@@ -347,9 +347,11 @@ class CheckpointWriter:
         self._exporter.remember(self._log, manifest.log_position)
         with self.stages.during("trim"):
             self._log.trim(self._epoch, manifest.log_position)
-        self._durable = manifest.name
+        again, self._durable = self._durable == manifest.name, manifest.name  # due, and the last one
         if self._recorder is not None:
             self._recorder.checkpointed(manifest.name)
+        if again:
+            return
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
 

@@ -75,7 +75,7 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
 
     def begin(policies: Mapping[str, Policy]) -> None:
         for policy_id, source in sources.items():
-            _take_over(policy_id, policies[policy_id], source)
+            take_over(policy_id, policies[policy_id], source)
 
     learner = make_learner(role.config, role.description(), begin, read_dataset)
     said = {name: _take_over_rest(name, learner, role.config, source) for name, source in sources.items()}
@@ -93,7 +93,8 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
     return Checkpoint(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
-def _take_over(policy_id: str, policy: Policy, source: Source) -> None:
+def take_over(policy_id: str, policy: Policy, source: Source) -> None:
+    """Weights and statistics; raises `ConfigError` where the source has no such policy, or one that does not fit."""
     theirs, objects = source.policy_id, source.checkpoint.objects
     data = objects.get(snapshot.POLICY.format(theirs))
     if data is None:
