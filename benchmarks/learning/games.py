@@ -72,17 +72,18 @@ class Poker(AECEnv):  # type: ignore[misc]
         return [FOLD] * facing + [CALL] + [RAISE] * raises
 
     def observe(self, agent: str) -> dict[str, Any]:
-        seat = PLAYERS.index(agent)
-        shown = [np.eye(2)[seat], np.eye(self._ranks)[self._cards[seat]], np.zeros(self._ranks)]
+        seat, ranks, length = PLAYERS.index(agent), self._ranks, self._most_raises + 2
+        shown = np.zeros(self._space["observation"].shape, np.int8)
+        shown[[seat, 2 + self._cards[seat]]] = 1
         if len(self._history) > 1:
-            shown[2] = np.eye(self._ranks)[self._cards[2]]
-        actions = np.zeros((len(self._raise_by), self._most_raises + 2, 3))
+            shown[2 + ranks + self._cards[2]] = 1
         for number, made in enumerate(self._history):
-            actions[number, range(len(made)), made] = 1
+            for place, action in enumerate(made):
+                shown[2 + 2 * ranks + (number * length + place) * 3 + action] = 1
         mask = np.zeros(3, np.int8)
         if agent == self.agent_selection and not any(self.terminations.values()):
             mask[self.legal()] = 1
-        return {"observation": np.concatenate([*shown, actions.ravel()]).astype(np.int8), "action_mask": mask}
+        return {"observation": shown, "action_mask": mask}
 
     def step(self, action: Any) -> None:
         if self.terminations[self.agent_selection]:

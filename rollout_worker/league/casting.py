@@ -87,13 +87,14 @@ class Casting:
         ]
 
     def seat(self, environment: int, match: Match) -> None:
-        """An episode begins with this match."""
+        """An episode begins with this match. Where the learner meets its own current weights, both sides learn."""
         self.matches[environment], self._forfeits[environment] = match, ""
+        learner = match.players[match.side]
         for side, agents in enumerate(self._table.sides):
             for agent in agents:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
                 self._players[group][slot] = match.players[side]
-                self._learns[group][slot] = side == match.side
+                self._learns[group][slot] = match.players[side] == learner
         self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
 
     def forget(self, group: str, over: Array) -> None:
