@@ -47,7 +47,7 @@ from shared.protocol.events import (
     solves,
 )
 from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.redis_client import retries
 from shared.runtime.failure import Failure, RoleEnd
 from shared.runtime.restarts import RestartBound
@@ -153,8 +153,7 @@ class Evaluator:
         self._context.check_config()
         self.heartbeat.progress = {"evaluations": 0}
         self.heartbeat.start()
-        with self.heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
-            self._description = retry_until_deadline(wait, self._context.description)
+        self._description = self.heartbeat.outlast(self._context.description, self._outage_seconds)
         self.check_solved()  # where the evaluator before this one died between its last score and this
 
     def request_shutdown(self) -> None:

@@ -255,10 +255,7 @@ class Worker:
         """Who plays whom, in a league."""
         if (table := self.policies.header.league) is None:
             return None
-        description, (store, seconds) = (
-            self._data[0],
-            (self.context.checkpoints.store, self._config.store.retry_seconds),
-        )
+        description, store, seconds = self._data[0], self.context.checkpoints.store, self._config.store.retry_seconds
         opponents = Opponents(lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds))
         tell = partial(self._tell, "league")
         return Casting(description, self._config.environment.num_envs, table, opponents, tell)

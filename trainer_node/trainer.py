@@ -17,7 +17,6 @@ from shared.printable import counted
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import FlowState, RunState
 from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
-from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
 from shared.storage.metric_log import EPISODES, TRAIN
@@ -131,13 +130,10 @@ class Trainer:
         self.recovery.accounting.published(published.reply)
         self._tell()
         with self._stages.during("checkpoint"):
-            self._checkpoint_if_due(published)
+            self.state.writer.raise_failure()
+            if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
+                self.state.checkpoint()
         return StepResult.UPDATED
-
-    def _checkpoint_if_due(self, published: Published) -> None:
-        self.state.writer.raise_failure()
-        if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
-            self.state.checkpoint()
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
         """The metrics of one update; nothing of it raises into training."""
@@ -153,11 +149,9 @@ class Trainer:
                 self.incarnation.tell(text, "curriculum")
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
-            for name in (RETURN, LENGTH):
-                values = [
-                    record.episode_return if name == RETURN else record.length for record in self.learner.episodes
-                ]
-                self.recorder.histogram(name, values, self.learner.counters.train.env_steps)
+            episodes, env_steps = self.learner.episodes, self.learner.counters.train.env_steps
+            self.recorder.histogram(RETURN, [record.episode_return for record in episodes], env_steps)
+            self.recorder.histogram(LENGTH, [record.length for record in episodes], env_steps)
 
     def poll(self) -> FlowState:
         """The run's state; makes up for a Redis that came back with less, and makes room where it is full."""
@@ -228,7 +222,7 @@ class Trainer:
         """Stops the acting and makes the last checkpoint durable; returns its name."""
         self._flow.set_state(RunState.STOPPING, reason, expected=RunState.RUNNING, epoch=self.incarnation.epoch)
         self.incarnation.ranks.close()
-        return self.state.save_durably("last").name
+        return self.state.save_durably("last checkpoint").name
 
     def finish(self, reason: str) -> str:
         """The last checkpoint, its evaluation and export, `.finished`; returns the reason."""

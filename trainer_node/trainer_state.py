@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
 
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
@@ -63,14 +62,6 @@ class RunSchedule:
         return any(bound is not None and value >= bound for bound, value in zip(bounds, values, strict=True))
 
 
-_WAITS = {
-    "first": "the first checkpoint to be durable",
-    "version": "the policy version to be durable",
-    "last": "the last checkpoint to be durable",
-    "due": "the store to take policies that are due to be evaluated",
-}
-
-
 _MOST_DUE = 64
 """Policies due to be evaluated that may wait in memory for the store."""
 
@@ -90,9 +81,8 @@ class TrainerState:
         no version that names them may act any more."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
-        self.consumer = LogConsumer(
-            role.run_id, role.config, description, incarnation.read_log, accounting, incarnation.heartbeat.stages
-        )
+        read, stages = incarnation.read_log, incarnation.heartbeat.stages
+        self.consumer = LogConsumer(role.run_id, role.config, description, read, accounting, stages)
         self.schedule = RunSchedule(role.config)
         self.writer = CheckpointWriter(role, incarnation.epoch)
         incarnation.closing.callback(self.writer.close)
@@ -117,11 +107,8 @@ class TrainerState:
 
     def new_snapshot(self) -> Snapshot:
         self._store_players()
-        progress, durable = (
-            Progress(self.version, self._incarnation.epoch, self.parent, self.lineage),
-            self.writer.durable,
-        )
-        bound = min(durable, self.version - self._config.rollout.max_policy_lag)
+        progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
+        bound = min(self.writer.durable, self.version - self._config.rollout.max_policy_lag)
         self._left = {sha256: version for sha256, version in self._left.items() if version > bound}
         committed, left = self.consumer.committed, tuple(self._left)
         return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
@@ -151,15 +138,16 @@ class TrainerState:
         """The present policies as due to be evaluated."""
         policies = {id_: encode_policy(policy, self.version) for id_, policy in self.learner.policies.items()}
         name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
-        with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
+        what, seconds = "the store to take policies that are due to be evaluated", self._incarnation.outage_seconds
+        with self._incarnation.heartbeat.waiting(what, seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
         self.writer.due.submit(name, policies)
 
-    def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
-        """Stores a snapshot (by default of the present version), and waits until that is durable."""
+    def save_durably(self, what: str, taken: Snapshot | None = None) -> Snapshot:
+        """Stores a snapshot (by default of the present version), and waits until `what` it is, by name, is durable."""
         taken, seconds = taken or self.snapshot(), self._incarnation.outage_seconds
         self.writer.submit(taken)
-        with self._incarnation.heartbeat.waiting(_WAITS[which], seconds, outage=True):
+        with self._incarnation.heartbeat.waiting(f"the {what} to be durable", seconds, outage=True):
             self.writer.wait_idle(seconds)
         return taken
 
@@ -175,7 +163,7 @@ class TrainerState:
         header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
-            taken = self.save_durably("version")
+            taken = self.save_durably("policy version")
             name = taken.name
             self._descend_from(taken)
         else:

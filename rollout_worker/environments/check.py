@@ -464,9 +464,8 @@ def main() -> None:
     sys.path[:] = asked["import_path"]  # as of the process that asks
     try:
         config = parse_config(asked["config"])
-        Check(config, asked["seed"], asked["deadline_seconds"], tell).run(
-            asked["steps"], asked["whole"], asked["alone"], asked["any_api"]
-        )
+        check = Check(config, asked["seed"], asked["deadline_seconds"], tell)
+        check.run(asked["steps"], asked["whole"], asked["alone"], asked["any_api"])
     except UserError as error:
         tell({"error": type(error).__name__, "text": str(error)})
     tell({"done": True})

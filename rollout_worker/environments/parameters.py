@@ -76,11 +76,8 @@ def _holder(env: Any, name: str) -> Any:
     if (found := holder(env, {name})) is not None:
         return found
     *_, innermost = layers(env)
-    has = [
-        key
-        for key, its in vars(innermost).items()
-        if not key.startswith("_") and isinstance(its, bool | int | float | str)
-    ]
+    plain = (key for key, its in vars(innermost).items() if isinstance(its, bool | int | float | str))
+    has = [key for key in plain if not key.startswith("_")]
     more = f" and {len(has) - _SHOWN} more" if len(has) > _SHOWN else ""
     raise EnvironmentUnusable(
         f"environment.parameters: the environment has no attribute {name}; of numbers and text it has "

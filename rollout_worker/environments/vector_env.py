@@ -140,12 +140,9 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
                 f"{len(stuck)} steps that were acted; expected one for each choice; mark it, or end the episode"
             )
         for name, array in its.items():
-            if name != "reward" and name not in observed:
-                continue
-            if expected := _unusable(array, observed.get(name)):
-                what = (
-                    f"a reward for policy {policy_id}" if name == "reward" else f"an observation ({policy_id}/{name})"
-                )
+            leaf = observed.get(name)
+            if (leaf or name == "reward") and (expected := _unusable(array, leaf)):
+                what = f"an observation ({policy_id}/{name})" if leaf else f"a reward for policy {policy_id}"
                 raise EnvironmentFailure(f"the environment returned {what} that cannot be learned from: {expected}")
 
 

@@ -159,9 +159,7 @@ class Fragment:
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
     """One safetensors blob; the same fragment always gives the same bytes."""
-    flat = {
-        f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
-    }
+    flat = {f"{policy}/{name}": array for policy, its in fragment.columns.items() for name, array in its.items()}
     sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
     episodes = [record.plain() for record in fragment.header.episodes]

@@ -408,7 +408,5 @@ class CheckpointWriter:
 
 def checkpoint_in_evaluation(client: redis.Redis, run_id: str) -> str:
     """What the evaluator plays right now, or '': it may turn out to be the best, and must not be pruned before."""
-    beats = read_heartbeats(client, run_id)
-    return next(
-        (beat.progress.get("evaluating") or "" for beat in beats if beat.role == "evaluator" and beat.alive), ""
-    )
+    evaluators = (beat for beat in read_heartbeats(client, run_id) if beat.role == "evaluator" and beat.alive)
+    return next((beat.progress.get("evaluating") or "" for beat in evaluators), "")

@@ -24,6 +24,7 @@ from shared.policies.serialization import finite_weights, load_state_arrays, sta
 from shared.runtime.user_code import import_object
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
+from trainer_node.learning.building_blocks.optimization import part
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
 from trainer_node.learning.curriculum import Curriculum
 from trainer_node.learning.demonstrations import Demonstrations
@@ -197,15 +198,11 @@ class Learner:
         return metrics
 
     def _begin_again(self, policy_id: str) -> None:
-        arrays = self.initial[policy_id].items()
-        weights, state = (
-            {name.removeprefix(part): array for name, array in arrays if name.startswith(part)} for part in _PARTS
-        )
-        load_state_arrays(self.policies[policy_id], weights)
-        self.algorithms[policy_id].load_state(state)
+        load_state_arrays(self.policies[policy_id], part(self.initial[policy_id], _WEIGHTS))
+        self.algorithms[policy_id].load_state(part(self.initial[policy_id], _STATE))
 
 
-_PARTS = _WEIGHTS, _STATE = "weights/", "state/"
+_WEIGHTS, _STATE = "weights/", "state/"
 
 
 def _initial(policy: Policy, algorithm: Algorithm) -> Columns:

@@ -114,7 +114,6 @@ def _record(wall_time: float | None = None, **what: Any) -> bytes:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     data = io.BytesIO()
-    RecordWriter(data).write(
-        Event(wall_time=time.time() if wall_time is None else wall_time, **what).SerializeToString()
-    )
+    event = Event(wall_time=time.time() if wall_time is None else wall_time, **what)
+    RecordWriter(data).write(event.SerializeToString())
     return data.getvalue()

@@ -99,9 +99,7 @@ class MlflowWriter(MetricWriter):
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream != EPISODES:
             milliseconds = int(row.get(UNIX_TIME, time.time()) * 1000)
-            self._waiting += [
-                self._metric(_mlflow_name(name), value, milliseconds, step) for name, value in row.items()
-            ]
+            self._waiting += [self._metric(_mlflow_name(name), its, milliseconds, step) for name, its in row.items()]
             if len(self._waiting) >= _MLFLOW_METRICS:
                 self.flush()
 

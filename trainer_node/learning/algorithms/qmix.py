@@ -84,9 +84,8 @@ class QMIX(VDN):
         self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
-        found: Tensor = (self.target_mixer if target else self.mixer)(
-            values, observations, there, self.policy.normalizer
-        )
+        mixer = self.target_mixer if target else self.mixer
+        found: Tensor = mixer(values, observations, there, self.policy.normalizer)
         return found
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:

@@ -114,9 +114,8 @@ class R2D2(DQN):
         with torch.no_grad():
             after = self.after(self.target, batch, self.states(self.target, batch))
             best = self.after(self.policy, batch, online) if config.double else after
-            following = (
-                after.gather(1, best.argmax(dim=1, keepdim=True)).reshape(batch.mask.shape).gather(0, batch.last)
-            )
+            chosen = after.gather(1, best.argmax(dim=1, keepdim=True)).reshape(batch.mask.shape)
+            following = chosen.gather(0, batch.last)
             following = unscaled(following) if config.rescale_values else following
             target = torch.addcmul(batch.reward, batch.discount, following.flatten()).reshape(batch.mask.shape)
             target = rescaled(target) if config.rescale_values else target

@@ -59,15 +59,14 @@ class FragmentRing:
         observations in all slots).
         """
         if columns["reward"].shape != (self.steps, self.slots):
-            raise ValueError(
-                f"a fragment of {columns['reward'].shape} for a replay buffer of {(self.steps, self.slots)}"
-            )
+            raise ValueError(f"a fragment of {columns['reward'].shape} for a buffer of {(self.steps, self.slots)}")
         place = self.added % self.fragments
         if self._seen_none:
             self._keep_whole_what_is_not_stacked(columns)
         self._give_up(place)
         before = self._newest.get(source, NOTHING)
-        if before != NOTHING and not self._ends_with(before, columns):
+        same = (its.ends_with(before, columns[name][0]) for name, its in self.observed.items())
+        if before != NOTHING and not all(same):
             before = NOTHING
         for name in self._names:
             self._columns[name][place] = columns[name]
@@ -102,10 +101,6 @@ class FragmentRing:
         if after != NOTHING:
             self.preceding[after] = NOTHING
         self.following[place] = self.preceding[place] = NOTHING
-
-    def _ends_with(self, place: int, columns: Columns) -> bool:
-        """Whether the fragment in `place` ended with the observations that the one of `columns` begins with."""
-        return all(observed.ends_with(place, columns[name][0]) for name, observed in self.observed.items())
 
     def _keep_whole_what_is_not_stacked(self, columns: Columns) -> None:
         """The first fragment tells stacked frames from what has but the shape of them (three colors, say)."""
