@@ -55,8 +55,7 @@ class Trainer:
         run_folder = incarnation.run_folder
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
         began = incarnation.epoch, self.version, self.learner.counters.train.env_steps
-        store = self.state.writer.store
-        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began)
+        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, self.state.writer.store, began)
         incarnation.closing.callback(self.recorder.close)
         self.state.writer.keep(self.recorder)
         self._orders = self._flow.read().checkpoint_orders

@@ -172,8 +172,7 @@ def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, An
             expected = "environment.vectorization=native expects a gymnasium VectorEnv"
             raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; {expected}")
         return made
-    spec = _registered(lambda: gym.spec(config.id), config.id)
-    if spec.vector_entry_point is None:
+    if _registered(lambda: gym.spec(config.id), config.id).vector_entry_point is None:
         found = f"{config.id} has no vectorized version of its own"
         raise ConfigError(f"{found}; use environment.vectorization: sync or async")
     kwargs: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}

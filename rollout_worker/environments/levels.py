@@ -49,8 +49,7 @@ class _Goal:
         self.space = spaces.Box(low, high, dtype=np.float32)
 
     def _bound(self, given: Numbers | None, own: Array, field: str) -> Array:
-        count = len(self._elements)
-        bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, count, field)
+        bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, len(self._elements), field)
         if not np.isfinite(bound).all():
             raise ConfigError(
                 f"{field} is not given, and {self._leaf!r} has no bound of its own; say between which numbers goals are"

@@ -117,8 +117,7 @@ def _together(parts: Sequence[PolicyStep]) -> PolicyStep:
     obs, reward, terminated, truncated, mask, info, acts = _beside(acted)
     finals = {name: np.concatenate([its.final_obs[name] for its in parts]) for name in parts[0].final_obs}
     slots = np.concatenate([its.final_slots * len(parts) + index for index, its in enumerate(parts)])
-    in_turns = parts[0].in_turns
-    return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, in_turns)
+    return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, parts[0].in_turns)
 
 
 def _beside(parts: Sequence[Any]) -> Any:

@@ -34,8 +34,7 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
     elif kind == "csv":
         episodes = read_csv(path, description)
     else:
-        file = path / _MINARI if kind == "minari" and path.is_dir() else path
-        episodes = read_hdf5(file, description)
+        episodes = read_hdf5(path / _MINARI if kind == "minari" and path.is_dir() else path, description)
     alone, recordings = len(episodes) == 1, Recordings()
     for policy_id, its in episodes.items():
         where = config.path if alone else f"{config.path} (policy {policy_id})"
@@ -213,8 +212,7 @@ def _check_steps(cells: _Cells, table: Table) -> None:
         return
     steps = cells.array("step")
     begins = np.ones(cells.rows, np.bool_)
-    ends = table.terminated | table.truncated | _changes(cells)
-    begins[1:] = ends[:-1]
+    begins[1:] = (table.terminated | table.truncated | _changes(cells))[:-1]
     expected = np.where(begins, 0, np.concatenate([[0], steps[:-1] + 1]))
     if (steps != expected).any():
         row = int(np.flatnonzero(steps != expected)[0])

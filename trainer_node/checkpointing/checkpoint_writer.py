@@ -20,7 +20,7 @@ from shared.config.sections import ArchiveConfig
 from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable, WaitTimeout
 from shared.experience.log_entry import LogEntry, id_order
 from shared.printable import counted
-from shared.protocol.events import emit, prune_evaluations, read_evaluations
+from shared.protocol.events import prune_evaluations, read_evaluations
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import Flow
 from shared.protocol.heartbeat import growing_pauses, read_heartbeats
@@ -304,13 +304,13 @@ class CheckpointWriter:
             _LOGGER.warning("%s fails (try %d): %s", party, attempts, error)
             self._write_status(self._outage)
             if attempts == 1:
-                emit(self._role.redis, self._role.run_id, "store", f"{party} fails, training continues: {error}")
+                self._role.tell("store", f"{party} fails, training continues: {error}")
             return False
         if outage := self._outage:
             seconds, often = max(0.0, time.time() - outage["since"]), counted(outage["attempts"], "time")
             text = f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s"
             self._outage, self._pauses = {}, growing_pauses()
-            emit(self._role.redis, self._role.run_id, "store", text)
+            self._role.tell("store", text)
         self._write_status({})
         return True
 
@@ -351,7 +351,7 @@ class CheckpointWriter:
         if self._recorder is not None:
             self._recorder.checkpointed(manifest.name)
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
-        emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
+        self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _store_metrics(self) -> dict[str, dict[str, Any]]:
         """Before each checkpoint, so that none of what it covers is missing, and before scores are pruned; returns the

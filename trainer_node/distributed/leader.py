@@ -72,8 +72,7 @@ class Rendezvous:
 
     def call(self, epoch: int, invitation: Invitation | None = None) -> None:
         """Calls the other ranks; raises `Fenced` where another trainer has taken over."""
-        text = json.dumps(asdict(invitation)) if invitation else ""
-        if not self._call(epoch=epoch, invitation=text):
+        if not self._call(epoch=epoch, invitation=json.dumps(asdict(invitation)) if invitation else ""):
             raise Fenced(f"epoch {epoch} may not call the ranks; a newer trainer has taken over")
 
     def next(self, seconds: float) -> Call | None:

@@ -278,8 +278,7 @@ def evaluate(
 ) -> dict[str, float]:
     """All estimates of what `policy` is worth, from these episodes."""
     data = _transitions(episodes, gamma, next(policy.parameters()).device)
-    fitted = fit(policy, data, gamma, gradient_steps, seed)
-    return estimates(_evidence(policy, fitted, episodes, data, gamma, seed))
+    return estimates(_evidence(policy, fit(policy, data, gamma, gradient_steps, seed), episodes, data, gamma, seed))
 
 
 def _transitions(episodes: Sequence[Episode], gamma: float, device: torch.device) -> Transitions:

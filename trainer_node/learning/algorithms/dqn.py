@@ -51,8 +51,7 @@ class DQN(OffPolicy):
         if heads > 1:
             action, reward, discount = (tensor.repeat(heads) for tensor in (action, reward, discount))
         predicted = of_actions(self.policy.outputs(batch.observations, learning), action)
-        after = self.bootstrap(batch, choosing, bootstrapping)
-        each, td_error = self._each(predicted, after, reward, discount)
+        each, td_error = self._each(predicted, self.bootstrap(batch, choosing, bootstrapping), reward, discount)
         value = self.policy.means(predicted.detach())
         if heads == 1:
             loss, metrics = (batch.weight * each).mean(), {}
@@ -91,8 +90,7 @@ class DQN(OffPolicy):
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
-        rate = config.learning_rate.value(counters)
-        norm, cloned = self.descend(loss, self._optimizer, rate, clones=True)
+        norm, cloned = self.descend(loss, self._optimizer, config.learning_rate.value(counters), clones=True)
         lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)

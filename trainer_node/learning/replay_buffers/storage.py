@@ -31,12 +31,11 @@ class FragmentRing:
         self._names = ("reward", "terminated", "truncated", "mask", *spaces.action.column_names("action"), *told)
         self._columns = {name: np.zeros((fragments, *expected[name][0]), expected[name][1]) for name in self._names}
         self._flat = {name: _flat(array, 3) for name, array in self._columns.items()}
-        leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
         self.observed: dict[str, ObservationColumn] = {
-            name: FrameStacks(leaf.shape, steps, slots, fragments)
+            leaf.column("obs"): FrameStacks(leaf.shape, steps, slots, fragments)
             if may_be_stacked(leaf, steps)
             else ObservationColumn(leaf.shape, leaf.column_dtype, steps, slots, fragments)
-            for name, leaf in leaves.items()
+            for leaf in spaces.observation.leaves
         }
         self._seen_none = True
         self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
