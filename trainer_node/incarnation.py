@@ -83,8 +83,7 @@ class Incarnation:
         return reason
 
     def preempted(self, how: str) -> str:
-        """Leaves the run to the next trainer; what the checkpoint writer may still be writing is harmless, or refused
-        by the next epoch."""
+        """Leaves the run to the next trainer; what is still being written is harmless, or refused by the next epoch."""
         with contextlib.suppress(redis.RedisError):
             if self.epoch:
                 WorkRecord(self.role, self.epoch).leave()

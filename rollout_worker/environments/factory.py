@@ -139,8 +139,7 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
 
 
 def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments, wrappers and copies (no more than episodes); never
-    native, whose episodes blend."""
+    """The training environment with the evaluation's arguments, wrappers and copies; not native: episodes blend."""
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
     copies = min(evaluation.num_envs, episodes or evaluation.episodes)
@@ -202,8 +201,7 @@ def _as_in_pettingzoo(name: str) -> str:
 
 
 def _names_in_pettingzoo() -> dict[str, str]:
-    """Name → `parallel`, or `aec` for a game that is played in turns only; none where it is not installed, or older
-    than its registry (1.26)."""
+    """Name → `parallel`, or `aec` for a game in turns only; none where it is missing, or older than 1.26."""
     try:
         package = importlib.import_module("pettingzoo")
     except ImportError:

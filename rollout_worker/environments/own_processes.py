@@ -39,8 +39,7 @@ class InOwnProcess(gym.Env[Any, Any]):
         self._parameters: EpisodeParameters | None = None
 
     def ask(self, name: str, arguments: Sequence[Any], drawing: EpisodeParameters | None) -> tuple[Any, Any, Any]:
-        """What a method returns, and then where the episode stands and what was drawn for it. `drawing` is the worker's
-        where it has changed."""
+        """What a method returns, where the episode then stands, and what was drawn for it; `drawing` if it changed."""
         if drawing is not None:
             self._parameters = self._parameters or EpisodeParameters(drawing.table, 1)
             self._parameters.table, self._parameters.now[0] = drawing.table, drawing.now[self._index]

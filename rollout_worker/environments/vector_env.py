@@ -201,8 +201,7 @@ def of_info(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
 
 
 def tell(env: Any, name: str, value: Any) -> bool:
-    """Calls a method of an environment and of all its wrappers that have it, outermost first; returns whether any has.
-    What they raise is raised."""
+    """Calls a method of an environment and all its wrappers that have it, outermost first; returns whether any has."""
     found = False
     for layer in layers(env):
         if callable(method := getattr(type(layer), name, None)):

@@ -274,8 +274,7 @@ def expected_columns(
 
 
 def kept_rows(columns: Columns) -> Array:
-    """`[T, S]`: the rows that something can be learned from: those that were acted, and what follows the last of them
-    where agents act in turns."""
+    """`[T, S]`: the rows to learn from: those that were acted, and in turns what follows the last of them."""
     there, *over = (columns[name].astype(np.bool_) for name in ("mask", "terminated", "truncated"))
     goes_on = there & ~(over[0] | over[1])
     kept = there.copy()

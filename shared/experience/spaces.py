@@ -125,8 +125,7 @@ class SpaceSpec(PlainData):
         return sum(sum(leaf.nvec) for leaf in self.leaves)
 
     def flatten(self, prefix: str, value: Any) -> Columns:
-        """Nested (batched) value → columns; choices are counted from 0. Raises `ValueError` for one that is no whole
-        number, and what NumPy raises."""
+        """Nested (batched) value → columns; choices from 0. Raises `ValueError` for fractions, and what NumPy does."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
             if leaf.nvec and not _whole(given := np.asarray(part)):

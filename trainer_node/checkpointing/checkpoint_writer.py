@@ -354,8 +354,7 @@ class CheckpointWriter:
         self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _store_metrics(self) -> dict[str, dict[str, Any]]:
-        """Before each checkpoint, so that none of what it covers is missing, and before scores are pruned; returns the
-        evaluations."""
+        """Before each checkpoint, so that nothing it covers is missing, and before pruning; returns the evaluations."""
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
         if self._recorder is not None:
             evaluated = self._recorder.take_evaluations(evaluations)

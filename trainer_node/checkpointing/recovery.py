@@ -111,8 +111,7 @@ class Recovery:
         return self.state.save_durably("policy version", taken).checkpoint
 
     def continue_without(self, error: BodyLost) -> None:
-        """An entry that a former trainer learned from cannot be read again: the version that was reached before it
-        continues as a new one."""
+        """An entry that was learned from is lost: the version that was reached before it continues as a new one."""
         reached = self.state.snapshot()
         checkpoint = self._roll_back(reached.checkpoint)
         self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")

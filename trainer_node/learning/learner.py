@@ -95,8 +95,7 @@ class Learner:
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
     tallies: dict[str, Counters] = field(default_factory=dict)
-    """What each policy's agents did in training, where there are several policies: their transitions, as `env_steps`,
-    and their episodes."""
+    """Of several policies, what the agents of each did in training: transitions (`env_steps`) and episodes."""
     every_step_counts: bool = False
     """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
     league: League | None = None
@@ -150,8 +149,7 @@ class Learner:
             tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
 
     def recall(self, fragments: Iterable[Fragment], first: int = 0) -> None:
-        """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order, from
-        number `first` on."""
+        """Fills the replay buffers with what they held again: the fragments at `remembered` from number `first` on."""
         algorithms: dict[str, Any] = {**self.algorithms}
         for number, item in enumerate(fragments, first):
             self._filter(item)

@@ -126,8 +126,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class TrackioWriter(MetricWriter):
-    """trackio. In its local folder (`TRACKIO_DIR`), which `trackio show` reads, unless `space_id` or `server_url` say
-    otherwise."""
+    """trackio. In its local folder (`TRACKIO_DIR`), which `trackio show` reads, without `space_id` or `server_url`."""
 
     PACKAGES = ("trackio",)
 

@@ -36,8 +36,7 @@ class WriterThread:
             self._flushed = flushed
 
     def wait_flushed(self, until: float) -> None:
-        """Waits for the last `flush`, by the monotonic clock `until` then; not for one that was late the last time and
-        has not come back."""
+        """Waits for the last `flush` until then (monotonic clock); not for one that was late before and still is."""
         if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
             self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
 

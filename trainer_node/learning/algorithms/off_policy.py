@@ -35,8 +35,7 @@ from trainer_node.learning.reward_signals.reward_signals import ReplayedSignals
 def make_replay_buffer(
     config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
 ) -> ReplayBuffer:
-    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for, and
-    for an unfit class of the user's."""
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for unfit spaces, or a user's class."""
     size = (spaces, steps, slots, config.capacity)
     if isinstance(config, replay_buffer_config.OwnReplay):
         return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
@@ -181,8 +180,7 @@ class OffPolicy(PolicyLearner):
         return count / len(batch)
 
     def part(self, mean: Tensor) -> Tensor:
-        """A mean over our rows of the present minibatch, as our part of the mean over all: of which the shard's `total`
-        is the sum."""
+        """A mean over our rows of the present minibatch as part of that over all, which `shard.total` sums up."""
         return mean if isinstance(self._share, float) and self._share == 1.0 else mean * self._share
 
     def mean_of_all(self, mean: Tensor) -> Tensor:
@@ -199,8 +197,7 @@ class OffPolicy(PolicyLearner):
         return self.shard.total(found)
 
     def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """`loss(minibatch, …)` of our rows, also of those of tensors beside it; of whole minibatches compiled where the
-        setting says so."""
+        """`loss(minibatch, …)` of our rows, and of tensors'; of whole minibatches compiled if the setting says so."""
 
         @functools.wraps(loss)
         def ours(batch: Any, *arguments: Any) -> Answer:

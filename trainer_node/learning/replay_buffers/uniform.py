@@ -148,8 +148,7 @@ class ReplayBuffer:
     def _relabeled(
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
     ) -> dict[str, tuple[Array, Array]]:
-        """Changes the steps `[n, B]` that are learned under other goals: name → which of the batch, and their goals (or
-        other actions)."""
+        """Changes steps `[n, B]` to be learned under other goals: name → which of the batch, and goals (or actions)."""
         return {}
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
