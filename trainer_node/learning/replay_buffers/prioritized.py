@@ -80,10 +80,6 @@ class SumTree:
         self.numbers: Array = self._nodes[self._first : self._first + size]
         """`[size]`; to be changed by `put` and `put_from` only."""
 
-    @property
-    def total(self) -> float:
-        return float(self._nodes[1])
-
     def put(self, rows: Array, numbers: Array) -> None:
         """Sets the numbers of these rows; of a row that is there twice, the last one counts."""
         nodes, places = self._nodes, rows + self._first
