@@ -225,13 +225,9 @@ def decode(blob: bytes) -> Fragment:
 
 
 def check(
-    fragment: Fragment,
-    run_id: str,
-    description: EnvironmentDescription,
-    state_sizes: Mapping[str, int] | None = None,
-    *,
-    by_log_prob: Collection[str] = (),
-) -> None:
+    fragment: Fragment, run_id: str, description: EnvironmentDescription,
+    state_sizes: Mapping[str, int] | None = None, *, by_log_prob: Collection[str] = (),
+) -> None:  # fmt: skip
     """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
     those of recurrent policies; `by_log_prob`: the policies whose `log_prob` must be known, since they learn by it."""
     header, policies = fragment.header, set(description.policies)

@@ -109,12 +109,9 @@ class Mixer(nn.Module):
         self.second_bias = nn.Sequential(nn.Linear(size, units), nn.ReLU(), nn.Linear(units, 1))
 
     def forward(
-        self,
-        values: Tensor,
-        observations: Mapping[str, Tensor],
-        there: Tensor,
+        self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor,
         normalizer: ObservationNormalizer | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """`[B]` from the agents' values `[B, A]`."""
         state: Any = self.state(observations, there, normalizer)
         weights = self.first(state).abs().unflatten(1, self._shape)

@@ -5,9 +5,11 @@ divided by the largest of the batch. A new transition gets the largest priority 
 that it is soon drawn.
 """
 
+from typing import Any
+
 import numpy as np
 
-from shared.experience.spaces import Array, Columns, PolicySpaces
+from shared.experience.spaces import Array, Columns
 from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -18,10 +20,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     has_priorities = True
 
-    def __init__(
-        self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, alpha: float, epsilon: float
-    ) -> None:
-        super().__init__(spaces, steps, slots, capacity)
+    def __init__(self, *size: Any, alpha: float, epsilon: float) -> None:
+        super().__init__(*size)
         self._alpha, self._epsilon = alpha, epsilon
         self._tree = SumTree(self.ring.fragments * self.ring.rows_each)
         self._largest = 1.0
