@@ -57,7 +57,7 @@ class Trainer:
         began = incarnation.epoch, self.version, self.learner.counters.train.env_steps
         self.recorder = Recorder(role.redis, role.run_id, role.config, folder, self.state.writer.store, began)
         incarnation.closing.callback(self.recorder.close)
-        self.state.writer.keep(self.recorder)
+        self.state.writer.recorder = self.recorder
         self._orders = self._flow.read().checkpoint_orders
         """Checkpoints that persons have asked for so far."""
         self._catching_up = True

@@ -41,15 +41,11 @@ class RunSchedule:
         self._evaluation_index = every.index(counters.train) if every else 0
         return self._evaluation_index > before
 
-    def recovered(self, counters: PhaseCounters) -> None:
-        """Counts from here on."""
-        self.checkpointed(counters)
-        self.evaluation_due(counters)
-
     def log_half_full(self, log_bytes: int) -> bool:
         return log_bytes >= self._config.rollout.max_log_bytes // 2
 
     def checkpointed(self, counters: PhaseCounters) -> None:
+        """The next one is counted from here."""
         self._checkpoint_index = self._config.checkpoint.every.index(counters.train)
         self._checkpointed_at = time.monotonic()
 

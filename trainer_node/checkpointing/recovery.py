@@ -67,7 +67,9 @@ class Recovery:
             self._begin()
         else:
             self._resume(checkpoint)
-        self.state.schedule.recovered(self.state.learner.counters)
+        counters = self.state.learner.counters
+        self.state.schedule.checkpointed(counters)
+        self.state.schedule.evaluation_due(counters)  # what was passed by now is not due any more
 
     def _begin(self) -> None:
         if self._role.flow.read().version >= 0:
