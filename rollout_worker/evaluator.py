@@ -20,16 +20,8 @@ import torch
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
+from shared import errors
 from shared.config.run_config import Config
-from shared.errors import (
-    CheckpointError,
-    EnvironmentFailure,
-    ObjectMissing,
-    PlayerUnusable,
-    StoreError,
-    StoreUnavailable,
-    headline,
-)
 from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
@@ -48,7 +40,7 @@ from shared.storage.checkpoint_store import checkpoint_env_steps, checkpoint_ver
 from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
-_PASSING = (CheckpointError, StoreError, StoreUnavailable)
+_PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
 """Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
@@ -220,7 +212,7 @@ class Evaluator:
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | rated
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
-            if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
+            if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
                 tries = self._postponed.get(name, (0, 0.0))[0] + 1
                 if tries == 2:
                     context.tell("evaluation", f"{name} cannot be evaluated: {error}")
@@ -228,9 +220,9 @@ class Evaluator:
                 self._postponed[name] = tries, time.monotonic() + pause
             time.sleep(_POLL_SECONDS)
             return
-        except EnvironmentFailure as error:
+        except errors.EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
-            context.tell("environment", f"evaluator: {headline(error)}")
+            context.tell("environment", f"evaluator: {errors.headline(error)}")
             if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)
@@ -251,7 +243,7 @@ class Evaluator:
         """Of what is due, else of a checkpoint: policy id → the bytes of its policy."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
-            with suppress(ObjectMissing):
+            with suppress(errors.ObjectMissing):
                 return read_due_evaluation(checkpoints.store, name)
         objects = checkpoints.load(name, only="policy.safetensors").objects
         return {key.partition("/")[0]: data for key, data in objects.items()}
@@ -290,7 +282,7 @@ class Evaluator:
                         config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
                         opponents, policies, config.evaluation.episodes, seed,
                     )  # fmt: skip
-                except PlayerUnusable as error:
+                except errors.PlayerUnusable as error:
                     self._context.tell("evaluation", f"{name} is not played: {error}")
                     continue
                 if results := [match.outcome[side] for side, matches in played.items() for match in matches]:
