@@ -29,6 +29,7 @@ class DQN(OffPolicy):
         learned = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts |= {"target/": self.target, "optimizer/": self._optimizer}
+        self.error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
         self._loss = self.compiled(self.loss)
 
     @torch.no_grad()
@@ -74,8 +75,7 @@ class DQN(OffPolicy):
             wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
             return quantile_huber(predicted, target), wrong
         predicted, target = predicted.squeeze(1), target.squeeze(1)
-        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
-        return error(predicted, target, reduction="none"), target - predicted.detach()
+        return self.error(predicted, target, reduction="none"), target - predicted.detach()
 
     def on_device(self, drawn: Batch) -> Minibatch:
         batch, share = super().on_device(drawn), self._config.bootstrap_share

@@ -6,7 +6,7 @@ IMPALA, PPO and APPO are the four pairs. BC's batch has no advantages.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.config.algorithms.base import BatchOfUpdate
 from shared.config.algorithms.offline import BCConfig
-from shared.config.algorithms.on_policy import OnPolicyConfig, VTraceConfig
+from shared.config.algorithms.on_policy import A2CConfig, OnPolicyConfig, PPOConfig, VTraceConfig
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array
 from shared.policies.actor_critic import ActorCritic, Heads
@@ -210,9 +210,10 @@ class OnPolicy(BatchLearner):
         """`[T, S]`: `Batch.start_log_prob`, where the objective needs it."""
         return None
 
-    def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
-        found = forward_pass(self.policy, tensors, with_params=False)
-        estimate = partial(gae, gae_lambda=gae_lambda)
+    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """By generalized advantage estimation; those with V-trace have their own."""
+        found, config = forward_pass(self.policy, tensors, with_params=False), cast(PPOConfig | A2CConfig, self._config)
+        estimate = partial(gae, gae_lambda=config.gae_lambda)
         advantage, target = estimate(self._trajectories(tensors, found))
         return self._made(tensors, found.value, self.signals.join(advantage, estimate), target, None)
 

@@ -64,8 +64,7 @@ class VDN(DQN):
             if self._config.team_reward == "mean":
                 reward = reward / there.sum(dim=1)
             expected = torch.addcmul(reward, discount.amax(dim=1), after)
-        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
-        loss, wrong = error(predicted, expected), expected - predicted.detach()
+        loss, wrong = self.error(predicted, expected), expected - predicted.detach()
         metrics = {"train/td_error": wrong.abs().mean(), "train/q_value": predicted.detach().mean()}
         return loss, Lesson(metrics | {"train/loss": loss.detach()}, wrong)
 

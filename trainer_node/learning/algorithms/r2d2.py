@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.config.algorithms.q_learning import R2D2Config
 from shared.config.replay_buffer import PrioritizedReplay
@@ -119,8 +119,7 @@ class R2D2(DQN):
             following = unscaled(following) if config.rescale_values else following
             target = torch.addcmul(batch.reward, batch.discount, following.flatten()).reshape(batch.mask.shape)
             target = rescaled(target) if config.rescale_values else target
-        error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
-        each = error(predicted, target, reduction="none") * batch.mask * batch.weight
+        each = self.error(predicted, target, reduction="none") * batch.mask * batch.weight
         wrong = (target - predicted.detach()).abs() * batch.mask
         steps = batch.steps
         mean = wrong.sum(dim=0) / steps
