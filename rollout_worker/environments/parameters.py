@@ -27,11 +27,11 @@ class EpisodeParameters:
     def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
         """Those of running episodes, as `plain` gave them."""
         for environment, its in enumerate(running):
-            self.now[environment] = Drawn(its["values"], its["lessons"])
+            self.now[environment] = Drawn.from_dict(its)
 
     def plain(self) -> list[dict[str, Any]]:
         """Those of running episodes, for the action trace."""
-        return [drawn.plain() for drawn in self.now]
+        return [drawn.as_dict() for drawn in self.now]
 
     def noted(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
         """The record of an episode that ends, with what was drawn for it."""
