@@ -39,8 +39,15 @@ def make_vector(
         return OwnProcesses(_in_processes(own, shared_memory=False), parameters)
     if config.several_agents:
         return _several(config, description, parameters)
-    native = config.vectorization == "native"
-    return GymnasiumEnvironments(_vectorize(config), description, native=native, parameters=parameters)
+    env: gym.vector.VectorEnv[Any, Any, Any]
+    if native := config.vectorization == "native":
+        env = make_native(config)
+    elif config.vectorization == "async":
+        env = _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
+    else:
+        makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
+        env = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+    return GymnasiumEnvironments(env, description, native=native, parameters=parameters)
 
 
 def _several(
@@ -54,15 +61,6 @@ def _several(
 def parameterized(config: EnvironmentConfig) -> Parameterized:
     """What gives one environment its parameters."""
     return Parameterized(config.parameters_by, lambda values: make(config, **values))
-
-
-def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
-    if config.vectorization == "native":
-        return make_native(config)
-    if config.vectorization == "async":
-        return _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
-    makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
-    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:

@@ -248,7 +248,11 @@ def _hdf5_episodes(where: str, node: Any, spaces: PolicySpaces, info_columns: Se
             f"or episode_0, episode_1, … (Minari)"
         )
     for name in sorted(names, key=lambda name: int(name.removeprefix("episode_"))):
-        yield from _minari_episode(_Group(f"{where}: {name}", node[name]), spaces, info_columns)
+        group = _Group(f"{where}: {name}", node[name])
+        table = _hdf5_table(group, spaces, info_columns, minari=True)
+        if (table.terminated | table.truncated)[:-1].any():
+            raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
+        yield from episodes_of(table)
 
 
 @contextmanager
@@ -329,10 +333,3 @@ def _hdf5_table(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str]
         next_obs,
         info={INFO + name: _numbers(group, f"infos/{name}", rows, reset=minari) for name in info_columns},
     )
-
-
-def _minari_episode(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str]) -> list[Episode]:
-    table = _hdf5_table(group, spaces, info_columns, minari=True)
-    if (table.terminated | table.truncated)[:-1].any():
-        raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
-    return list(episodes_of(table))
