@@ -39,7 +39,7 @@ class _Goal:
             raise ConfigError(
                 f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to {size - 1}"
             )
-        own = (space.low, space.high) if isinstance(space, spaces.Box) else np.broadcast_to([[0.0], [1.0]], (2, size))
+        own = (space.low, space.high) if isinstance(space, spaces.Box) else (np.zeros(size), np.ones(size))
         given = zip((level.low, level.high), own, ("low", "high"), strict=True)
         low, high = (self._bound(number, its, f"{where}.{name}") for number, its, name in given)
         if not (low < high).all():
