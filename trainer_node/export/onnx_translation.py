@@ -180,9 +180,8 @@ def _drawn(leaf: Leaf, shape: tuple[int, ...], generator: np.random.Generator) -
         return (generator.random(shape) < _LEGAL_SHARE).astype(leaf.column_dtype)
     if leaf.kind != "box":
         return generator.integers(0, np.asarray(leaf.nvec, np.int64).reshape(leaf.shape), shape)
-    low, high = (
-        np.clip(np.nan_to_num(side, posinf=_OPEN, neginf=-_OPEN), -_OPEN, _OPEN) for side in leaf.bounds(np.float64)
-    )
+    sides = leaf.bounds(np.float64)
+    low, high = (np.clip(np.nan_to_num(side, posinf=_OPEN, neginf=-_OPEN), -_OPEN, _OPEN) for side in sides)
     if np.dtype(leaf.dtype).kind != "f":
         return generator.integers(low.astype(np.int64), high.astype(np.int64), shape, endpoint=True).astype(leaf.dtype)
     closed = (low > -_OPEN) & (high < _OPEN)

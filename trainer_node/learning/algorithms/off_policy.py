@@ -279,9 +279,8 @@ class ActorAndCritics(WithCritics):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Of values and errors `[C, B]`; returns metrics, and `[B]` how wrong the critics were."""
         config = self._config
-        norm, _ = self.descend(
-            loss, self._critics_adam, (config.critic_learning_rate or config.learning_rate).value(counters)
-        )
+        rate = (config.critic_learning_rate or config.learning_rate).value(counters)
+        norm, _ = self.descend(loss, self._critics_adam, rate)
         wrong = errors.detach().abs()
         terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
         return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)
