@@ -17,6 +17,7 @@ from shared.printable import counted
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import FlowState, RunState
 from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
+from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
 from shared.storage.metric_log import EPISODES, TRAIN
@@ -129,10 +130,13 @@ class Trainer:
         self.recovery.accounting.published(published.reply)
         self._tell()
         with self._stages.during("checkpoint"):
-            self.state.writer.raise_failure()
-            if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
-                self.state.checkpoint()
+            self._checkpoint_if_due(published)
         return StepResult.UPDATED
+
+    def _checkpoint_if_due(self, published: Published) -> None:
+        self.state.writer.raise_failure()
+        if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
+            self.state.checkpoint()
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
         """The metrics of one update; nothing of it raises into training."""

@@ -57,7 +57,7 @@ class SequenceBatch:
 class SequenceReplayBuffer(ReplayBuffer):
     """Draws sequences uniformly; `len` counts them."""
 
-    def __init__(self, *size: Any, state_size: int, burn_in: int, **more: float) -> None:
+    def __init__(self, *size: Any, state_size: int, burn_in: int, **more: Any) -> None:
         super().__init__(*size, **more)
         self._states = np.zeros((self.fragments * self.ring.slots, state_size), np.float32)
         self._burn_in = burn_in
