@@ -112,14 +112,12 @@ def project(probabilities: Tensor, reward: Tensor, discount: Tensor, support: Te
     low, high, spacing = support[0], support[-1], support[1] - support[0]
     moved = (reward.unsqueeze(1) + discount.unsqueeze(1) * support).clamp(low, high)
     share = (1 - (moved.unsqueeze(1) - support.unsqueeze(1)).abs() / spacing).clamp_min(0)
-    projected: Tensor = (share * probabilities.unsqueeze(1)).sum(dim=2)
-    return projected
+    return (share * probabilities.unsqueeze(1)).sum(dim=2)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """`[B]`: −Σ target log softmax(logits), both `[B, N]`."""
-    found: Tensor = -(target * logits.log_softmax(dim=1)).sum(dim=1)
-    return found
+    return -(target * logits.log_softmax(dim=1)).sum(dim=1)
 
 
 def divergence(logits: Tensor, target: Tensor) -> Tensor:

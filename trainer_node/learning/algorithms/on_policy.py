@@ -115,8 +115,7 @@ class BatchLearner(PolicyLearner):
         return False
 
     def _forward(self, *arguments: Any) -> Terms:
-        found: Terms = self._loss(*arguments)
-        return found
+        return self._loss(*arguments)
 
     def _gradient_step(self, loss: Tensor, learning_rate: float) -> Tensor:
         bound, total = self._config.max_grad_norm, self.shard.total
@@ -179,8 +178,7 @@ class OnPolicy(BatchLearner):
         if self._advantages is None:
             return None
         advantage, mask = self._advantages
-        found: Array = (advantage * mask).cpu().numpy()
-        return found
+        return (advantage * mask).cpu().numpy()
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """The normalizer and the signals' statistics take the observations in."""

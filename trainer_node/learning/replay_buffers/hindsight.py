@@ -182,8 +182,7 @@ class EpisodeSpans:
             rows = np.where(beyond, ring.next_rows(rows), rows)
 
     def _step(self, rows: Array) -> Array:
-        found: Array = rows % self._ring.rows_each // self._ring.slots
-        return found
+        return rows % self._ring.rows_each // self._ring.slots
 
 
 GoalReward = Callable[[Array, Array], tuple[Array, Array]]

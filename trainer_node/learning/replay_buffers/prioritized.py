@@ -30,8 +30,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._tree.put_from(place * self.ring.rows_each, self._drawable(place) * self._powers(self._largest))
 
     def _powers(self, priorities: Array | float) -> Array:
-        found: Array = np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
-        return found
+        return np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
 
     def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()

@@ -99,8 +99,7 @@ class SequenceReplayBuffer(ReplayBuffer):
     def _rows(self, place: Array, slot: Array) -> Array:
         """`[T, B]`."""
         steps = np.arange(self.ring.steps)[:, np.newaxis] * self.ring.slots
-        found: Array = place * self.ring.rows_each + slot + steps
-        return found
+        return place * self.ring.rows_each + slot + steps
 
     def _spans(self, place: Array, slot: Array) -> tuple[Span, ...]:
         ring, spans = self.ring, list[Span]()

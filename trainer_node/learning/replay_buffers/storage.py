@@ -128,8 +128,7 @@ class FragmentRing:
         """Which of all the transitions that ever came in each row holds: never the same again, int64."""
         place, local = np.divmod(rows, self.rows_each)
         fragment = self.added - 1 - (self.added - 1 - place) % self.fragments
-        found: Array = fragment * self.rows_each + local
-        return found
+        return fragment * self.rows_each + local
 
     def column(self, name: str, rows: Array) -> Array:
         """`reward`, `terminated`, `truncated`, `mask`, `action…` or `info/…` of these rows (of any shape)."""
