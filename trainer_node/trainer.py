@@ -225,7 +225,7 @@ class Trainer:
         """Stops the acting and makes the last checkpoint durable; returns its name."""
         self._flow.set_state(RunState.STOPPING, reason, expected=RunState.RUNNING, epoch=self.incarnation.epoch)
         self.incarnation.ranks.close()
-        return self.state.save_durably("last checkpoint").name
+        return self.state.save_durably("last").name
 
     def finish(self, reason: str) -> str:
         """The last checkpoint, its evaluation and export, `.finished`; returns the reason."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import Literal
 
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
@@ -56,6 +57,14 @@ class RunSchedule:
         bounds = stop.env_steps, stop.updates, stop.episodes, stop.hours
         values = train.env_steps, train.updates, train.episodes, hours
         return any(bound is not None and value >= bound for bound, value in zip(bounds, values, strict=True))
+
+
+_WAITS = {
+    "first": "the first checkpoint to be durable",
+    "version": "the policy version to be durable",
+    "last": "the last checkpoint to be durable",
+    "due": "the store to take policies that are due to be evaluated",
+}
 
 
 _MOST_DUE = 64
@@ -134,16 +143,15 @@ class TrainerState:
         """The present policies as due to be evaluated."""
         policies = {id_: encode_policy(policy, self.version) for id_, policy in self.learner.policies.items()}
         name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
-        what, seconds = "the store to take policies that are due to be evaluated", self._incarnation.outage_seconds
-        with self._incarnation.heartbeat.waiting(what, seconds, outage=True) as wait:
+        with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
         self.writer.due.submit(name, policies)
 
-    def save_durably(self, what: str, taken: Snapshot | None = None) -> Snapshot:
-        """Stores a snapshot (by default of the present version), and waits until `what` it is, by name, is durable."""
+    def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
+        """Stores a snapshot (by default of the present version), and waits until that is durable."""
         taken, seconds = taken or self.snapshot(), self._incarnation.outage_seconds
         self.writer.submit(taken)
-        with self._incarnation.heartbeat.waiting(f"the {what} to be durable", seconds, outage=True):
+        with self._incarnation.heartbeat.waiting(_WAITS[which], seconds, outage=True):
             self.writer.wait_idle(seconds)
         return taken
 
@@ -159,7 +167,7 @@ class TrainerState:
         header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
-            taken = self.save_durably("policy version")
+            taken = self.save_durably("version")
             name = taken.name
             self._descend_from(taken)
         else:

@@ -78,7 +78,7 @@ class Recovery:
                 f"store's contents back, or start a new run"
             )
         self.state.version = 0
-        taken = self.state.save_durably("first checkpoint")
+        taken = self.state.save_durably("first")
         self.publish(0)
         self.state.parent = Parent(taken.name, taken.log_position)
 
@@ -110,7 +110,7 @@ class Recovery:
     def _roll_back(self, checkpoint: Checkpoint) -> Checkpoint:
         """An older checkpoint as the newest version, durable before any worker acts with it: versions never go back."""
         taken = rolled_back(self._role, checkpoint, self.incarnation.epoch)
-        return self.state.save_durably("policy version", taken).checkpoint
+        return self.state.save_durably("version", taken).checkpoint
 
     def continue_without(self, error: BodyLost) -> None:
         """An entry that was learned from is lost: the version that was reached before it continues as a new one."""
