@@ -31,9 +31,7 @@ def main() -> int:
         refuse_unreachable(launch, "evaluator" if arguments.evaluator else "worker")
         context = launch.open("evaluator" if arguments.evaluator else f"worker-{arguments.index}")
         if arguments.evaluator and not context.config.evaluation.enabled:
-            raise UserError(
-                "evaluation.episodes=0: this run evaluates nothing, so there is nothing for an evaluator to do"
-            )
+            raise UserError("evaluation.episodes=0: this run evaluates nothing, so an evaluator has nothing to do")
         player = Evaluator(context) if arguments.evaluator else Worker(context, arguments.index)
         with shutdown_on_signal(player.request_shutdown, numbers=(signal.SIGTERM, signal.SIGINT)):
             ended = player.run()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from rollout_worker.environments.factory import make_vector
@@ -93,9 +94,8 @@ class Episodes:
         config, recorded = self._config.environment, self._records
         if recorded is not None and (trace.digest == recorded.sha256 if trace else self._recorded(self._phase)):
             return DatasetSampler(recorded, self._description, config.num_envs, lineage, trace)
-        environment = WatchedEnvironment(
-            lambda: make_vector(config, self._description, self._parameters), self._watchdog
-        )
+        made = partial(make_vector, config, self._description, self._parameters)
+        environment = WatchedEnvironment(made, self._watchdog)
         try:
             environment.set_phase(self._phase)
             device, cast = self._config.rollout.device, self._cast()

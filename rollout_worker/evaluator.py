@@ -20,34 +20,17 @@ import torch
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
+from shared import errors
 from shared.config.run_config import Config
-from shared.errors import (
-    CheckpointError,
-    EnvironmentFailure,
-    ObjectMissing,
-    PlayerUnusable,
-    StoreError,
-    StoreUnavailable,
-    headline,
-)
 from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import counted, success_in_words
-from shared.protocol.events import (
-    confirmed_return,
-    emit,
-    policy_return,
-    ranking,
-    read_evaluations,
-    read_events,
-    record_evaluation,
-    solves,
-)
+from shared.protocol import events
 from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.redis_client import retries
 from shared.runtime.failure import Failure, RoleEnd
 from shared.runtime.restarts import RestartBound
@@ -57,7 +40,7 @@ from shared.storage.checkpoint_store import checkpoint_env_steps, checkpoint_ver
 from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
-_PASSING = (CheckpointError, StoreError, StoreUnavailable)
+_PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
 """Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
@@ -95,7 +78,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
     }
     if (best_by := config.checkpoint.best_by) != "all":
-        scores["ranking"] = policy_return(scores, best_by)
+        scores["ranking"] = events.policy_return(scores, best_by)
     return scores
 
 
@@ -153,8 +136,7 @@ class Evaluator:
         self._context.check_config()
         self.heartbeat.progress = {"evaluations": 0}
         self.heartbeat.start()
-        with self.heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
-            self._description = retry_until_deadline(wait, self._context.description)
+        self._description = self.heartbeat.outlast(self._context.description, self._outage_seconds)
         self.check_solved()  # where the evaluator before this one died between its last score and this
 
     def request_shutdown(self) -> None:
@@ -163,7 +145,7 @@ class Evaluator:
         raise KeyboardInterrupt
 
     def _before_exit(self, failure: Failure) -> None:
-        emit(self._context.redis, self._context.run_id, "evaluation", f"{failure.detail}; its process is replaced")
+        self._context.tell("evaluation", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)
 
     def stop(self, reason: str) -> None:
@@ -187,7 +169,7 @@ class Evaluator:
 
         A store that is away is waited for by name.
         """
-        done = read_evaluations(self._context.redis, self._context.run_id)
+        done = events.read_evaluations(self._context.redis, self._context.run_id)
 
         def ask() -> str | None:
             if self._context.config.evaluation.every is not None:
@@ -211,7 +193,7 @@ class Evaluator:
         with self.heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
             while (name := self._next(wait_seconds)) is None and not self._run_has_finished():
                 wait.check()
-                for event in read_events(self._context.redis, self._context.run_id, self._after, wait_seconds):
+                for event in events.read_events(self._context.redis, self._context.run_id, self._after, wait_seconds):
                     self._after = event.id
         return name
 
@@ -226,21 +208,21 @@ class Evaluator:
             scores["win_rates"] = self._against_fixed(name, stored, policies)
             rated = self._rated(name)
             scores |= rated
-            if self._may_be_best(ranking(scores)):
+            if self._may_be_best(events.ranking(scores)):
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | rated
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
-            if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
+            if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
                 tries = self._postponed.get(name, (0, 0.0))[0] + 1
                 if tries == 2:
-                    emit(context.redis, context.run_id, "evaluation", f"{name} cannot be evaluated: {error}")
+                    context.tell("evaluation", f"{name} cannot be evaluated: {error}")
                 pause = _POLL_SECONDS if tries == 1 else _POSTPONED_SECONDS
                 self._postponed[name] = tries, time.monotonic() + pause
             time.sleep(_POLL_SECONDS)
             return
-        except EnvironmentFailure as error:
+        except errors.EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
-            emit(context.redis, context.run_id, "environment", f"evaluator: {headline(error)}")
+            context.tell("environment", f"evaluator: {errors.headline(error)}")
             if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)
@@ -248,11 +230,11 @@ class Evaluator:
         self._failures.saw((self.heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint_env_steps(name)}
-        record_evaluation(context.redis, context.run_id, name, scores)
+        events.record_evaluation(context.redis, context.run_id, name, scores)
         text = f"{name} scores {_spread(scores)} over {counted(scores['episodes'], 'episode')}"
         if confirmation := scores.get("confirmation"):
             text += f", and {_spread(confirmation)} from as many other starts"
-        emit(context.redis, context.run_id, "evaluation", text, **scores)
+        context.tell("evaluation", text, **scores)
         progress = {"evaluations": self.heartbeat.progress["evaluations"] + 1, "checkpoint": name}
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()
@@ -261,7 +243,7 @@ class Evaluator:
         """Of what is due, else of a checkpoint: policy id → the bytes of its policy."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
-            with suppress(ObjectMissing):
+            with suppress(errors.ObjectMissing):
                 return read_due_evaluation(checkpoints.store, name)
         objects = checkpoints.load(name, only="policy.safetensors").objects
         return {key.partition("/")[0]: data for key, data in objects.items()}
@@ -300,8 +282,8 @@ class Evaluator:
                         config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
                         opponents, policies, config.evaluation.episodes, seed,
                     )  # fmt: skip
-                except PlayerUnusable as error:
-                    emit(self._context.redis, self._context.run_id, "evaluation", f"{name} is not played: {error}")
+                except errors.PlayerUnusable as error:
+                    self._context.tell("evaluation", f"{name} is not played: {error}")
                     continue
                 if results := [match.outcome[side] for side, matches in played.items() for match in matches]:
                     found[f"{learner}/{player}"] = fmean(results)
@@ -310,8 +292,8 @@ class Evaluator:
     def _may_be_best(self, rank: float) -> bool:
         """Whether a checkpoint with this mean return would be among the best that are kept; of equals the newest is."""
         config, kept = self._context.config.checkpoint, self._context.checkpoints.names()
-        known = read_evaluations(self._context.redis, self._context.run_id)
-        confirmed = [confirmed_return(known[name]) for name in kept if name in known]
+        known = events.read_evaluations(self._context.redis, self._context.run_id)
+        confirmed = [events.confirmed_return(known[name]) for name in kept if name in known]
         best = sorted((value for value in confirmed if value is not None), reverse=True)[: config.keep_best]
         return len(best) < config.keep_best or rank >= best[-1]
 
@@ -320,8 +302,8 @@ class Evaluator:
         stop = self._context.config.stop_at
         if not stop.by_scores:
             return
-        last = list(read_evaluations(self._context.redis, self._context.run_id).values())[-stop.evaluations :]
-        solved = all(solves(scores, stop.mean_return, stop.success_rate) for scores in last)
+        last = list(events.read_evaluations(self._context.redis, self._context.run_id).values())[-stop.evaluations :]
+        solved = all(events.solves(scores, stop.mean_return, stop.success_rate) for scores in last)
         if len(last) == stop.evaluations and solved:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
 

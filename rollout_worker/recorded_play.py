@@ -125,12 +125,9 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def _names(spec: SpaceSpec, name: str) -> list[str]:
-    return [
-        leaf.column(name) + (f".{index}" if leaf.shape else "") for leaf in spec.leaves for index in range(leaf.size)
-    ]
+    return [leaf.column(name) + (f".{at}" if leaf.shape else "") for leaf in spec.leaves for at in range(leaf.size)]
 
 
 def _values(spec: SpaceSpec, value: Any) -> list[Any]:
     columns = spec.flatten("", value)
-    arrays = [columns[leaf.column("")] + (leaf.starts() if any(leaf.start) else 0) for leaf in spec.leaves]
-    return [number for array in arrays for number in np.ravel(array).tolist()]
+    return [number for leaf in spec.leaves for number in np.ravel(leaf.own_terms(columns[leaf.column("")])).tolist()]

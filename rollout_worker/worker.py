@@ -28,7 +28,6 @@ from shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
 from shared.experience.fragment import Fragment, FragmentHeader
 from shared.experience.spaces import EnvironmentDescription
 from shared.league.players import read_player
-from shared.protocol.events import emit
 from shared.protocol.experience_log import PushReply
 from shared.protocol.flow_control import Claim, ClaimReply
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
@@ -101,7 +100,7 @@ class Worker:
         self.heartbeat.start()
         with self._stages.during("start"):
             self._running.callback(self.episodes.close)
-        self._tell("worker", f"{self.id} joined (incarnation {self.claims.incarnation})")
+        self.context.tell("worker", f"{self.id} joined (incarnation {self.claims.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self.context.run_id, self.claims.incarnation)
 
     def step(self, wait_seconds: float) -> StepResult | RoleEnd:
@@ -134,7 +133,7 @@ class Worker:
             if registered:
                 if reason == RoleEnd.DRAINED:  # it may never come back, and its action trace would stay
                     self._log.forget_action_trace(self.id)
-                self._tell("worker", f"{self.id} ended: {reason_in_words(reason)}")
+                self.context.tell("worker", f"{self.id} ended: {reason_in_words(reason)}")
         except Exception:
             _LOGGER.exception("%s could not end in order", self.id)
         finally:
@@ -241,7 +240,7 @@ class Worker:
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
         return Episodes(
             self._config, description, self._log, lineage, phase=self.policies.phase, recorded=recordings,
-            watchdog=self._watchdog, stages=self._stages, tell=lambda text: self._tell("environment", text),
+            watchdog=self._watchdog, stages=self._stages, tell=partial(self.context.tell, "environment"),
             cast=self._cast, parameters=self._parameters,
         )  # fmt: skip
 
@@ -257,14 +256,11 @@ class Worker:
             return None
         store, seconds = self.context.checkpoints.store, self._config.store.retry_seconds
         opponents = Opponents(lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds))
-        tell = partial(self._tell, "league") if self._index == 0 else lambda text: None  # all would say the same
+        tell = partial(self.context.tell, "league") if self._index == 0 else lambda text: None  # all would say the same
         return Casting(self._data[0], self._config.environment.num_envs, table, opponents, tell)
-
-    def _tell(self, kind: str, text: str) -> None:
-        emit(self.context.redis, self.context.run_id, kind, text)
 
     def _before_exit(self, failure: Failure) -> None:
         """What the watchdog does before it ends the process: another worker may act the claim at once."""
         self.claims.release()
-        self._tell("worker", f"{failure.detail}; its process is replaced")
+        self.context.tell("worker", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)

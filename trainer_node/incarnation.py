@@ -11,7 +11,6 @@ import redis
 from shared.errors import Fenced, ShardUnavailable
 from shared.experience.counters import PhaseCounters
 from shared.experience.log_entry import LogEntry
-from shared.protocol.events import emit
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from shared.protocol.ledger import read_accounting
@@ -47,7 +46,7 @@ class Incarnation:
         self.shutdown_requested = False
 
     def tell(self, text: str, kind: str = "trainer") -> None:
-        emit(self.role.redis, self.role.run_id, kind, text)
+        self.role.tell(kind, text)
 
     def with_store(self, call: Callable[[], T]) -> T:
         """What `call` returns; retried, as a named wait, while the store is away."""
@@ -84,8 +83,7 @@ class Incarnation:
         return reason
 
     def preempted(self, how: str) -> str:
-        """Leaves the run to the next trainer; what the checkpoint writer may still be writing is harmless, or refused
-        by the next epoch."""
+        """Leaves the run to the next trainer; what is still being written is harmless, or refused by the next epoch."""
         with contextlib.suppress(redis.RedisError):
             if self.epoch:
                 WorkRecord(self.role, self.epoch).leave()

@@ -17,7 +17,6 @@ from shared.experience.counters import Phase
 from shared.experience.fragment import Fragment
 from shared.experience.log_entry import START, LogEntry, before
 from shared.experience.spaces import EnvironmentDescription
-from shared.protocol.events import emit
 from shared.protocol.ledger import Ledger
 from shared.protocol.quarantine import WorkRecord
 from shared.protocol.scripts import Script
@@ -89,7 +88,7 @@ class RedisAccounting(WorkRecord):
         return reply is not DropReply.KNOWN
 
     def tell(self, text: str) -> None:
-        emit(self._role.redis, self._role.run_id, "dropped", text)
+        self._role.tell("dropped", text)
 
 
 class LogConsumer:
@@ -147,8 +146,7 @@ class LogConsumer:
                 return taken
 
     def _judge(self, entry: LogEntry, version: int, phase: Phase) -> Fragment | None:
-        account = self.ledger.of(entry.worker)
-        last = account.high_water.get(entry.incarnation, -1)
+        last = self.ledger.of(entry.worker).high_water.get(entry.incarnation, -1)
         if entry.pushed and entry.seq <= last:
             self._dropped(entry, DropReason.DUPLICATE, f"sequence number {entry.seq} after {last}")
             return None

@@ -56,10 +56,9 @@ class Trainer:
         run_folder = incarnation.run_folder
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
         began = incarnation.epoch, self.version, self.learner.counters.train.env_steps
-        store = self.state.writer.store
-        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began)
+        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, self.state.writer.store, began)
         incarnation.closing.callback(self.recorder.close)
-        self.state.writer.keep(self.recorder)
+        self.state.writer.recorder = self.recorder
         self._orders = self._flow.read().checkpoint_orders
         """Checkpoints that persons have asked for so far."""
         self._catching_up = True
@@ -153,11 +152,9 @@ class Trainer:
                 self.incarnation.tell(text, "curriculum")
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
-            for name in (RETURN, LENGTH):
-                values = [
-                    record.episode_return if name == RETURN else record.length for record in self.learner.episodes
-                ]
-                self.recorder.histogram(name, values, self.learner.counters.train.env_steps)
+            episodes, env_steps = self.learner.episodes, self.learner.counters.train.env_steps
+            self.recorder.histogram(RETURN, [record.episode_return for record in episodes], env_steps)
+            self.recorder.histogram(LENGTH, [record.length for record in episodes], env_steps)
 
     def poll(self) -> FlowState:
         """The run's state; makes up for a Redis that came back with less, and makes room where it is full."""

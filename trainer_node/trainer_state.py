@@ -42,15 +42,11 @@ class RunSchedule:
         self._evaluation_index = every.index(counters.train) if every else 0
         return self._evaluation_index > before
 
-    def recovered(self, counters: PhaseCounters) -> None:
-        """Counts from here on."""
-        self.checkpointed(counters)
-        self.evaluation_due(counters)
-
     def log_half_full(self, log_bytes: int) -> bool:
         return log_bytes >= self._config.rollout.max_log_bytes // 2
 
     def checkpointed(self, counters: PhaseCounters) -> None:
+        """The next one is counted from here."""
         self._checkpoint_index = self._config.checkpoint.every.index(counters.train)
         self._checkpointed_at = time.monotonic()
 
@@ -90,9 +86,8 @@ class TrainerState:
         no version that names them may act any more."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
-        self.consumer = LogConsumer(
-            role.run_id, role.config, description, incarnation.read_log, accounting, incarnation.heartbeat.stages
-        )
+        read, stages = incarnation.read_log, incarnation.heartbeat.stages
+        self.consumer = LogConsumer(role.run_id, role.config, description, read, accounting, stages)
         self.schedule = RunSchedule(role.config)
         self.writer = CheckpointWriter(role, incarnation.epoch)
         incarnation.closing.callback(self.writer.close)

@@ -331,8 +331,7 @@ class Check:
 
     def _check_info(self, played: int) -> None:
         """Whether each column of `environment.info_columns` was told at all."""
-        columns = self._config.environment.info_columns
-        if missing := [name for name in columns if name not in self._told]:
+        if missing := [name for name in self._config.environment.info_columns if name not in self._told]:
             numbers = ", ".join(sorted(self._told)) or "none"
             found = f"info never told {', '.join(missing)} in {counted(played, 'step')}; its numbers are: {numbers}"
             expected = "a number in each step's info for each of environment.info_columns (without one it is NaN)"
@@ -463,10 +462,8 @@ def main() -> None:
 
     sys.path[:] = asked["import_path"]  # as of the process that asks
     try:
-        config = parse_config(asked["config"])
-        Check(config, asked["seed"], asked["deadline_seconds"], tell).run(
-            asked["steps"], asked["whole"], asked["alone"], asked["any_api"]
-        )
+        check = Check(parse_config(asked["config"]), asked["seed"], asked["deadline_seconds"], tell)
+        check.run(asked["steps"], asked["whole"], asked["alone"], asked["any_api"])
     except UserError as error:
         tell({"error": type(error).__name__, "text": str(error)})
     tell({"done": True})

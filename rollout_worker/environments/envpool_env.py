@@ -27,7 +27,11 @@ _ABOUT_THE_POOL = ("env_id", "players", "elapsed_step")
 """What is in `info` beside what the environment tells."""
 
 
-class _Pools:
+class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
+    """All copies of a task: what `environment.vectorization: native` steps."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
     def __init__(self, name: str, num_envs: int, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
         """Raises `EnvironmentUnusable` where EnvPool is not installed, has no such task, or takes no such argument."""
         if taken := sorted(set(kwargs) & set(_OURS)):
@@ -44,42 +48,39 @@ class _Pools:
                 f"{name} needs EnvPool, which cannot be imported ({error}); {install('envpool')} (750 MB)"
             ) from None
         try:
-            self.first = self.make(0)
-            self.spaces = self.first.observation_space, self.first.action_space
+            self.pool = self._make(0)
+            self.single_observation_space = self.pool.observation_space
+            self.single_action_space = self.pool.action_space
         except Exception as error:
             raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
-        if self.first.config.get("max_num_players", 1) > 1:
+        if self.pool.config.get("max_num_players", 1) > 1:
             raise EnvironmentUnusable(f"{name} has several players; only tasks with a single one are supported")
+        self.num_envs = num_envs
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def make(self, seed: int) -> Any:
+    def _make(self, seed: int) -> Any:
         made = self._envpool.make(self._task, env_type="gymnasium", seed=seed % _MOST_SEEDS, **self._kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bounds that a float32 rounds, at the first look
             assert made.observation_space is not None
         return made
 
-
-class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
-    """All copies of a task: what `environment.vectorization: native` steps."""
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-
-    def __init__(self, name: str, num_envs: int, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
-        self._pools, self.num_envs = _Pools(name, num_envs, max_episode_steps, kwargs), num_envs
-        self.single_observation_space, self.single_action_space = self._pools.spaces
-        self.observation_space, self.action_space = (batch_space(space, num_envs) for space in self._pools.spaces)
-        self._pool = self._pools.first
+    def begin(self, seed: object) -> tuple[Any, dict[str, Any]]:
+        """Observations and info, in another pool where there is a seed."""
+        if isinstance(seed, int):
+            self.pool = self._make(seed)
+        observations, info = self.pool.reset()
+        return observations, _told(info, self.num_envs)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        if isinstance(seed, int):
-            self._pool = self._pools.make(seed)
-        observations, info = self._pool.reset()
+        observations, info = self.begin(seed)
         return observations, self._of_each(info)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        *result, info = self._pool.step(actions)
+        *result, info = self.pool.step(actions)
         return *result, self._of_each(info)
 
     def _of_each(self, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,35 +89,32 @@ class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
         return told | dict.fromkeys((f"_{name}" for name in told), np.ones(self.num_envs, np.bool_))
 
     def close_extras(self, **kwargs: Any) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 class EnvPoolSingle(gym.Env[Any, Any]):
     """One copy of a task: for its spaces, and for evaluation, whose episodes have seeds."""
 
     def __init__(self, name: str, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
-        self._pools = _Pools(name, 1, max_episode_steps, kwargs)
-        self._pool = self._pools.first
-        self.observation_space, self.action_space = self._pools.spaces
+        self._one = EnvPoolVector(name, 1, max_episode_steps, kwargs)
+        self.observation_space, self.action_space = self._one.single_observation_space, self._one.single_action_space
         self.render_mode = kwargs.get("render_mode")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        if seed is not None:
-            self._pool = self._pools.make(seed)
-        observations, info = self._pool.reset()
-        return _first(observations), _first(_told(info, 1))
+        observations, info = self._one.begin(seed)
+        return _first(observations), _first(info)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observations, reward, terminated, truncated, info = self._pool.step(_batch(action))
+        observations, reward, terminated, truncated, info = self._one.pool.step(_batch(action))
         return _first(observations), float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first(_told(info, 1))
 
     def render(self) -> Any:
-        frames = self._pool.render()
+        frames = self._one.pool.render()
         return None if frames is None else frames[0]
 
     def close(self) -> None:
-        self._pool.close()
+        self._one.close()
 
 
 def _first(nested: Any) -> Any:

@@ -39,8 +39,15 @@ def make_vector(
         return OwnProcesses(_in_processes(own, shared_memory=False), parameters)
     if config.several_agents:
         return _several(config, description, parameters)
-    native = config.vectorization == "native"
-    return GymnasiumEnvironments(_vectorize(config), description, native=native, parameters=parameters)
+    env: gym.vector.VectorEnv[Any, Any, Any]
+    if native := config.vectorization == "native":
+        env = make_native(config)
+    elif config.vectorization == "async":
+        env = _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
+    else:
+        makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
+        env = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+    return GymnasiumEnvironments(env, description, native=native, parameters=parameters)
 
 
 def _several(
@@ -54,15 +61,6 @@ def _several(
 def parameterized(config: EnvironmentConfig) -> Parameterized:
     """What gives one environment its parameters."""
     return Parameterized(config.parameters_by, lambda values: make(config, **values))
-
-
-def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
-    if config.vectorization == "native":
-        return make_native(config)
-    if config.vectorization == "async":
-        return _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
-    makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
-    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:
@@ -139,8 +137,7 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
 
 
 def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments, wrappers and copies (no more than episodes); never
-    native, whose episodes blend."""
+    """The training environment with the evaluation's arguments, wrappers and copies; not native: episodes blend."""
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
     copies = min(evaluation.num_envs, episodes or evaluation.episodes)
@@ -172,8 +169,7 @@ def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, An
             expected = "environment.vectorization=native expects a gymnasium VectorEnv"
             raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; {expected}")
         return made
-    spec = _registered(lambda: gym.spec(config.id), config.id)
-    if spec.vector_entry_point is None:
+    if _registered(lambda: gym.spec(config.id), config.id).vector_entry_point is None:
         found = f"{config.id} has no vectorized version of its own"
         raise ConfigError(f"{found}; use environment.vectorization: sync or async")
     kwargs: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
@@ -203,8 +199,7 @@ def _as_in_pettingzoo(name: str) -> str:
 
 
 def _names_in_pettingzoo() -> dict[str, str]:
-    """Name → `parallel`, or `aec` for a game that is played in turns only; none where it is not installed, or older
-    than its registry (1.26)."""
+    """Name → `parallel`, or `aec` for a game in turns only; none where it is missing, or older than 1.26."""
     try:
         package = importlib.import_module("pettingzoo")
     except ImportError:

@@ -114,9 +114,8 @@ class GymnasiumEnvironments:
             if self._mode is AutoresetMode.DISABLED:
                 terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
                 seeds = None if self._native else self._episode_seeds(ended.tolist())
-                observations, _ = self._env.reset(
-                    seed=seeds, options={"reset_mask": done, **self._drawn(ended.tolist())}
-                )
+                options = {"reset_mask": done, **self._drawn(ended.tolist())}
+                observations, _ = self._env.reset(seed=seeds, options=options)
         self._over = done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),

@@ -39,12 +39,9 @@ class _Goal:
             raise ConfigError(
                 f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to {size - 1}"
             )
-        own = (space.low, space.high) if isinstance(space, spaces.Box) else (0.0, 1.0)
-        shape, given = space.shape or (), zip((level.low, level.high), own, ("low", "high"), strict=True)
-        low, high = (
-            self._bound(number, np.broadcast_to(np.asarray(its), shape), f"{where}.{name}")
-            for number, its, name in given
-        )
+        own = (space.low, space.high) if isinstance(space, spaces.Box) else (np.zeros(size), np.ones(size))
+        given = zip((level.low, level.high), own, ("low", "high"), strict=True)
+        low, high = (self._bound(number, its, f"{where}.{name}") for number, its, name in given)
         if not (low < high).all():
             raise ConfigError(f"{where}: low={low.tolist()} is not below high={high.tolist()}; correct one of them")
         if isinstance(self.threshold, tuple):
@@ -52,8 +49,7 @@ class _Goal:
         self.space = spaces.Box(low, high, dtype=np.float32)
 
     def _bound(self, given: Numbers | None, own: Array, field: str) -> Array:
-        count = len(self._elements)
-        bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, count, field)
+        bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, len(self._elements), field)
         if not np.isfinite(bound).all():
             raise ConfigError(
                 f"{field} is not given, and {self._leaf!r} has no bound of its own; say between which numbers goals are"

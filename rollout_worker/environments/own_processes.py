@@ -39,8 +39,7 @@ class InOwnProcess(gym.Env[Any, Any]):
         self._parameters: EpisodeParameters | None = None
 
     def ask(self, name: str, arguments: Sequence[Any], drawing: EpisodeParameters | None) -> tuple[Any, Any, Any]:
-        """What a method returns, and then where the episode stands and what was drawn for it. `drawing` is the worker's
-        where it has changed."""
+        """What a method returns, where the episode then stands, and what was drawn for it; `drawing` if it changed."""
         if drawing is not None:
             self._parameters = self._parameters or EpisodeParameters(drawing.table, 1)
             self._parameters.table, self._parameters.now[0] = drawing.table, drawing.now[self._index]
@@ -117,8 +116,7 @@ def _together(parts: Sequence[PolicyStep]) -> PolicyStep:
     obs, reward, terminated, truncated, mask, info, acts = _beside(acted)
     finals = {name: np.concatenate([its.final_obs[name] for its in parts]) for name in parts[0].final_obs}
     slots = np.concatenate([its.final_slots * len(parts) + index for index, its in enumerate(parts)])
-    in_turns = parts[0].in_turns
-    return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, in_turns)
+    return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, parts[0].in_turns)
 
 
 def _beside(parts: Sequence[Any]) -> Any:

@@ -27,11 +27,11 @@ class EpisodeParameters:
     def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
         """Those of running episodes, as `plain` gave them."""
         for environment, its in enumerate(running):
-            self.now[environment] = Drawn(its["values"], its["lessons"])
+            self.now[environment] = Drawn.from_dict(its)
 
     def plain(self) -> list[dict[str, Any]]:
         """Those of running episodes, for the action trace."""
-        return [drawn.plain() for drawn in self.now]
+        return [drawn.as_dict() for drawn in self.now]
 
     def noted(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
         """The record of an episode that ends, with what was drawn for it."""
@@ -76,11 +76,8 @@ def _holder(env: Any, name: str) -> Any:
     if (found := holder(env, {name})) is not None:
         return found
     *_, innermost = layers(env)
-    has = [
-        key
-        for key, its in vars(innermost).items()
-        if not key.startswith("_") and isinstance(its, bool | int | float | str)
-    ]
+    plain = (key for key, its in vars(innermost).items() if isinstance(its, bool | int | float | str))
+    has = [key for key in plain if not key.startswith("_")]
     more = f" and {len(has) - _SHOWN} more" if len(has) > _SHOWN else ""
     raise EnvironmentUnusable(
         f"environment.parameters: the environment has no attribute {name}; of numbers and text it has "

@@ -140,12 +140,9 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
                 f"{len(stuck)} steps that were acted; expected one for each choice; mark it, or end the episode"
             )
         for name, array in its.items():
-            if name != "reward" and name not in observed:
-                continue
-            if expected := _unusable(array, observed.get(name)):
-                what = (
-                    f"a reward for policy {policy_id}" if name == "reward" else f"an observation ({policy_id}/{name})"
-                )
+            leaf = observed.get(name)
+            if (leaf or name == "reward") and (expected := _unusable(array, leaf)):
+                what = f"an observation ({policy_id}/{name})" if leaf else f"a reward for policy {policy_id}"
                 raise EnvironmentFailure(f"the environment returned {what} that cannot be learned from: {expected}")
 
 
@@ -204,8 +201,7 @@ def of_info(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
 
 
 def tell(env: Any, name: str, value: Any) -> bool:
-    """Calls a method of an environment and of all its wrappers that have it, outermost first; returns whether any has.
-    What they raise is raised."""
+    """Calls a method of an environment and all its wrappers that have it, outermost first; returns whether any has."""
     found = False
     for layer in layers(env):
         if callable(method := getattr(type(layer), name, None)):

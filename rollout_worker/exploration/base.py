@@ -137,12 +137,9 @@ def bounds_of(leaf: Leaf, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def legal_by_leaf(observations: Tensors, spaces: PolicySpaces) -> Iterator[Tensor] | None:
     """`[S, sum of nvec]` for each leaf of choices; None where nothing is masked."""
-    legal = legal_choices(observations, spaces)
-    return (
-        None
-        if legal is None
-        else iter(torch.split(legal, [sum(leaf.nvec) for leaf in spaces.action.leaves if leaf.nvec], 1))
-    )
+    if (legal := legal_choices(observations, spaces)) is None:
+        return None
+    return iter(torch.split(legal, [sum(leaf.nvec) for leaf in spaces.action.leaves if leaf.nvec], 1))
 
 
 def uniform_log_prob(observations: Tensors, spaces: PolicySpaces) -> Tensor:

@@ -18,8 +18,7 @@ from shared.storage.log_archive import read_experience
 def read(
     location: str, description: EnvironmentDescription, endpoint_url: str | None = None
 ) -> dict[str, list[Episode]]:
-    """Each policy's episodes, in the order of the log; raises `DatasetError`, `ArchiveIncomplete` or what the store
-    raises."""
+    """Each policy's episodes, as logged; raises `DatasetError`, `ArchiveIncomplete` or what the store raises."""
     found: dict[str, list[Episode]] = {policy_id: [] for policy_id in description.policies}
     fragments = _checked(read_experience(location, endpoint_url), location, description)
     for line in _lines(fragments, description.in_turns):

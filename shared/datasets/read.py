@@ -34,8 +34,7 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
     elif kind == "csv":
         episodes = read_csv(path, description)
     else:
-        file = path / _MINARI if kind == "minari" and path.is_dir() else path
-        episodes = read_hdf5(file, description)
+        episodes = read_hdf5(path / _MINARI if kind == "minari" and path.is_dir() else path, description)
     alone, recordings = len(episodes) == 1, Recordings()
     for policy_id, its in episodes.items():
         where = config.path if alone else f"{config.path} (policy {policy_id})"
@@ -73,9 +72,7 @@ def _format(config: RecordedConfig) -> DatasetFormat:
     if path.suffix.lower() in by_suffix:
         return by_suffix[path.suffix.lower()]
     listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) if path.is_dir() else ""
-    found = (
-        "it does not exist" if not path.exists() else f"it holds {listed or 'nothing'}" if path.is_dir() else "a file"
-    )
+    found = f"it holds {listed or 'nothing'}" if path.is_dir() else "a file" if path.exists() else "it does not exist"
     raise DatasetError(
         f"{config.section}.path={config.path} is of no known format ({found}); expected a run's folder with "
         f"{EXPERIENCE}, a Minari dataset's folder with {_MINARI}, an .hdf5 or .h5 file, or a .csv file"
@@ -119,11 +116,26 @@ def _of_policy(path: Path, header: list[str], rows: list[list[str]], policy_id: 
     return _Cells(where, [header[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
+def _flags(source: "_Cells | _Group", name: str, rows: int, optional: bool = False) -> Array:
+    """`[M]` bool; false without such a column, if that is `optional`."""
+    values = np.zeros(rows) if optional and name not in source else source.array(name)
+    return flags(values, rows, f"{source.where}: {name}")
+
+
+def _numbers(source: "_Cells | _Group", name: str, rows: int, reset: bool = False) -> Array:
+    """`[M]` float32; NaN without such a column. The first row is left out where it is one of the `reset`."""
+    if name not in source:
+        return np.full(rows, np.nan, np.float32)
+    values = source.array(name)
+    values = values[1:] if reset and values.shape[:1] == (rows + 1,) else values
+    return numbers(values, rows, f"{source.where}: {name}", unknown=True)
+
+
 class _Cells:
-    def __init__(self, path: Path | str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    def __init__(self, where: Path | str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         if twice := sorted({name for name in header if list(header).count(name) > 1}):
-            raise DatasetError(f"{path} has the columns {', '.join(twice)} more than once")
-        self.path = path
+            raise DatasetError(f"{where} has the columns {', '.join(twice)} more than once")
+        self.where = where
         self._columns = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else dict.fromkeys(header, ())
         self.rows = len(cells)
         self.unread = set(header)
@@ -134,19 +146,19 @@ class _Cells:
     def text(self, name: str) -> tuple[str, ...]:
         if name not in self._columns:
             raise DatasetError(
-                f"{self.path} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
+                f"{self.where} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
             )
         self.unread.discard(name)
         return self._columns[name]
 
-    def number(self, name: str) -> Array:
+    def array(self, name: str) -> Array:
         """`[M]`, float64."""
         values = np.empty(self.rows)
         for row, cell in enumerate(self.text(name)):
             try:
                 values[row] = float(_WORDS.get(cell.strip().lower(), cell))
             except ValueError:
-                raise DatasetError(f"{self.path}: {name} is {cell!r} in row {row}, expected a number") from None
+                raise DatasetError(f"{self.where}: {name} is {cell!r} in row {row}, expected a number") from None
         return values
 
     def space(self, spec: SpaceSpec, prefix: str, name: str) -> Columns:
@@ -155,44 +167,34 @@ class _Cells:
         for leaf in spec.leaves:
             found = leaf.column(name)
             if not leaf.shape or (leaf.size == 1 and found in self):
-                where, values = f"{self.path}: {found}", self.number(found)
+                where, values = f"{self.where}: {found}", self.array(found)
             else:
-                parts = [self.number(f"{found}.{index}") for index in range(leaf.size)]
-                where, values = f"{self.path}: {found}.…", np.stack(parts, axis=1).reshape(self.rows, *leaf.shape)
+                parts = [self.array(f"{found}.{index}") for index in range(leaf.size)]
+                where, values = f"{self.where}: {found}.…", np.stack(parts, axis=1).reshape(self.rows, *leaf.shape)
             columns[leaf.column(prefix)] = as_column(where, values, leaf, action=prefix == "action")
         return columns
 
 
 def _csv_table(cells: _Cells, spaces: PolicySpaces, info_columns: Sequence[str]) -> Table:
-    path, obs = cells.path, cells.space(spaces.observation, "obs", "obs")
+    rows, obs = cells.rows, cells.space(spaces.observation, "obs", "obs")
     action = cells.space(spaces.action, "action", "action")
     told = any(name.startswith("next_obs") for name in cells.unread)
-    truncated = cells.number("truncated") if "truncated" in cells else np.zeros(cells.rows)
-    log_prob = cells.number("log_prob") if "log_prob" in cells else np.full(cells.rows, np.nan)
     table = Table(
         obs,
         action,
-        numbers(cells.number("reward"), cells.rows, f"{path}: reward"),
-        flags(cells.number("terminated"), cells.rows, f"{path}: terminated"),
-        flags(truncated, cells.rows, f"{path}: truncated"),
-        numbers(log_prob, cells.rows, f"{path}: log_prob", unknown=True),
+        numbers(cells.array("reward"), rows, f"{cells.where}: reward"),
+        _flags(cells, "terminated", rows),
+        _flags(cells, "truncated", rows, optional=True),
+        _numbers(cells, "log_prob", rows),
         cells.space(spaces.observation, "obs", "next_obs") if told else None,
         _changes(cells),
-        info={
-            name: _known_numbers(cells.number(name) if name in cells else None, cells.rows, f"{path}: {name}")
-            for name in (INFO + its for its in info_columns)
-        },
+        info={name: _numbers(cells, name, rows) for name in (INFO + its for its in info_columns)},
     )
     _check_steps(cells, table)
     if cells.unread:
         unknown = ", ".join(sorted(cells.unread))
-        raise DatasetError(f"{path} has the columns {unknown}, which mean nothing here; leave them out")
+        raise DatasetError(f"{cells.where} has the columns {unknown}, which mean nothing here; leave them out")
     return table
-
-
-def _known_numbers(values: Array | None, rows: int, name: str) -> Array:
-    """A column `info/NAME`; NaN where there is none."""
-    return np.full(rows, np.nan, np.float32) if values is None else numbers(values, rows, name, unknown=True)
 
 
 def _changes(cells: _Cells) -> Array:
@@ -208,15 +210,14 @@ def _changes(cells: _Cells) -> Array:
 def _check_steps(cells: _Cells, table: Table) -> None:
     if "step" not in cells:
         return
-    steps = cells.number("step")
+    steps = cells.array("step")
     begins = np.ones(cells.rows, np.bool_)
-    ends = table.terminated | table.truncated | _changes(cells)
-    begins[1:] = ends[:-1]
+    begins[1:] = (table.terminated | table.truncated | _changes(cells))[:-1]
     expected = np.where(begins, 0, np.concatenate([[0], steps[:-1] + 1]))
     if (steps != expected).any():
         row = int(np.flatnonzero(steps != expected)[0])
         raise DatasetError(
-            f"{cells.path}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, "
+            f"{cells.where}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, "
             f"out of order, or is an episode's end not marked (terminated, truncated, episode)?"
         )
 
@@ -247,7 +248,11 @@ def _hdf5_episodes(where: str, node: Any, spaces: PolicySpaces, info_columns: Se
             f"or episode_0, episode_1, … (Minari)"
         )
     for name in sorted(names, key=lambda name: int(name.removeprefix("episode_"))):
-        yield from _minari_episode(_Group(f"{where}: {name}", node[name]), spaces, info_columns)
+        group = _Group(f"{where}: {name}", node[name])
+        table = _hdf5_table(group, spaces, info_columns, minari=True)
+        if (table.terminated | table.truncated)[:-1].any():
+            raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
+        yield from episodes_of(table)
 
 
 @contextmanager
@@ -317,31 +322,14 @@ def _hdf5_table(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str]
         obs, next_obs = ({name: array[part] for name, array in obs.items()} for part in (slice(-1), slice(1, None)))
     elif "next_observations" in group:
         next_obs = group.space(spaces.observation, "obs", "next_observations", rows)
-    truncated = group.array(flag[1]) if minari or flag[1] in group else np.zeros(rows)
-    log_prob = None if minari else next((name for name in _LOG_PROBS if name in group), None)
+    log_prob = next((name for name in _LOG_PROBS if name in group), _LOG_PROBS[0])
     return Table(
         obs,
         group.space(spaces.action, "action", "actions", rows),
         numbers(rewards, rows, f"{group.where}: rewards"),
-        flags(group.array(flag[0]), rows, f"{group.where}: {flag[0]}"),
-        flags(truncated, rows, f"{group.where}: {flag[1]}"),
-        None if log_prob is None else numbers(group.array(log_prob), rows, f"{group.where}: {log_prob}", unknown=True),
+        _flags(group, flag[0], rows),
+        _flags(group, flag[1], rows, optional=not minari),
+        np.full(rows, np.nan, np.float32) if minari else _numbers(group, log_prob, rows),
         next_obs,
-        info={INFO + name: _hdf5_info(group, name, rows, minari) for name in info_columns},
+        info={INFO + name: _numbers(group, f"infos/{name}", rows, reset=minari) for name in info_columns},
     )
-
-
-def _hdf5_info(group: _Group, name: str, rows: int, minari: bool) -> Array:
-    """Minari also keeps the `info` of the reset, as the first row."""
-    place = f"infos/{name}"
-    values = group.array(place) if place in group else None
-    if minari and values is not None and values.shape[:1] == (rows + 1,):
-        values = values[1:]
-    return _known_numbers(values, rows, f"{group.where}: {place}")
-
-
-def _minari_episode(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str]) -> list[Episode]:
-    table = _hdf5_table(group, spaces, info_columns, minari=True)
-    if (table.terminated | table.truncated)[:-1].any():
-        raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
-    return list(episodes_of(table))

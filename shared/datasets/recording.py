@@ -52,13 +52,11 @@ class Recording:
             raise DatasetError(f"{where} holds no transition; expected at least one")
         self.spaces = spaces
         self.where = where
-        self.columns = {
-            **_end_to_end([episode.observations for episode in kept]),
-            **_end_to_end([episode.actions for episode in kept]),
-            **_end_to_end([episode.info for episode in kept]),
-            "reward": np.concatenate([episode.reward for episode in kept]),
-            "log_prob": np.concatenate([episode.log_prob for episode in kept]),
-        }
+        its = [
+            item.observations | item.actions | item.info | {"reward": item.reward, "log_prob": item.log_prob}
+            for item in kept
+        ]
+        self.columns = {name: np.concatenate([columns[name] for columns in its]) for name in its[0]}
         lengths = np.array([len(episode) for episode in kept])
         self._starts, self._ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
         self._terminated = np.array([episode.terminated for episode in kept])
@@ -139,10 +137,6 @@ class Recordings(dict[str, Recording]):
         return hashes[0][-64:] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
-def _end_to_end(parts: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
 DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recordings]
 """`shared.datasets.read.read_dataset`, handed to learners, since they reach no files or servers themselves."""
 
@@ -210,8 +204,8 @@ class Table:
     reward: Array
     terminated: Array
     truncated: Array
-    log_prob: Array | None = None
-    """NaN where it is unknown; None where it is unknown everywhere."""
+    log_prob: Array
+    """NaN where it is unknown."""
     next_obs: Columns | None = None
     """`obs…`: what was observed after each step."""
     cut_after: Array | None = None
@@ -246,8 +240,7 @@ def episodes_of(table: Table) -> Iterator[Episode]:
 def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) -> Episode:
     terminated = bool(table.terminated[last])
     told = table.next_obs if table.next_known is None or table.next_known[last] else None
-    after = slice(last, last + 1)
-    rows = slice(first, last + 1)
+    after, rows = slice(last, last + 1), slice(first, last + 1)
     if told is None and not terminated:
         last, after = last - 1, slice(0)
     steps = slice(first, last + 1)
@@ -255,7 +248,7 @@ def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) 
         {name: np.concatenate([array[rows], (told or table.obs)[name][after]]) for name, array in table.obs.items()},
         {name: array[steps] for name, array in table.action.items()},
         table.reward[steps],
-        np.full(last + 1 - first, np.nan, np.float32) if table.log_prob is None else table.log_prob[steps],
+        table.log_prob[steps],
         terminated,
         record,
         told is not None or not terminated,

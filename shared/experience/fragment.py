@@ -159,9 +159,7 @@ class Fragment:
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
     """One safetensors blob; the same fragment always gives the same bytes."""
-    flat = {
-        f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
-    }
+    flat = {f"{policy}/{name}": array for policy, its in fragment.columns.items() for name, array in its.items()}
     sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
     episodes = [record.plain() for record in fragment.header.episodes]
@@ -227,13 +225,9 @@ def decode(blob: bytes) -> Fragment:
 
 
 def check(
-    fragment: Fragment,
-    run_id: str,
-    description: EnvironmentDescription,
-    state_sizes: Mapping[str, int] | None = None,
-    *,
-    by_log_prob: Collection[str] = (),
-) -> None:
+    fragment: Fragment, run_id: str, description: EnvironmentDescription,
+    state_sizes: Mapping[str, int] | None = None, *, by_log_prob: Collection[str] = (),
+) -> None:  # fmt: skip
     """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
     those of recurrent policies; `by_log_prob`: the policies whose `log_prob` must be known, since they learn by it."""
     header, policies = fragment.header, set(description.policies)
@@ -276,8 +270,7 @@ def expected_columns(
 
 
 def kept_rows(columns: Columns) -> Array:
-    """`[T, S]`: the rows that something can be learned from: those that were acted, and what follows the last of them
-    where agents act in turns."""
+    """`[T, S]`: the rows to learn from: those that were acted, and in turns what follows the last of them."""
     there, *over = (columns[name].astype(np.bool_) for name in ("mask", "terminated", "truncated"))
     goes_on = there & ~(over[0] | over[1])
     kept = there.copy()

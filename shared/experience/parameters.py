@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -71,11 +71,8 @@ class ParameterTable(PlainData):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(PlainData):
     """An episode's parameters, and the lessons that they were drawn in."""
 
     values: Mapping[str, Value]
     lessons: Mapping[str, int]
-
-    def plain(self) -> dict[str, Any]:
-        return {"values": dict(self.values), "lessons": dict(self.lessons)}

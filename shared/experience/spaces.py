@@ -69,15 +69,19 @@ class Leaf:
         """The dtype that its column travels in: counted choices are int64."""
         return np.dtype(np.int64) if self.kind != "box" else np.dtype(self.dtype)
 
-    def bounds(self) -> tuple[Array, Array]:
-        """Box bounds as float32 arrays of `shape`."""
+    def bounds(self, dtype: npt.DTypeLike = np.float32) -> tuple[Array, Array]:
+        """Box bounds as arrays of `shape`."""
         with np.errstate(over="ignore"):  # the largest float64 is infinite as a float32
-            sides = [np.asarray(side, np.float64).astype(np.float32) for side in (self.low, self.high)]
+            sides = [np.asarray(side, dtype) for side in (self.low, self.high)]
         low, high = (np.broadcast_to(side, (self.size,)).reshape(self.shape).copy() for side in sides)
         return low, high
 
     def starts(self) -> Array:
         return np.asarray(self.start or (0,) * len(self.nvec), np.int64).reshape(self.shape)
+
+    def own_terms(self, column: Array) -> Array:
+        """A column `[…, shape]` as the environment has it: choices from their smallest one on, in the space's dtype."""
+        return (column + self.starts() if any(self.start) else column).astype(self.dtype, copy=False)
 
     def beyond(self, choices: Array) -> Array:
         """Which choices, counted from 0, do not exist: true or false for each."""
@@ -121,8 +125,7 @@ class SpaceSpec(PlainData):
         return sum(sum(leaf.nvec) for leaf in self.leaves)
 
     def flatten(self, prefix: str, value: Any) -> Columns:
-        """Nested (batched) value → columns; choices are counted from 0. Raises `ValueError` for one that is no whole
-        number, and what NumPy raises."""
+        """Nested (batched) value → columns; choices from 0. Raises `ValueError` for fractions, and what NumPy does."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
             if leaf.nvec and not _whole(given := np.asarray(part)):
@@ -146,8 +149,7 @@ class SpaceSpec(PlainData):
         structure = self.structure if structure is None else structure
         if isinstance(structure, int):
             leaf = self.leaves[structure]
-            array = columns[leaf.column(prefix)]
-            return (array + leaf.starts() if any(leaf.start) else array).astype(leaf.dtype, copy=False)
+            return leaf.own_terms(columns[leaf.column(prefix)])
         if "dict" in structure:
             return {key: self.nest(prefix, columns, below) for key, below in structure["dict"].items()}
         return tuple(self.nest(prefix, columns, below) for below in structure["tuple"])
@@ -158,9 +160,7 @@ class SpaceSpec(PlainData):
         for leaf in self.leaves:
             if leaf.kind == "box":  # in the space's own dtype: the float32 nearest to a float64 bound may be beyond it
                 name = leaf.column("action")
-                sides = (np.asarray(side, leaf.dtype) for side in (leaf.low, leaf.high))
-                low, high = (np.broadcast_to(side, (leaf.size,)).reshape(leaf.shape) for side in sides)
-                bounded[name] = np.clip(columns[name].astype(leaf.dtype), low, high)
+                bounded[name] = np.clip(columns[name].astype(leaf.dtype), *leaf.bounds(leaf.dtype))
         return self.nest("action", bounded)
 
     def zeros(self, prefix: str, *batch: int) -> Columns:

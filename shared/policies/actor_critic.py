@@ -61,8 +61,7 @@ class Heads(Policy):
         return unrounded(value).squeeze(-1)
 
     def _params(self, features: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
-        """The head's outputs, with the state-independent log σ of each Gaussian leaf put behind its means; illegal
-        choices are masked."""
+        """The head's outputs, illegal choices masked, with each Gaussian leaf's state-independent log σ behind it."""
         outputs: Tensor = unrounded(self.head(features))
         if not any(self._gaussians):
             return masked(outputs, observations, self.spaces)

@@ -157,9 +157,8 @@ class BoundedActions(nn.Module):
         """`[B, D]` in [-1, 1] → action columns."""
         middle, scale = cast(Tensor, self.middle), cast(Tensor, self.scale)
         parts = torch.split_with_sizes(torch.addcmul(middle, flat, scale), self._sizes, dim=-1)
-        return {
-            name: part.reshape(-1, *shape) for name, part, shape in zip(self.names, parts, self._shapes, strict=True)
-        }
+        named = zip(self.names, parts, self._shapes, strict=True)
+        return {name: part.reshape(-1, *shape) for name, part, shape in named}
 
     def flat(self, actions: Mapping[str, Tensor]) -> Tensor:
         """The inverse of `columns`, float32."""

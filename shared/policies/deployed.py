@@ -121,10 +121,9 @@ class DeployedPolicy:
         spec = self._policy.spaces.action
         try:
             columns = spec.flatten("action", actions)
-            fits = all(columns[leaf.column("action")].shape == (rows, *leaf.shape) for leaf in spec.leaves)
-            fits = fits and not any(
-                leaf.beyond(columns[leaf.column("action")]).any() for leaf in spec.leaves if leaf.nvec
-            )
+            named = [(leaf, columns[leaf.column("action")]) for leaf in spec.leaves]
+            fits = all(its.shape == (rows, *leaf.shape) for leaf, its in named)
+            fits = fits and not any(leaf.beyond(its).any() for leaf, its in named if leaf.nvec)
         except (TypeError, ValueError, LookupError, OverflowError):
             fits = False
         if not fits:

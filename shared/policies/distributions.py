@@ -1,5 +1,4 @@
-"""Action distributions as pure functions of a policy's parameters `[B, P]` for all action leaves together, which are
-independent given the observation."""
+"""Action distributions: pure functions of a policy's parameters `[B, P]` for all leaves, which are independent."""
 
 import functools
 import math

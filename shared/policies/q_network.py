@@ -101,20 +101,10 @@ class QNetwork(Policy):
     """`[atoms]`: the returns that c51's probabilities are of."""
 
     def __init__(
-        self,
-        spaces: PolicySpaces,
-        config: PolicyConfig,
-        *,
-        head: Head = "expected",
-        dueling: bool = False,
-        noisy: bool = False,
-        atoms: int = 51,
-        v_min: float = -10.0,
-        v_max: float = 10.0,
-        quantiles: int = 200,
-        heads: int = 1,
-        prior_scale: float = 0.0,
-    ) -> None:
+        self, spaces: PolicySpaces, config: PolicyConfig, *, head: Head = "expected", dueling: bool = False,
+        noisy: bool = False, atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0, quantiles: int = 200,
+        heads: int = 1, prior_scale: float = 0.0,
+    ) -> None:  # fmt: skip
         """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`; several `heads` cannot be noisy."""
         given = {"atoms": atoms, "v_min": v_min, "v_max": v_max} if head == "c51" else {}
         given |= {"quantiles": quantiles} if head == "qr" else {}

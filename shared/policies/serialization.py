@@ -36,8 +36,7 @@ class VersionHeader(PlainData):
 
     def as_dict(self) -> dict[str, Any]:
         """Without what came later as it always was."""
-        later = {"league", "parameters"}
-        return {name: value for name, value in super().as_dict().items() if value is not None or name not in later}
+        return {name: value for name, value in super().as_dict().items() if value is not None}
 
 
 def state_arrays(policy: nn.Module) -> Columns:

@@ -4,12 +4,14 @@ The config never comes from Redis or the store, because it names code to import.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 
 from shared.config.run_config import Config
 from shared.errors import ConfigError
 from shared.experience.spaces import EnvironmentDescription
+from shared.protocol.events import emit
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import Flow
 from shared.protocol.payload_shards import Bodies
@@ -40,6 +42,10 @@ class RunContext:
     @property
     def run_id(self) -> str:
         return self.address.run_id
+
+    def tell(self, kind: str, text: str, **data: Any) -> None:
+        """Writes an event."""
+        emit(self.redis, self.run_id, kind, text, **data)
 
     def description(self) -> EnvironmentDescription:
         return self.checkpoints.description()

@@ -21,7 +21,8 @@ from tests.support import metric_rows
 from tests.support.game import Game, NewGame, small
 from tests.support.waiting import eventually
 from trainer_node.incarnation import Incarnation
-from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardFile
+from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
+from trainer_node.metrics.writers import WrittenRun
 from trainer_node.trainer import Trainer
 
 
@@ -227,7 +228,7 @@ def test_files_have_each_evaluation_once_whatever_a_crash_left_of_them(
         assert sorted(row["checkpoint"] for row in csv.DictReader(file)) == sorted(names)
     lines = (metrics / "evaluations.jsonl").read_text().splitlines()
     assert len(lines) == 4
-    shown = TensorBoardFile(metrics / "tensorboard", 1 << 40).shown(SCORE)
+    shown = TensorBoardWriter(WrittenRun("any", metrics, {}, 1 << 40)).shown()
     assert sorted(version for _, version in shown) == [1, 2, 3, 4]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -30,8 +30,9 @@ from tests.support.learning.cases import ON_POLICY_FIELDS, config_of
 from tests.support.learning.learners import Side, copies, experience, have_the_same_gradients, learn
 from trainer_node.checkpointing import snapshot
 from trainer_node.distributed import local_followers as local
+from trainer_node.distributed.leader import RanksDiffer
 from trainer_node.distributed.local_followers import local_ranks
-from trainer_node.distributed.process_group import Group, GroupBroken, RanksDiffer, RankShard
+from trainer_node.distributed.process_group import Group, GroupBroken, RankShard
 from trainer_node.learning.building_blocks.compilation import has_compiler
 
 pytestmark = pytest.mark.timeout(180)

@@ -20,7 +20,7 @@ from shared.config.sections import ArchiveConfig
 from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable, WaitTimeout
 from shared.experience.log_entry import LogEntry, id_order
 from shared.printable import counted
-from shared.protocol.events import emit, prune_evaluations, read_evaluations
+from shared.protocol.events import prune_evaluations, read_evaluations
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import Flow
 from shared.protocol.heartbeat import growing_pauses, read_heartbeats
@@ -176,7 +176,8 @@ class CheckpointWriter:
         self._archiver = Archiver(Archive(self.store, role.run_id), self._log, role.config.archive)
         self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
+        """Once it is there, its rows are stored before each checkpoint, and the evaluator's scores become rows."""
         self.due = DueEvaluations(self.store)
         self._pending: Snapshot | None = None
         self._busy = self._closing = False
@@ -197,10 +198,6 @@ class CheckpointWriter:
     def durable(self) -> int:
         """The newest version whose checkpoint this process has made durable; −1 before the first."""
         return -1 if self._durable is None else checkpoint_version(self._durable) or 0
-
-    def keep(self, recorder: Recorder) -> None:
-        """From now on its rows are stored before each checkpoint, and the evaluator's scores become rows."""
-        self._recorder = recorder
 
     def submit(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot; one that still waits for the store is replaced by it, being older."""
@@ -263,11 +260,10 @@ class CheckpointWriter:
                         self._lock.notify_all()
                 else:
                     self.notice_evaluations()
-                    waits = self.due.submitted or (self._recorder is not None and self._recorder.due)
-                    if waits and not self._try(self._store_metrics):
-                        self._pause()
-                if self._exporter.due and not self._try(self._exporter.step):
-                    self._pause()
+                    if self.due.submitted or (self.recorder is not None and self.recorder.due):
+                        self._try(self._store_metrics)
+                if self._exporter.due:
+                    self._try(self._exporter.step)
             self._try(self._store_metrics)
         except BaseException as error:
             with self._lock:
@@ -279,22 +275,20 @@ class CheckpointWriter:
 
     def notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
-        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed and not self._try(self._refresh):
-            self._pause()
+        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed:
+            self._try(self._refresh)
 
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
         # each try writes the same manifest: the store may carry out a put that was given up after the next one
         manifest = functools.cache(lambda: self._with_news(snapshot.manifest))
         while not self._try(lambda: self._save(manifest(), snapshot.objects)):
-            with self.stages.during("wait(the store)"):
-                self._pause()
             with self._lock:
                 if self._pending is not None or self._closing:
                     return
 
     def _try(self, write: Callable[[], object]) -> bool:
-        """One try (of several by boto3); whether it worked. Where not, `status` and an event say why."""
+        """One try (of several by boto3); whether it worked. Where not, `status` and an event say why, and it pauses."""
         try:
             write()
         except (StoreError, StoreUnavailable, ShardUnavailable) as error:
@@ -304,19 +298,17 @@ class CheckpointWriter:
             _LOGGER.warning("%s fails (try %d): %s", party, attempts, error)
             self._write_status(self._outage)
             if attempts == 1:
-                emit(self._role.redis, self._role.run_id, "store", f"{party} fails, training continues: {error}")
+                self._role.tell("store", f"{party} fails, training continues: {error}")
+            with self.stages.during("wait(the store)"), self._lock:
+                self._lock.wait_for(lambda: self._closing, timeout=next(self._pauses))
             return False
         if outage := self._outage:
             seconds, often = max(0.0, time.time() - outage["since"]), counted(outage["attempts"], "time")
             text = f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s"
             self._outage, self._pauses = {}, growing_pauses()
-            emit(self._role.redis, self._role.run_id, "store", text)
+            self._role.tell("store", text)
         self._write_status({})
         return True
-
-    def _pause(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._closing, timeout=next(self._pauses))
 
     def _write_status(self, news: dict[str, Any]) -> None:
         """`store_status`: the newest durable checkpoint, an export that failed, and what is being tried or fails."""
@@ -348,20 +340,19 @@ class CheckpointWriter:
         with self.stages.during("trim"):
             self._log.trim(self._epoch, manifest.log_position)
         again, self._durable = self._durable == manifest.name, manifest.name  # due, and the last one
-        if self._recorder is not None:
-            self._recorder.checkpointed(manifest.name)
+        if self.recorder is not None:
+            self.recorder.checkpointed(manifest.name)
         if again:
             return
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
-        emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
+        self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _store_metrics(self) -> dict[str, dict[str, Any]]:
-        """Before each checkpoint, so that none of what it covers is missing, and before scores are pruned; returns the
-        evaluations."""
+        """Before each checkpoint, so that nothing it covers is missing, and before pruning; returns the evaluations."""
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
-        if self._recorder is not None:
-            evaluated = self._recorder.take_evaluations(evaluations)
-            self._recorder.store()
+        if self.recorder is not None:
+            evaluated = self.recorder.take_evaluations(evaluations)
+            self.recorder.store()
             if self._role.config.evaluation.every is not None:
                 self.due.write(evaluated)
         return evaluations
@@ -401,7 +392,7 @@ class CheckpointWriter:
             self._checkpoints.write_pointer(moved)
         playing = checkpoint_in_evaluation(self._role.redis, self._role.run_id)
         removed = retention.prune(self._checkpoints, inventory, moved, self._role.config.checkpoint, {playing})
-        if removed and self._recorder is not None:  # else none of them is recorded yet
+        if removed and self.recorder is not None:  # else none of them is recorded yet
             prune_evaluations(self._role.redis, self._role.run_id, {*inventory.names} - {*removed})
         self._exporter.know([name for name in inventory.readable if name not in removed], moved)
         self._noticed = evaluations
@@ -410,7 +401,5 @@ class CheckpointWriter:
 
 def checkpoint_in_evaluation(client: redis.Redis, run_id: str) -> str:
     """What the evaluator plays right now, or '': it may turn out to be the best, and must not be pruned before."""
-    beats = read_heartbeats(client, run_id)
-    return next(
-        (beat.progress.get("evaluating") or "" for beat in beats if beat.role == "evaluator" and beat.alive), ""
-    )
+    evaluators = (beat for beat in read_heartbeats(client, run_id) if beat.role == "evaluator" and beat.alive)
+    return next((beat.progress.get("evaluating") or "" for beat in evaluators), "")

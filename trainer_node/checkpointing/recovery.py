@@ -67,7 +67,9 @@ class Recovery:
             self._begin()
         else:
             self._resume(checkpoint)
-        self.state.schedule.recovered(self.state.learner.counters)
+        counters = self.state.learner.counters
+        self.state.schedule.checkpointed(counters)
+        self.state.schedule.evaluation_due(counters)  # what was passed by now is not due any more
 
     def _begin(self) -> None:
         if self._role.flow.read().version >= 0:
@@ -111,8 +113,7 @@ class Recovery:
         return self.state.save_durably("version", taken).checkpoint
 
     def continue_without(self, error: BodyLost) -> None:
-        """An entry that a former trainer learned from cannot be read again: the version that was reached before it
-        continues as a new one."""
+        """An entry that was learned from is lost: the version that was reached before it continues as a new one."""
         reached = self.state.snapshot()
         checkpoint = self._roll_back(reached.checkpoint)
         self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")

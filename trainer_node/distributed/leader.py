@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from shared.config.run_config import Config
 from shared.config.sections import TrainerConfig
 from shared.datasets.read import read_dataset
-from shared.errors import Fenced
+from shared.errors import Fenced, StagecoachError
 from shared.experience import fragment, tensor_blob
 from shared.experience.counters import Phase
 from shared.experience.fragment import Fragment
@@ -44,21 +44,17 @@ from shared.protocol.redis_client import own_address
 from shared.protocol.scripts import Script
 from shared.storage.checkpoint_store import Checkpoint, Manifest
 from trainer_node.checkpointing.snapshot import Snapshot, restore
-from trainer_node.distributed.process_group import (
-    Group,
-    GroupBroken,
-    Invitation,
-    Opening,
-    RanksDiffer,
-    RankShard,
-    group_errors,
-)
+from trainer_node.distributed.process_group import Group, GroupBroken, Invitation, Opening, RankShard, group_errors
 from trainer_node.learning.learner import Learner, make_learner
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _HELD = 16
 """Fragments of a replay buffer in one message."""
+
+
+class RanksDiffer(StagecoachError):
+    """Ranks that learned from the same have come to different weights."""
 
 
 class Call(NamedTuple):
@@ -76,8 +72,7 @@ class Rendezvous:
 
     def call(self, epoch: int, invitation: Invitation | None = None) -> None:
         """Calls the other ranks; raises `Fenced` where another trainer has taken over."""
-        text = json.dumps(asdict(invitation)) if invitation else ""
-        if not self._call(epoch=epoch, invitation=text):
+        if not self._call(epoch=epoch, invitation=json.dumps(asdict(invitation)) if invitation else ""):
             raise Fenced(f"epoch {epoch} may not call the ranks; a newer trainer has taken over")
 
     def next(self, seconds: float) -> Call | None:

@@ -45,10 +45,6 @@ class GroupBroken(StagecoachError):
     """A rank of the group is gone, cut off or hung; the ranks that are left meet again in a new group."""
 
 
-class RanksDiffer(StagecoachError):
-    """Ranks that learned from the same have come to different weights."""
-
-
 @dataclass(frozen=True)
 class Invitation:
     host: str

@@ -174,8 +174,7 @@ class Exporter:
                 return
         except CheckpointDamaged as error:
             _LOGGER.warning("%s; it is exported again", error)
-        request = requested(self._checkpoints, name, self._config.model_dump(mode="json"), self._recorded)
-        self._child = _Child(request)
+        self._child = _Child(requested(self._checkpoints, name, self._config.model_dump(mode="json"), self._recorded))
 
     def _store(self, child: _Child) -> None:
         made, name = child.made, child.export.checkpoint

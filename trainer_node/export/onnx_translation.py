@@ -94,9 +94,8 @@ class Acting(nn.Module):
         self.outputs = [*spaces.action.column_names("action"), PARAMETERS, *([STATE_OUT] if state else [])]
         for index, leaf in enumerate(spaces.action.leaves):
             if leaf.kind == "box":
-                for side in ("low", "high"):
-                    bound = np.broadcast_to(np.asarray(getattr(leaf, side), leaf.dtype), (leaf.size,))
-                    self.register_buffer(f"{side}{index}", torch.tensor(bound.reshape(leaf.shape)), persistent=False)
+                for side, bound in zip(("low", "high"), leaf.bounds(leaf.dtype), strict=True):
+                    self.register_buffer(f"{side}{index}", torch.from_numpy(bound), persistent=False)
 
     def forward(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         """`inputs` → `outputs`."""
@@ -173,23 +172,15 @@ def random_observations(spec: SpaceSpec, rows: int = _ROWS // _BATCHES) -> Itera
     """Some batches of columns, the same ones each time."""
     generator = np.random.Generator(np.random.PCG64(0))
     for _ in range(_BATCHES):
-        yield {
-            leaf.column("obs"): (_drawn_mask if leaf.mask else _drawn)(leaf, rows, generator) for leaf in spec.leaves
-        }
+        yield {leaf.column("obs"): _drawn(leaf, (rows, *leaf.shape), generator) for leaf in spec.leaves}
 
 
-def _drawn_mask(leaf: Leaf, rows: int, generator: np.random.Generator) -> Array:
-    return (generator.random((rows, *leaf.shape)) < _LEGAL_SHARE).astype(leaf.column_dtype)
-
-
-def _drawn(leaf: Leaf, rows: int, generator: np.random.Generator) -> Array:
-    shape = (rows, *leaf.shape)
+def _drawn(leaf: Leaf, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    if leaf.mask:
+        return (generator.random(shape) < _LEGAL_SHARE).astype(leaf.column_dtype)
     if leaf.kind != "box":
         return generator.integers(0, np.asarray(leaf.nvec, np.int64).reshape(leaf.shape), shape)
-    sides = [
-        np.broadcast_to(np.asarray(side, np.float64), (leaf.size,)).reshape(leaf.shape)
-        for side in (leaf.low, leaf.high)
-    ]
+    sides = leaf.bounds(np.float64)
     low, high = (np.clip(np.nan_to_num(side, posinf=_OPEN, neginf=-_OPEN), -_OPEN, _OPEN) for side in sides)
     if np.dtype(leaf.dtype).kind != "f":
         return generator.integers(low.astype(np.int64), high.astype(np.int64), shape, endpoint=True).astype(leaf.dtype)
@@ -210,13 +201,7 @@ def recorded_observations(fragment: Fragment, policy_id: str, spec: SpaceSpec) -
 
 
 def _in_environment_terms(spec: SpaceSpec, columns: Columns) -> list[Array]:
-    arrays = []
-    for leaf in spec.leaves:
-        array = columns[leaf.column("obs")]
-        if any(leaf.start):
-            array = array + np.asarray(leaf.start, np.int64).reshape(leaf.shape)
-        arrays.append(np.ascontiguousarray(array.astype(leaf.dtype)))
-    return arrays
+    return [np.ascontiguousarray(leaf.own_terms(columns[leaf.column("obs")])) for leaf in spec.leaves]
 
 
 @torch.inference_mode()
@@ -248,7 +233,7 @@ def compare(policy: Policy, data: bytes, batches: Sequence[Columns]) -> Comparis
         for leaf in spaces.action.leaves:
             name = leaf.column("action")
             if leaf.kind != "box":
-                counted = found.pop(name).astype(np.int64) - np.asarray(leaf.start, np.int64).reshape(leaf.shape)
+                counted = found.pop(name).astype(np.int64) - leaf.starts()
                 other |= (counted != ours.pop(name)).reshape(slots, -1).any(axis=1)
         largest = max(largest, *(_difference(name, ours[name], found[name]) for name in ours))
         rows, others = rows + slots, others + int(other.sum())

@@ -141,8 +141,7 @@ class Curriculum:
         for item in fragments:
             slots = item.header.num_envs
             for name, levels in self.levels.items():
-                scores = _scored(self._replayed[name], advantages[:, first : first + slots])
-                _take_levels(levels, name, item, scores)
+                _take_levels(levels, name, item, _scored(self._replayed[name], advantages[:, first : first + slots]))
             first += slots
 
     def _weights(self, name: str) -> tuple[float, ...]:

@@ -85,8 +85,7 @@ class League:
     """A run's league; at first each learner's initial weights are its only snapshot."""
 
     def __init__(self, config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> None:
-        if config.league is None:
-            raise ValueError("the run has no league")
+        assert config.league is not None
         self._config, self._learners = config.league, config.league_learners
         self._sides, self._seats = sides_of(self._config.sides, description.agents)
         self._fixed = {

@@ -24,6 +24,7 @@ from shared.policies.serialization import finite_weights, load_state_arrays, sta
 from shared.runtime.user_code import import_object
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
+from trainer_node.learning.building_blocks.optimization import part
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
 from trainer_node.learning.curriculum import Curriculum
 from trainer_node.learning.demonstrations import Demonstrations
@@ -94,8 +95,7 @@ class Learner:
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
     tallies: dict[str, Counters] = field(default_factory=dict)
-    """What each policy's agents did in training, where there are several policies: their transitions, as `env_steps`,
-    and their episodes."""
+    """Of several policies, what the agents of each did in training: transitions (`env_steps`) and episodes."""
     every_step_counts: bool = False
     """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
     league: League | None = None
@@ -149,8 +149,7 @@ class Learner:
             tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
 
     def recall(self, fragments: Iterable[Fragment], first: int = 0) -> None:
-        """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order, from
-        number `first` on."""
+        """Fills the replay buffers with what they held again: the fragments at `remembered` from number `first` on."""
         algorithms: dict[str, Any] = {**self.algorithms}
         for number, item in enumerate(fragments, first):
             self._filter(item)
@@ -197,15 +196,11 @@ class Learner:
         return metrics
 
     def _begin_again(self, policy_id: str) -> None:
-        arrays = self.initial[policy_id].items()
-        weights, state = (
-            {name.removeprefix(part): array for name, array in arrays if name.startswith(part)} for part in _PARTS
-        )
-        load_state_arrays(self.policies[policy_id], weights)
-        self.algorithms[policy_id].load_state(state)
+        load_state_arrays(self.policies[policy_id], part(self.initial[policy_id], _WEIGHTS))
+        self.algorithms[policy_id].load_state(part(self.initial[policy_id], _STATE))
 
 
-_PARTS = _WEIGHTS, _STATE = "weights/", "state/"
+_WEIGHTS, _STATE = "weights/", "state/"
 
 
 def _initial(policy: Policy, algorithm: Algorithm) -> Columns:

@@ -41,7 +41,7 @@ from shared.policies.policy import Policy
 from shared.policies.q_network import BestChoice
 from shared.policies.registry import borrowed_random_state
 from trainer_node.learning.building_blocks.batch import in_chunks
-from trainer_node.learning.building_blocks.optimization import Adam
+from trainer_node.learning.building_blocks.optimization import Adam, to_device
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _EVERY_UPDATES = 100
@@ -278,13 +278,12 @@ def evaluate(
 ) -> dict[str, float]:
     """All estimates of what `policy` is worth, from these episodes."""
     data = _transitions(episodes, gamma, next(policy.parameters()).device)
-    fitted = fit(policy, data, gamma, gradient_steps, seed)
-    return estimates(_evidence(policy, fitted, episodes, data, gamma, seed))
+    return estimates(_evidence(policy, fit(policy, data, gamma, gradient_steps, seed), episodes, data, gamma, seed))
 
 
 def _transitions(episodes: Sequence[Episode], gamma: float, device: torch.device) -> Transitions:
     def joined(parts: Sequence[Columns]) -> Tensors:
-        return {name: _tensor(np.concatenate([part[name] for part in parts]), device) for name in parts[0]}
+        return {name: to_device(np.concatenate([part[name] for part in parts]), device) for name in parts[0]}
 
     def observed(rows: slice) -> Tensors:
         return joined([{name: array[rows] for name, array in item.observations.items()} for item in episodes])
@@ -294,10 +293,10 @@ def _transitions(episodes: Sequence[Episode], gamma: float, device: torch.device
     return Transitions(
         observed(slice(None, -1)),
         joined([item.actions for item in episodes]),
-        _tensor(np.concatenate([item.reward for item in episodes]), device),
-        _tensor(np.concatenate(terminated), device),
+        to_device(np.concatenate([item.reward for item in episodes]), device),
+        to_device(np.concatenate(terminated), device),
         observed(slice(1, None)),
-        _tensor(np.concatenate([_to_go(item.reward, gamma) for item in episodes]), device),
+        to_device(np.concatenate([_to_go(item.reward, gamma) for item in episodes]), device),
     )
 
 
@@ -335,7 +334,3 @@ def _evidence(
         mask,
         gamma,
     )
-
-
-def _tensor(array: Array, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(array)).to(device)

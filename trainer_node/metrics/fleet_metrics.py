@@ -34,11 +34,8 @@ class FleetMetrics:
         }
         speeds = [self._acted(beat) / seconds for beat in workers if self._known(beat) is not None]
         if speeds:
-            row |= {
-                "fleet/fps": sum(speeds),
-                "fleet/worker_fps_mean": fmean(speeds),
-                "fleet/worker_fps_min": min(speeds),
-            }
+            row |= {"fleet/fps": sum(speeds), "fleet/worker_fps_mean": fmean(speeds)}
+            row["fleet/worker_fps_min"] = min(speeds)
             row["fleet/heartbeat_age_max"] = max(beat.age_seconds for beat in workers)
         for role in ("trainer", "worker", "evaluator"):
             row |= self._shares(role, [beat for beat in alive if beat.role == role])

@@ -1,19 +1,19 @@
 """Where metrics go: into the store as records (shared/storage/metric_log.py), to Redis for who looks now, to writers.
 
-`record` only puts a row into memory; a thread hands it to Redis and to the writers' threads, none of which can hold up
+`record` only puts a row into memory; a thread for Redis, and one for each writer, take it from there. None can hold up
 training or end it: what fails there is counted and told once. The store's part is called by the checkpoint writer's
 thread, before each checkpoint, so that what it covers is there; a trainer that resumes from it records the rest again.
 """
 
-import functools
 import logging
-import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import redis
@@ -51,7 +51,7 @@ _MOST_METRICS = 1000
 """Names that one process writes; an environment may make up a new one in each episode."""
 _QUEUED = 100_000
 """Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
-_FLUSH_SECONDS, _LOOK_SECONDS = 10.0, 0.5
+_FLUSH_SECONDS = 10.0
 _STORE_SECONDS = 15.0
 """Rows reach the store with each checkpoint, and after so long without one."""
 
@@ -64,7 +64,7 @@ class Recorder:
         began: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """Begins at this epoch, policy version and env steps; what older trainers recorded beyond them is void."""
-        self._redis, self._run_id, self._epoch, self._store = client, run_id, began[0], store
+        self._redis, self._run_id, self._store = client, run_id, store
         self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
         self._evaluated: set[str] | None = None
         self._tested = Counter[str]()
@@ -77,14 +77,16 @@ class Recorder:
         self.failures: Counter[str] = Counter()
         """By writer, the rows that it could not write."""
         run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
-        self._writers: list[WriterThread] = []
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(_QUEUED)
-        self._closed = False
-        self._flushed = threading.Event()
-        self._flushed.set()
-        self._fleet, self._looked, self._env_steps = FleetMetrics(), time.monotonic(), float(began[2])
-        self._thread = threading.Thread(target=self._run, args=(config, run), name="metrics", daemon=True)
-        self._thread.start()
+        tail = SimpleNamespace(append=partial(append_row, client, run_id, began[0]), close=lambda: None)
+        self._tail = WriterThread("Redis", lambda: tail, self._failed, _QUEUED)
+        self._writers = [
+            WriterThread(its.path, partial(open_writer, its.path, its.kwargs, run), self._failed, _QUEUED)
+            for its in config.metrics.writers
+            if folder or its.path not in ("csv", "jsonl", "tensorboard")  # else `stagecoach metrics` makes such files
+        ]
+        self._closed = threading.Event()
+        self._fleet, self._env_steps = FleetMetrics(), float(began[2])
+        threading.Thread(target=self._watch_fleet, name="metrics", daemon=True).start()
 
     def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
         """One row, with its env steps and policy version in it; never raises."""
@@ -95,13 +97,15 @@ class Recorder:
             if stream == EVALUATIONS:
                 self._unwritten.append((named, label))
             else:
-                self._put("row", (stream, named, label, number))
+                self._write(stream, named, label)
+            if stream == TRAIN:
+                self._tail.put("append", number, named)
 
     def histogram(self, name: str, values: Sequence[float], env_steps: int) -> None:
-        self._put("histogram", (name, values, env_steps))
+        self._each(MetricWriter.histogram, name, values, env_steps)
 
     def checkpointed(self, name: str) -> None:
-        self._put("checkpoint", (name, checkpoint_env_steps(name)))
+        self._each(MetricWriter.checkpoint, name, checkpoint_env_steps(name))
 
     @property
     def tested(self) -> dict[str, int]:
@@ -115,7 +119,7 @@ class Recorder:
             for name in (TEST_ENV_STEPS, TEST_EPISODES):
                 self._tested[name] = int(max((row.get(name, 0.0) for _, row in known), default=0.0))
             self._evaluated = {label for label, _ in known}
-            self._put("evaluated", [(row, label) for label, row in known])
+            self._each(MetricWriter.restore, [(row, label) for label, row in known])
         for name, scores in evaluations.items():
             if name not in self._evaluated:
                 self._evaluated.add(name)
@@ -143,7 +147,7 @@ class Recorder:
         for stream in self._streams.values():
             stream.write()
         for row, label in self._unwritten:
-            self._put("row", (EVALUATIONS, row, label, 0))
+            self._write(EVALUATIONS, row, label)
         self._unwritten = []
 
     @property
@@ -153,78 +157,35 @@ class Recorder:
         return waits and time.monotonic() - self._stored_at >= _STORE_SECONDS
 
     def close(self) -> None:
-        self._closed = True
-        self._put("end", None)
-        self._thread.join(_FLUSH_SECONDS)
+        self._closed.set()
         until = time.monotonic() + _FLUSH_SECONDS
-        for writer in self._writers:
+        for writer in (self._tail, *self._writers):
+            writer.put("close")
+        for writer in (self._tail, *self._writers):
             writer.join(max(0.0, until - time.monotonic()))
 
-    def _put(self, what: str, data: Any) -> None:
-        try:
-            self._queue.put_nowait((what, data))
-        except queue.Full:
-            self._failed("the metric writers", f"{_QUEUED} rows wait for them; the newest are left out")
-
-    def _flush(self) -> None:
-        if self._closed or not self._flushed.is_set():
-            return  # the one before is still on its way: a writer that hangs holds up one checkpoint, not each
-        self._flushed = threading.Event()
-        self._put("flush", self._flushed)
-        until = time.monotonic() + _FLUSH_SECONDS
-        while not self._flushed.wait(_LOOK_SECONDS) and time.monotonic() < until:
-            if not self._thread.is_alive():
-                return
-        if not self._flushed.is_set():
-            self._failed("the metric writers", f"one has been busy for {_FLUSH_SECONDS:g} s; checkpoints go ahead")
-
-    def _run(self, config: Config, run: WrittenRun) -> None:
-        """The thread: opens the writers, then hands on what was recorded until the end."""
-        for chosen in config.metrics.writers:
-            if run.folder is None and chosen.path in ("csv", "jsonl", "tensorboard"):
-                continue  # `stagecoach metrics` makes such files from the store
-            opens = functools.partial(open_writer, chosen.path, chosen.kwargs, run)
-            self._writers.append(WriterThread(chosen.path, opens, self._failed, _QUEUED))
-        while True:
-            try:
-                what, data = self._queue.get(timeout=PAUSE_SECONDS)
-            except queue.Empty:
-                what, data = "", None
-            if time.monotonic() - self._looked >= PAUSE_SECONDS and what != "end":
-                self._looked = time.monotonic()
-                with self._continuing("the fleet's metrics"):
-                    self._look_at_fleet()
-            if what == "row":
-                stream, row, label, number = data
-                if stream == TRAIN:
-                    with self._continuing("Redis"):
-                        append_row(self._redis, self._run_id, self._epoch, number, row)
-                self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
-            elif what == "evaluated":
-                self._each(MetricWriter.restore, data)
-            elif what == "histogram":
-                self._each(MetricWriter.histogram, *data)
-            elif what == "checkpoint":
-                self._each(MetricWriter.checkpoint, *data)
-            elif what == "flush":
-                for writer in self._writers:
-                    writer.flush()
-                until = time.monotonic() + _FLUSH_SECONDS / 2
-                for writer in self._writers:
-                    writer.wait_flushed(until)
-                data.set()
-            elif what == "end":
-                self._each(MetricWriter.close)
-                return
-
-    def _look_at_fleet(self) -> None:
-        flow = Flow(self._redis, self._run_id).read()
-        row = self._fleet.row(read_heartbeats(self._redis, self._run_id), flow)
-        self.record(FLEET, row | {ENV_STEPS: self._env_steps, VERSION: flow.version})
+    def _write(self, stream: str, row: Mapping[str, float], label: str) -> None:
+        self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
 
     def _each(self, method: Callable[..., None], *arguments: Any) -> None:
         for writer in self._writers:
             writer.put(method.__name__, *arguments)
+
+    def _flush(self) -> None:
+        """A writer that hangs holds up one checkpoint, not each."""
+        if not self._closed.is_set():
+            for writer in self._writers:
+                writer.flush()
+            until = time.monotonic() + _FLUSH_SECONDS / 2
+            for writer in self._writers:
+                writer.wait_flushed(until)
+
+    def _watch_fleet(self) -> None:
+        while not self._closed.wait(PAUSE_SECONDS):
+            with self._continuing("the fleet's metrics"):
+                flow = Flow(self._redis, self._run_id).read()
+                row = self._fleet.row(read_heartbeats(self._redis, self._run_id), flow)
+                self.record(FLEET, row | {ENV_STEPS: self._env_steps, VERSION: flow.version})
 
     def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
         row = {printable(name, NAME_CHARACTERS): float(value) for name, value in metrics.items()}

@@ -26,6 +26,10 @@ LABELS = {"evaluations": "checkpoint", "episodes": "worker"}
 class _TableWriter(MetricWriter):
     """An evaluation is in its table once, whatever became of the trainer that wrote it."""
 
+    def __init__(self, run: WrittenRun) -> None:
+        super().__init__(run)
+        run.needed_folder.mkdir(parents=True, exist_ok=True)
+
     def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
         known = self._labels()
         for row, label in evaluations:
@@ -42,7 +46,6 @@ class CsvWriter(_TableWriter):
 
     def __init__(self, run: WrittenRun) -> None:
         super().__init__(run)
-        run.needed_folder.mkdir(parents=True, exist_ok=True)
         self._tables: dict[str, CsvFile] = {}
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
@@ -63,7 +66,6 @@ class JsonlWriter(_TableWriter):
 
     def __init__(self, run: WrittenRun) -> None:
         super().__init__(run)
-        run.needed_folder.mkdir(parents=True, exist_ok=True)
         self._started: set[str] = set()
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
@@ -75,7 +77,8 @@ class JsonlWriter(_TableWriter):
     def _path(self, stream: str) -> Path:
         path = self.run.needed_folder / f"{stream}.jsonl"
         if stream not in self._started:
-            _truncate(path, 0, _steps_of_json, math.inf if stream == EVALUATIONS else self.run.env_steps)
+            until = math.inf if stream == EVALUATIONS else self.run.env_steps
+            _truncate(path, 0, lambda line: float(json.loads(line)[ENV_STEPS]), until)
             self._started.add(stream)
         return path
 
@@ -152,10 +155,6 @@ def _truncate(path: Path, begin: int, steps_of: Callable[[bytes], float], env_st
                         break
                 end = start
         file.truncate(max(end, begin))
-
-
-def _steps_of_json(line: bytes) -> float:
-    return float(json.loads(line)[ENV_STEPS])
 
 
 def _line(fields: Sequence[str]) -> bytes:

@@ -99,9 +99,7 @@ class MlflowWriter(MetricWriter):
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream != EPISODES:
             milliseconds = int(row.get(UNIX_TIME, time.time()) * 1000)
-            self._waiting += [
-                self._metric(_mlflow_name(name), value, milliseconds, step) for name, value in row.items()
-            ]
+            self._waiting += [self._metric(_mlflow_name(name), its, milliseconds, step) for name, its in row.items()]
             if len(self._waiting) >= _MLFLOW_METRICS:
                 self.flush()
 
@@ -128,8 +126,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class TrackioWriter(MetricWriter):
-    """trackio. In its local folder (`TRACKIO_DIR`), which `trackio show` reads, unless `space_id` or `server_url` say
-    otherwise."""
+    """trackio. In its local folder (`TRACKIO_DIR`), which `trackio show` reads, without `space_id` or `server_url`."""
 
     PACKAGES = ("trackio",)
 

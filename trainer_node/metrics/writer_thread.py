@@ -6,15 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trainer_node.metrics.writers import MetricWriter
-
 
 class WriterThread:
     """Opens a writer and hands on to it what is put, in that order; what it raises is told by `failed`."""
 
-    def __init__(
-        self, name: str, opens: Callable[[], MetricWriter], failed: Callable[[str, str], None], most: int
-    ) -> None:
+    def __init__(self, name: str, opens: Callable[[], Any], failed: Callable[[str, str], None], most: int) -> None:
         """`failed` takes the writer's name and why; `most` calls wait for it, more are left out."""
         self._name, self._opens, self._failed = name, opens, failed
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most)
@@ -40,8 +36,7 @@ class WriterThread:
             self._flushed = flushed
 
     def wait_flushed(self, until: float) -> None:
-        """Waits for the last `flush`, by the monotonic clock `until` then; not for one that was late the last time and
-        has not come back."""
+        """Waits for the last `flush` until then (monotonic clock); not for one that was late before and still is."""
         if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
             self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
 

@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 from tests.conftest import minimal_config
 from trainer_node.metrics import table_files, writers
 from trainer_node.metrics.table_files import CsvFile
-from trainer_node.metrics.tensorboard_writer import TensorBoardFile
+from trainer_node.metrics.tensorboard_writer import TensorBoardWriter
 from trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun, check_writers, open_writer
 
 Row = dict[str, float]
@@ -229,12 +229,12 @@ def test_tensorboard_may_write_into_a_folder_of_ones_own(begin: Open, tmp_path: 
 
 
 def test_tensorboard_lacks_the_rows_of_a_full_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = TensorBoardFile(tmp_path / "tensorboard", 0)
+    events = TensorBoardWriter(WrittenRun("run-1", tmp_path, {}, env_steps=1))
     for step, full in ((64, True), (128, False), (192, True), (256, False)):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") if full else nullcontext():
             if full:
                 patch.setattr(Path, "open", failing_open)
-            events.scalars(row(step, train__loss=0.5), step)
+            events.write("train", row(step, train__loss=0.5), step, "")
     assert scalars(tmp_path / "tensorboard", "train/loss") == [(128, 0.5), (256, 0.5)]
 
 

@@ -146,8 +146,8 @@ def test_rows_are_found_by_running_sums(seed: int, size: int, changes: int, whol
         part = random.integers(0, 4, size=random.integers(1, size - first + 1)) / 4.0
         tree.put_from(first, part)
         numbers[first : first + len(part)] = part
-        assert tree.total == numbers.sum() and np.array_equal(tree.numbers, numbers)
-        if tree.total:
+        assert np.array_equal(tree.numbers, numbers)
+        if numbers.any():
             shares = np.append(random.random(20), [0.0, np.nextafter(1.0, 0.0)])
             assert tree.find(shares).tolist() == expected(numbers, shares)
 
@@ -180,4 +180,4 @@ def test_a_tree_depends_on_its_numbers_only() -> None:
     for rows in np.array_split(random.permutation(300), 7):
         in_parts.put(rows, numbers[rows])
     shares = random.random(20_000)
-    assert at_once.total == in_parts.total and np.array_equal(at_once.find(shares), in_parts.find(shares))
+    assert np.array_equal(at_once.find(shares), in_parts.find(shares))

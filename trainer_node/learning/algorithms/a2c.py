@@ -40,9 +40,6 @@ class PolicyGradient(OnPolicy):
 class A2C(PolicyGradient):
     _config: A2CConfig
 
-    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
-        return self._by_gae(tensors, self._config.gae_lambda)
-
 
 class IMPALA(PolicyGradient):
     _config: IMPALAConfig

@@ -29,6 +29,7 @@ class DQN(OffPolicy):
         learned = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts |= {"target/": self.target, "optimizer/": self._optimizer}
+        self.error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
         self._loss = self.compiled(self.loss)
 
     @torch.no_grad()
@@ -51,8 +52,7 @@ class DQN(OffPolicy):
         if heads > 1:
             action, reward, discount = (tensor.repeat(heads) for tensor in (action, reward, discount))
         predicted = of_actions(self.policy.outputs(batch.observations, learning), action)
-        after = self.bootstrap(batch, choosing, bootstrapping)
-        each, td_error = self._each(predicted, after, reward, discount)
+        each, td_error = self._each(predicted, self.bootstrap(batch, choosing, bootstrapping), reward, discount)
         value = self.policy.means(predicted.detach())
         if heads == 1:
             loss, metrics = (batch.weight * each).mean(), {}
@@ -75,8 +75,7 @@ class DQN(OffPolicy):
             wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
             return quantile_huber(predicted, target), wrong
         predicted, target = predicted.squeeze(1), target.squeeze(1)
-        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
-        return error(predicted, target, reduction="none"), target - predicted.detach()
+        return self.error(predicted, target, reduction="none"), target - predicted.detach()
 
     def on_device(self, drawn: Batch) -> Minibatch:
         batch, share = super().on_device(drawn), self._config.bootstrap_share
@@ -91,8 +90,7 @@ class DQN(OffPolicy):
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
-        rate = config.learning_rate.value(counters)
-        norm, cloned = self.descend(loss, self._optimizer, rate, clones=True)
+        norm, cloned = self.descend(loss, self._optimizer, config.learning_rate.value(counters), clones=True)
         lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)
@@ -114,14 +112,12 @@ def project(probabilities: Tensor, reward: Tensor, discount: Tensor, support: Te
     low, high, spacing = support[0], support[-1], support[1] - support[0]
     moved = (reward.unsqueeze(1) + discount.unsqueeze(1) * support).clamp(low, high)
     share = (1 - (moved.unsqueeze(1) - support.unsqueeze(1)).abs() / spacing).clamp_min(0)
-    projected: Tensor = (share * probabilities.unsqueeze(1)).sum(dim=2)
-    return projected
+    return (share * probabilities.unsqueeze(1)).sum(dim=2)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """`[B]`: −Σ target log softmax(logits), both `[B, N]`."""
-    found: Tensor = -(target * logits.log_softmax(dim=1)).sum(dim=1)
-    return found
+    return -(target * logits.log_softmax(dim=1)).sum(dim=1)
 
 
 def divergence(logits: Tensor, target: Tensor) -> Tensor:

@@ -23,26 +23,8 @@ from shared.runtime.user_code import make_own
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.critics import Critics
-from trainer_node.learning.building_blocks.interface import (
-    Experience,
-    Setting,
-    Shard,
-    Terms,
-    mean_terms,
-    side_by_side,
-    update_normalizer,
-    update_seed,
-)
-from trainer_node.learning.building_blocks.optimization import (
-    Adam,
-    Part,
-    autocast,
-    gradient_step,
-    load_state_of,
-    part,
-    state_of,
-    to_device,
-)
+from trainer_node.learning.building_blocks.interface import Experience, PolicyLearner, Setting, mean_terms, update_seed
+from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
 from trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
 from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
 from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
@@ -53,8 +35,7 @@ from trainer_node.learning.reward_signals.reward_signals import ReplayedSignals
 def make_replay_buffer(
     config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
 ) -> ReplayBuffer:
-    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for, and
-    for an unfit class of the user's."""
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for unfit spaces, or a user's class."""
     size = (spaces, steps, slots, config.capacity)
     if isinstance(config, replay_buffer_config.OwnReplay):
         return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
@@ -106,23 +87,21 @@ class Lesson:
     td_error: Tensor
 
 
-class OffPolicy:
+class OffPolicy(PolicyLearner):
+    """Every rank holds all of the replay buffer, and draws the same minibatches."""
+
     _config: OffPolicyConfig
 
     def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
-        self.policy = policy.to(setting.device)
-        self.shard = Shard()
-        """What of each minibatch is learned from here; every rank holds all of the replay buffer and draws the same."""
+        super().__init__(policy, config, setting)
         self._share: float | Tensor = 1.0
         """Of our rows in a mean over the present minibatch."""
-        self._config, self._setting = config, setting
         steps, slots = setting.fragment_steps, setting.slots
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
         self.replay_fragments = self.replay_buffer.fragments
         self.cloning = Cloning(getattr(config, "behavioral_cloning", None), policy, setting)
         self.signals = ReplayedSignals(policy, getattr(config, "reward_signals", None), config, setting)
-        self.parts: dict[str, Part] = {"signals/": self.signals}
-        """What is learned beside the policy (optimizers, critics, targets), by the beginning of its arrays' names."""
+        self.parts["signals/"] = self.signals
         self.beside_policy: dict[str, str] = {}
         """Those of `parts` that are worth keeping in another run: word → beginning of the names."""
         self.done = 0
@@ -136,14 +115,14 @@ class OffPolicy:
 
         Raises `KeyError` or `ValueError` where it is another network's, and then changes nothing.
         """
-        own = state_of(self.parts)
+        own = super().state()
         for name in own:
             source = name.replace("targets/", "critics/", 1) if name.startswith("targets/") else name
             if source.startswith(tuple(self.beside_policy.values())):
                 if arrays[source].shape != own[name].shape:
                     raise ValueError(f"{source} has the shape {arrays[source].shape}, expected {own[name].shape}")
                 own[name] = arrays[source]
-        load_state_of(self.parts, own)
+        super().load_state(own)
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
         """Takes the fragments in, then does all gradient steps that are due; returns the metrics' means."""
@@ -201,8 +180,7 @@ class OffPolicy:
         return count / len(batch)
 
     def part(self, mean: Tensor) -> Tensor:
-        """A mean over our rows of the present minibatch, as our part of the mean over all: of which the shard's `total`
-        is the sum."""
+        """A mean over our rows of the present minibatch as part of that over all, which `shard.total` sums up."""
         return mean if isinstance(self._share, float) and self._share == 1.0 else mean * self._share
 
     def mean_of_all(self, mean: Tensor) -> Tensor:
@@ -219,8 +197,7 @@ class OffPolicy:
         return self.shard.total(found)
 
     def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """`loss(minibatch, …)` of our rows, also of those of tensors beside it; of whole minibatches compiled where the
-        setting says so."""
+        """`loss(minibatch, …)` of our rows, and of tensors'; of whole minibatches compiled if the setting says so."""
 
         @functools.wraps(loss)
         def ours(batch: Any, *arguments: Any) -> Answer:
@@ -232,7 +209,9 @@ class OffPolicy:
 
         return compiled(ours, self._setting, {self.minibatch_rows})
 
-    def descend(self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False) -> Terms:
+    def descend(
+        self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """One gradient step of the mean loss of our rows, with all ranks; with what is cloned beside it, whose terms
         are returned beside the gradients' norm."""
         loss, cloned = self.part(mean), dict[str, Tensor]()
@@ -251,16 +230,11 @@ class OffPolicy:
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """Normalizer and replay buffer take it in: all there is to do in warm-up."""
-        if self.policy.normalizer is not None:
-            columns = side_by_side(experience)
-            names = ["mask", *self.policy.spaces.observation.column_names("obs")]
-            update_normalizer(self.policy, {name: to_device(columns[name], self._setting.device) for name in names})
-        if self.signals.streams:
-            self.signals.observe(self._tensors(experience))
+        if self.policy.normalizer is not None or self.signals.streams:
+            tensors = self._tensors(experience)
+            self._update_normalizer(tensors)
+            self.signals.observe(tensors)
         self.remember(experience)
-
-    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
-        return {name: to_device(array, self._setting.device) for name, array in side_by_side(experience).items()}
 
     def remember(self, experience: Sequence[Experience]) -> None:
         for item in experience:
@@ -269,11 +243,11 @@ class OffPolicy:
     def state(self) -> Columns:
         """The gradient steps so far, what the replay buffer knows beside its contents, and all `parts`."""
         replay = {_BUFFER + name: array for name, array in self.replay_buffer.state().items()}
-        return {"done": np.array(self.done)} | replay | state_of(self.parts)
+        return {"done": np.array(self.done)} | replay | super().state()
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`; the replay buffer is empty until `remember` has put back what it held."""
-        load_state_of(self.parts, arrays)
+        super().load_state(arrays)
         self.replay_buffer.load_state(part(arrays, _BUFFER))
         self.done = int(arrays["done"])
 

@@ -6,7 +6,7 @@ IMPALA, PPO and APPO are the four pairs. BC's batch has no advantages.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,52 +14,33 @@ from torch import Tensor
 
 from shared.config.algorithms.base import BatchOfUpdate
 from shared.config.algorithms.offline import BCConfig
-from shared.config.algorithms.on_policy import OnPolicyConfig, VTraceConfig
+from shared.config.algorithms.on_policy import A2CConfig, OnPolicyConfig, PPOConfig, VTraceConfig
 from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
+from shared.experience.spaces import Array
 from shared.policies.actor_critic import ActorCritic, Heads
 from trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
 from trainer_node.learning.building_blocks.batch import Batch, ForwardPass, forward_pass, log_probs, sequences
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import compiled, equal_parts
-from trainer_node.learning.building_blocks.interface import (
-    Experience,
-    Setting,
-    Shard,
-    Terms,
-    side_by_side,
-    update_normalizer,
-    update_seed,
-)
-from trainer_node.learning.building_blocks.optimization import (
-    Adam,
-    Part,
-    autocast,
-    gradient_step,
-    load_state_of,
-    state_of,
-    to_device,
-)
+from trainer_node.learning.building_blocks.interface import Experience, PolicyLearner, Setting, Terms, update_seed
+from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step
 from trainer_node.learning.building_blocks.team import with_team
 from trainer_node.learning.reward_signals.reward_signals import RewardSignals
 
 
-class BatchLearner:
+class BatchLearner(PolicyLearner):
     """Learns one policy: a batch from the fragments, gradient steps on it, then the normalizer.
 
     A subclass makes the batch and computes the loss; `_learn` may be one gradient step or many.
     """
 
+    policy: ActorCritic
+    """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
+
     def __init__(self, policy: ActorCritic, config: OnPolicyConfig | BCConfig, setting: Setting) -> None:
-        self.policy = policy.to(setting.device)
-        """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
-        self._config: Any = config
-        self._setting = setting
-        self.shard = Shard()
-        """What of each minibatch is learned from here; the rest by the other ranks."""
+        super().__init__(policy, config, setting)
         self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon, config.weight_decay)
-        self.parts: dict[str, Part] = {"": self._optimizer}
-        """What is learned beside the policy, by the beginning of its arrays' names."""
+        self.parts[""] = self._optimizer
         count = setting.transitions
         sizes = equal_parts(count, config.minibatch_size) if isinstance(config, BatchOfUpdate) else {count}
         self._loss = compiled(self.loss, setting, sizes)
@@ -103,15 +84,12 @@ class BatchLearner:
         metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
         if len(batch):
             metrics |= self._end(batch, counters)
-        update_normalizer(self.policy, tensors)
+        self._update_normalizer(tensors)
         return metrics
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """Takes the observations into the normalizer: all there is to do in warm-up."""
-        update_normalizer(self.policy, self._tensors(experience))
-
-    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
-        return {name: to_device(array, self._setting.device) for name, array in side_by_side(experience).items()}
+        self._update_normalizer(self._tensors(experience))
 
     def _epochs(self, batch: Any, counters: Counters, *arguments: Any) -> list[dict[str, float]]:
         """Epochs of shuffled minibatches, until one of them says `_stops`; `arguments` are for the loss."""
@@ -137,8 +115,7 @@ class BatchLearner:
         return False
 
     def _forward(self, *arguments: Any) -> Terms:
-        found: Terms = self._loss(*arguments)
-        return found
+        return self._loss(*arguments)
 
     def _gradient_step(self, loss: Tensor, learning_rate: float) -> Tensor:
         bound, total = self._config.max_grad_norm, self.shard.total
@@ -154,12 +131,6 @@ class BatchLearner:
         for row, value in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
             row["train/grad_norm"] = value
         return rows
-
-    def state(self) -> Columns:
-        return state_of(self.parts)
-
-    def load_state(self, arrays: Mapping[str, Array]) -> None:
-        load_state_of(self.parts, arrays)
 
 
 class OnPolicy(BatchLearner):
@@ -207,8 +178,7 @@ class OnPolicy(BatchLearner):
         if self._advantages is None:
             return None
         advantage, mask = self._advantages
-        found: Array = (advantage * mask).cpu().numpy()
-        return found
+        return (advantage * mask).cpu().numpy()
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """The normalizer and the signals' statistics take the observations in."""
@@ -238,9 +208,10 @@ class OnPolicy(BatchLearner):
         """`[T, S]`: `Batch.start_log_prob`, where the objective needs it."""
         return None
 
-    def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
-        found = forward_pass(self.policy, tensors, with_params=False)
-        estimate = partial(gae, gae_lambda=gae_lambda)
+    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """By generalized advantage estimation; those with V-trace have their own."""
+        found, config = forward_pass(self.policy, tensors, with_params=False), cast(PPOConfig | A2CConfig, self._config)
+        estimate = partial(gae, gae_lambda=config.gae_lambda)
         advantage, target = estimate(self._trajectories(tensors, found))
         return self._made(tensors, found.value, self.signals.join(advantage, estimate), target, None)
 

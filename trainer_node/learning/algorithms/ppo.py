@@ -73,6 +73,3 @@ class Clipped(OnPolicy):
 
 class PPO(Clipped):
     _config: PPOConfig
-
-    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
-        return self._by_gae(tensors, self._config.gae_lambda)

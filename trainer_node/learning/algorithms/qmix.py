@@ -64,8 +64,7 @@ class VDN(DQN):
             if self._config.team_reward == "mean":
                 reward = reward / there.sum(dim=1)
             expected = torch.addcmul(reward, discount.amax(dim=1), after)
-        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
-        loss, wrong = error(predicted, expected), expected - predicted.detach()
+        loss, wrong = self.error(predicted, expected), expected - predicted.detach()
         metrics = {"train/td_error": wrong.abs().mean(), "train/q_value": predicted.detach().mean()}
         return loss, Lesson(metrics | {"train/loss": loss.detach()}, wrong)
 
@@ -84,9 +83,8 @@ class QMIX(VDN):
         self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
-        found: Tensor = (self.target_mixer if target else self.mixer)(
-            values, observations, there, self.policy.normalizer
-        )
+        mixer = self.target_mixer if target else self.mixer
+        found: Tensor = mixer(values, observations, there, self.policy.normalizer)
         return found
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
@@ -110,12 +108,9 @@ class Mixer(nn.Module):
         self.second_bias = nn.Sequential(nn.Linear(size, units), nn.ReLU(), nn.Linear(units, 1))
 
     def forward(
-        self,
-        values: Tensor,
-        observations: Mapping[str, Tensor],
-        there: Tensor,
+        self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor,
         normalizer: ObservationNormalizer | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """`[B]` from the agents' values `[B, A]`."""
         state: Any = self.state(observations, there, normalizer)
         weights = self.first(state).abs().unflatten(1, self._shape)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.config.algorithms.q_learning import R2D2Config
 from shared.config.replay_buffer import PrioritizedReplay
@@ -114,14 +114,12 @@ class R2D2(DQN):
         with torch.no_grad():
             after = self.after(self.target, batch, self.states(self.target, batch))
             best = self.after(self.policy, batch, online) if config.double else after
-            following = (
-                after.gather(1, best.argmax(dim=1, keepdim=True)).reshape(batch.mask.shape).gather(0, batch.last)
-            )
+            chosen = after.gather(1, best.argmax(dim=1, keepdim=True)).reshape(batch.mask.shape)
+            following = chosen.gather(0, batch.last)
             following = unscaled(following) if config.rescale_values else following
             target = torch.addcmul(batch.reward, batch.discount, following.flatten()).reshape(batch.mask.shape)
             target = rescaled(target) if config.rescale_values else target
-        error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
-        each = error(predicted, target, reduction="none") * batch.mask * batch.weight
+        each = self.error(predicted, target, reduction="none") * batch.mask * batch.weight
         wrong = (target - predicted.detach()).abs() * batch.mask
         steps = batch.steps
         mean = wrong.sum(dim=0) / steps

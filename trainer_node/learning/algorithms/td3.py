@@ -41,8 +41,7 @@ class TD3(ActorAndCritics):
 
     def critic_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The weighted mean squared error, summed over the critics; the values and the errors `[C, B]`."""
-        actions = self._bounds.flat(batch.actions)
-        values = self.critics(batch.observations, self.policy.normalizer, actions).squeeze(2)
+        values = self.critics(batch.observations, self.policy.normalizer, self._bounds.flat(batch.actions)).squeeze(2)
         errors = values - self.targets_of(batch, noise)
         return (batch.weight * errors.square()).mean(dim=1).sum(), values, errors
 

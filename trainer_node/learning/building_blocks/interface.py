@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from shared.experience.counters import Counters
 from shared.experience.spaces import Columns
 from shared.policies.policy import Policy
+from trainer_node.learning.building_blocks.optimization import Part, load_state_of, state_of, to_device
 from trainer_node.learning.building_blocks.reward_normalization import RewardFilter
 from trainer_node.learning.demonstrations import Demonstrations
 
@@ -39,13 +40,6 @@ def side_by_side(experience: Sequence[Experience]) -> Columns:
         along_slots = name.startswith(("bootstrap_", "final_", "state_"))
         columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
     return columns
-
-
-def update_normalizer(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
-    """Takes the observations of columns `[T, S, …]` into the policy's statistics, where it has any."""
-    if policy.normalizer is not None:
-        names = policy.spaces.observation.column_names("obs")
-        policy.normalizer.update({name: tensors[name][tensors["mask"]] for name in names})
 
 
 def update_seed(seed: int, update: int) -> int:
@@ -114,6 +108,38 @@ class Shard:
     def total(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, the same bits on each of them, added in their order."""
         return part
+
+
+class PolicyLearner:
+    """Base of the algorithms: a policy, and what is learned beside it."""
+
+    policy: Policy
+    _config: Any
+
+    def __init__(self, policy: Policy, config: Any, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
+        self._config, self._setting = config, setting
+        self.shard = Shard()
+        """What of each minibatch is learned from here; the rest by the other ranks."""
+        self.parts: dict[str, Part] = {}
+        """What is learned beside the policy (optimizers, critics, targets), by the beginning of its arrays' names."""
+
+    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
+        """The fragments' columns side by side, on the device."""
+        return {name: to_device(array, self._setting.device) for name, array in side_by_side(experience).items()}
+
+    def _update_normalizer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the observations of columns `[T, S, …]` into the policy's statistics, where it has any."""
+        if self.policy.normalizer is not None:
+            names = self.policy.spaces.observation.column_names("obs")
+            self.policy.normalizer.update({name: tensors[name][tensors["mask"]] for name in names})
+
+    def state(self) -> Columns:
+        return state_of(self.parts)
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        load_state_of(self.parts, arrays)
 
 
 class Algorithm(Protocol):

@@ -88,8 +88,7 @@ class RewardAverage(RewardFilter):
         self._average: float | None = None
 
     def scaled(self, reward: Array) -> Array:
-        found: Array = (reward.astype(np.float64) - (self._average or 0.0)).astype(np.float32)
-        return found
+        return (reward.astype(np.float64) - (self._average or 0.0)).astype(np.float32)
 
     def take_in(self, source: str, columns: Columns) -> None:
         """Moves the average; a fragment in which nobody acted does not."""

@@ -106,8 +106,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         desired = np.broadcast_to(goals, (*path.shape, *goals.shape[1:])).reshape(achieved.shape)
         reward, over = self._judged(achieved, desired)
         if len(ended := np.flatnonzero(self.ring.column("terminated", rows))):
-            own = self.ring.observations(rows[ended])[DESIRED]
-            over[ended] |= ~self._judged(achieved[ended], own)[1]
+            over[ended] |= ~self._judged(achieved[ended], self.ring.observations(rows[ended])[DESIRED])[1]
         over = over.reshape(path.shape)
         valid = valid.copy()
         for step in range(1, len(path)):
@@ -183,8 +182,7 @@ class EpisodeSpans:
             rows = np.where(beyond, ring.next_rows(rows), rows)
 
     def _step(self, rows: Array) -> Array:
-        found: Array = rows % self._ring.rows_each // self._ring.slots
-        return found
+        return rows % self._ring.rows_each // self._ring.slots
 
 
 GoalReward = Callable[[Array, Array], tuple[Array, Array]]

@@ -5,9 +5,11 @@ divided by the largest of the batch. A new transition gets the largest priority 
 that it is soon drawn.
 """
 
+from typing import Any
+
 import numpy as np
 
-from shared.experience.spaces import Array, Columns, PolicySpaces
+from shared.experience.spaces import Array, Columns
 from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -18,10 +20,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     has_priorities = True
 
-    def __init__(
-        self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, alpha: float, epsilon: float
-    ) -> None:
-        super().__init__(spaces, steps, slots, capacity)
+    def __init__(self, *size: Any, alpha: float, epsilon: float) -> None:
+        super().__init__(*size)
         self._alpha, self._epsilon = alpha, epsilon
         self._tree = SumTree(self.ring.fragments * self.ring.rows_each)
         self._largest = 1.0
@@ -30,8 +30,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._tree.put_from(place * self.ring.rows_each, self._drawable(place) * self._powers(self._largest))
 
     def _powers(self, priorities: Array | float) -> Array:
-        found: Array = np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
-        return found
+        return np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
 
     def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()
@@ -79,10 +78,6 @@ class SumTree:
         self._nodes = np.zeros(2 * self._first, np.float64)
         self.numbers: Array = self._nodes[self._first : self._first + size]
         """`[size]`; to be changed by `put` and `put_from` only."""
-
-    @property
-    def total(self) -> float:
-        return float(self._nodes[1])
 
     def put(self, rows: Array, numbers: Array) -> None:
         """Sets the numbers of these rows; of a row that is there twice, the last one counts."""

@@ -6,11 +6,12 @@ sequence's stands at the row of its first step.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shared.experience.fragment import STATE
-from shared.experience.spaces import Array, Columns, PolicySpaces
+from shared.experience.spaces import Array, Columns
 from trainer_node.learning.replay_buffers.observation_column import NOTHING
 from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
 from trainer_node.learning.replay_buffers.uniform import ReplayBuffer, Rewards, discounted
@@ -56,19 +57,9 @@ class SequenceBatch:
 class SequenceReplayBuffer(ReplayBuffer):
     """Draws sequences uniformly; `len` counts them."""
 
-    def __init__(
-        self,
-        spaces: PolicySpaces,
-        steps: int,
-        slots: int,
-        capacity: int,
-        *,
-        state_size: int,
-        burn_in: int,
-        **more: float,
-    ) -> None:
-        super().__init__(spaces, steps, slots, capacity, **more)
-        self._states = np.zeros((self.fragments * slots, state_size), np.float32)
+    def __init__(self, *size: Any, state_size: int, burn_in: int, **more: Any) -> None:
+        super().__init__(*size, **more)
+        self._states = np.zeros((self.fragments * self.ring.slots, state_size), np.float32)
         self._burn_in = burn_in
 
     def add(self, source: str, columns: Columns) -> None:
@@ -108,8 +99,7 @@ class SequenceReplayBuffer(ReplayBuffer):
     def _rows(self, place: Array, slot: Array) -> Array:
         """`[T, B]`."""
         steps = np.arange(self.ring.steps)[:, np.newaxis] * self.ring.slots
-        found: Array = place * self.ring.rows_each + slot + steps
-        return found
+        return place * self.ring.rows_each + slot + steps
 
     def _spans(self, place: Array, slot: Array) -> tuple[Span, ...]:
         ring, spans = self.ring, list[Span]()

@@ -31,12 +31,11 @@ class FragmentRing:
         self._names = ("reward", "terminated", "truncated", "mask", *spaces.action.column_names("action"), *told)
         self._columns = {name: np.zeros((fragments, *expected[name][0]), expected[name][1]) for name in self._names}
         self._flat = {name: _flat(array, 3) for name, array in self._columns.items()}
-        leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
         self.observed: dict[str, ObservationColumn] = {
-            name: FrameStacks(leaf.shape, steps, slots, fragments)
+            leaf.column("obs"): FrameStacks(leaf.shape, steps, slots, fragments)
             if may_be_stacked(leaf, steps)
             else ObservationColumn(leaf.shape, leaf.column_dtype, steps, slots, fragments)
-            for name, leaf in leaves.items()
+            for leaf in spaces.observation.leaves
         }
         self._seen_none = True
         self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
@@ -59,15 +58,14 @@ class FragmentRing:
         observations in all slots).
         """
         if columns["reward"].shape != (self.steps, self.slots):
-            raise ValueError(
-                f"a fragment of {columns['reward'].shape} for a replay buffer of {(self.steps, self.slots)}"
-            )
+            raise ValueError(f"a fragment of {columns['reward'].shape} for a buffer of {(self.steps, self.slots)}")
         place = self.added % self.fragments
         if self._seen_none:
             self._keep_whole_what_is_not_stacked(columns)
         self._give_up(place)
         before = self._newest.get(source, NOTHING)
-        if before != NOTHING and not self._ends_with(before, columns):
+        same = (its.ends_with(before, columns[name][0]) for name, its in self.observed.items())
+        if before != NOTHING and not all(same):
             before = NOTHING
         for name in self._names:
             self._columns[name][place] = columns[name]
@@ -103,10 +101,6 @@ class FragmentRing:
             self.preceding[after] = NOTHING
         self.following[place] = self.preceding[place] = NOTHING
 
-    def _ends_with(self, place: int, columns: Columns) -> bool:
-        """Whether the fragment in `place` ended with the observations that the one of `columns` begins with."""
-        return all(observed.ends_with(place, columns[name][0]) for name, observed in self.observed.items())
-
     def _keep_whole_what_is_not_stacked(self, columns: Columns) -> None:
         """The first fragment tells stacked frames from what has but the shape of them (three colors, say)."""
         self._seen_none = False
@@ -134,8 +128,7 @@ class FragmentRing:
         """Which of all the transitions that ever came in each row holds: never the same again, int64."""
         place, local = np.divmod(rows, self.rows_each)
         fragment = self.added - 1 - (self.added - 1 - place) % self.fragments
-        found: Array = fragment * self.rows_each + local
-        return found
+        return fragment * self.rows_each + local
 
     def column(self, name: str, rows: Array) -> Array:
         """`reward`, `terminated`, `truncated`, `mask`, `action…` or `info/…` of these rows (of any shape)."""

@@ -84,15 +84,11 @@ class ReplayBuffer:
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
         """For fragments of `steps` × `slots`; the newest `capacity` transitions stay, rounded up to whole fragments."""
-        fragments = max(1, -(-capacity // (steps * slots)))
-        self.ring = FragmentRing(spaces, steps, slots, fragments, self.info_columns)
-        self._index = RowIndex(fragments, self.ring.rows_each, self.classes)
-        self._to_come = 0
-
-    @property
-    def fragments(self) -> int:
+        self.fragments = max(1, -(-capacity // (steps * slots)))
         """How many fragments it holds when it is full."""
-        return self.ring.fragments
+        self.ring = FragmentRing(spaces, steps, slots, self.fragments, self.info_columns)
+        self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
+        self._to_come = 0
 
     def __len__(self) -> int:
         return int(self._index.bounds[-1])
@@ -148,8 +144,7 @@ class ReplayBuffer:
     def _relabeled(
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
     ) -> dict[str, tuple[Array, Array]]:
-        """Changes the steps `[n, B]` that are learned under other goals: name → which of the batch, and their goals (or
-        other actions)."""
+        """Changes steps `[n, B]` to be learned under other goals: name → which of the batch, and goals (or actions)."""
         return {}
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:

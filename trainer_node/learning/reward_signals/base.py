@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import SpaceSpec
-from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormalizer, flat, flat_size, linear
+from shared.policies.encoders import Encoder, ObservationNormalizer, flat, flat_size, linear
+from shared.policies.encoders import mlp as hidden_layers
 from shared.policies.policy import Policy
 from trainer_node.learning.demonstrations import Pairs
 
@@ -50,12 +51,9 @@ class Signal(nn.Module):
         raise NotImplementedError
 
 
-def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for size in hidden:
-        layers += [linear(inputs, size, math.sqrt(2)), ACTIVATIONS[activation]()]
-        inputs = size
-    return nn.Sequential(*layers, linear(inputs, outputs, 1.0))
+def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: Literal["tanh", "relu"]) -> nn.Sequential:
+    layers, width = hidden_layers(inputs, PolicyConfig(hidden_sizes=tuple(hidden), activation=activation))
+    return nn.Sequential(*layers, linear(width, outputs, 1.0))
 
 
 class Embedding(nn.Module):

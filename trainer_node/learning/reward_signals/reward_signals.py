@@ -29,8 +29,126 @@ ORDER = ("rnd", "icm", "gail")
 """All signals; the place of each decides its random numbers, so new ones come last."""
 
 
+class Rewarding:
+    """One signal's rewards, scaled."""
+
+    _tensors: Mapping[str, Tensor]
+    _rows: Rows
+    """What an update looked at."""
+
+    def __init__(
+        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, device: torch.device
+    ) -> None:
+        self.signal, self.strength = signal.to(device), config.strength
+        self._name, self._config, self._policy, self._algorithm, self._device = name, config, policy, algorithm, device
+        self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
+        self._optimizers: dict[str, Part] = {"signal_adam/": self._adam}
+        self._networks: dict[str, nn.Module] = {"signal/": self.signal}
+        """With their buffers. Both are by the beginning of their arrays' names."""
+        self.scaling = RewardScaling(config.gamma) if signal.scaled else None
+
+    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
+        """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
+        self._tensors, self._rows = tensors, rows
+        self._ends = _ends(tensors, episodic=self._config.episodic)
+        self.known = tensors["mask"]
+        if self.signal.needs_next:
+            unknown = tensors["terminated"].clone()
+            unknown[tuple(tensors["final_index"].to(torch.int64).unbind(dim=1))] = False
+            self.known = self.known & ~unknown
+        self.reward = self._raw(rows, self.known.flatten()).reshape(self.known.shape)
+        if self.scaling is not None:
+            self.reward = self._scaled(self.scaling, experience, self.reward)
+
+    def _raw(self, rows: Rows, known: Tensor) -> Tensor:
+        """`[B]`: the signal's rewards as they are; 0 where it is not known what a step led to."""
+        reward, there = torch.zeros(len(known), device=self._device), rows.take(known)
+        parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
+        if parts:
+            reward[known] = torch.cat(parts)
+        return reward
+
+    def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
+        """Takes the rewards in, fragment by fragment, then divides all by the deviation so far."""
+        raw, over = (tensor.cpu().numpy() for tensor in (reward, self._ends["terminated"] | self._ends["truncated"]))
+        at = 0
+        for item in experience:
+            its = slice(at, at := at + item.columns["reward"].shape[1])
+            ends = {"terminated": over[:, its], "truncated": over[:, its]}
+            scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
+        return torch.from_numpy(scaling.scaled(raw)).to(self._device)
+
+    def state(self) -> Columns:
+        networks = {prefix: state_arrays(network) for prefix, network in self._networks.items()}
+        networks |= {"scaling/": {} if self.scaling is None else self.scaling.state()}
+        named = {prefix + name: array for prefix, arrays in networks.items() for name, array in arrays.items()}
+        return named | state_of(self._optimizers)
+
+    def load_state(self, arrays: Columns) -> None:
+        for prefix, network in self._networks.items():
+            load_state_arrays(network, part(arrays, prefix))
+        load_state_of(self._optimizers, arrays)
+        if self.scaling is not None:
+            self.scaling.load_state(part(arrays, "scaling/"))
+
+
+class Stream(Rewarding):
+    """With a network of its own that values the rewards, which are made into advantages."""
+
+    def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
+        super().__init__(name, signal, config, policy, *more)
+        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(self._device)
+        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
+        self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
+        self._optimizers["value_adam/"], self._networks["value/"] = self._value_adam, self._value
+
+    def advantage(self, estimate: Estimate) -> Tensor:
+        """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
+        tensors, names = self._tensors, self._policy.spaces.observation.column_names("obs")
+        index = tensors["final_index"].to(torch.int64)
+        kept = self._ends["truncated"][index[:, 0], index[:, 1]]
+        its = Trajectories(
+            reward=self.reward, mask=tensors["mask"], final_index=index[kept], gamma=self._config.gamma, **self._ends,
+            value=self._values(self._rows.observations).reshape(self.reward.shape),
+            bootstrap_value=self._values({name: tensors["bootstrap_" + name] for name in names}),
+            final_value=self._values({name: tensors["final_" + name][kept] for name in names}),
+        )  # fmt: skip
+        advantage, self._target = estimate(its)
+        return advantage
+
+    def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
+        """What was looked at: signal and value; returns the metrics."""
+        known, bound = self.known.flatten(), self._algorithm.max_grad_norm
+        rows, rate = self._rows.take(known), self._config.learning_rate.value(counters)
+        history: list[dict[str, Tensor]] = []
+        for chosen in self._minibatches(len(rows), generator):
+            loss, terms = self.signal.loss(rows.take(chosen), generator)
+            gradient_step(loss, self._adam, rate, bound)
+            history.append(terms)
+        there, rate = self._tensors["mask"].flatten(), self._algorithm.learning_rate.value(counters)
+        valued, target = self._rows.take(there), self._target.flatten()[there]
+        for chosen in self._minibatches(len(target), generator):
+            value = self._value(valued.take(chosen).observations, self._policy.normalizer).squeeze(-1)
+            loss = (value - target[chosen]).square().mean()
+            gradient_step(loss, self._value_adam, rate, bound)
+            history.append({f"train/{self._name}_value_loss": loss.detach()})
+        return {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())} | mean_terms(history)
+
+    def _minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Numbers of rows: in epochs of minibatches where the algorithm has them, else all at once."""
+        clipped = self._algorithm if isinstance(self._algorithm, ClippedConfig) else None
+        for _ in range(clipped.epochs if clipped else 1) if count else ():
+            order = torch.randperm(count, generator=generator).to(self._device)
+            yield from order.tensor_split(-(-count // clipped.minibatch_size) if clipped else 1)
+
+    def _values(self, observations: Mapping[str, Tensor]) -> Tensor:
+        return in_chunks(lambda rows: self._value(rows, self._policy.normalizer).squeeze(-1), observations)
+
+
 class RewardSignals:
     """Those that a config asks for; none where it is None."""
+
+    stream: type[Rewarding] = Stream
 
     def __init__(self, policy: Policy, config: RewardSignalsConfig | None, algorithm: Any, setting: Setting) -> None:
         self._policy, self._seed = policy, setting.seed
@@ -41,10 +159,7 @@ class RewardSignals:
                 with borrowed_random_state(self._seed_of(name, 0)):
                     made = {"rnd": RND, "icm": ICM}.get(name)
                     signal = GAIL(policy, section, setting.demonstrations) if made is None else made(policy, section)
-                    self.streams[name] = self._made(name, signal, section, policy, algorithm, setting.device)
-
-    def _made(self, *arguments: Any) -> Any:
-        return Stream(*arguments)
+                    self.streams[name] = self.stream(name, signal, section, policy, algorithm, setting.device)
 
     def _seed_of(self, name: str, update: int) -> int:
         return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
@@ -93,154 +208,18 @@ class RewardSignals:
         return Rows(here, actions, following)
 
     def state(self) -> Columns:
-        return state_of(self._parts)
+        return state_of({f"{name}/": stream for name, stream in self.streams.items()})
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
-        load_state_of(self._parts, arrays)
-
-    @property
-    def _parts(self) -> dict[str, Part]:
-        return {f"{name}/": stream for name, stream in self.streams.items()}
-
-
-class Rewarding:
-    """One signal's rewards, scaled."""
-
-    _tensors: Mapping[str, Tensor]
-    _rows: Rows
-    """What an update looked at."""
-
-    def __init__(
-        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, device: torch.device
-    ) -> None:
-        self.signal, self.strength = signal.to(device), config.strength
-        self._name, self._config, self._policy, self._algorithm, self._device = name, config, policy, algorithm, device
-        self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
-        self.scaling = RewardScaling(config.gamma) if signal.scaled else None
-
-    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
-        """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
-        self._tensors, self._rows = tensors, rows
-        self._ends = _ends(tensors, episodic=self._config.episodic)
-        self.known = tensors["mask"]
-        if self.signal.needs_next:
-            unknown = tensors["terminated"].clone()
-            unknown[tuple(tensors["final_index"].to(torch.int64).unbind(dim=1))] = False
-            self.known = self.known & ~unknown
-        self.reward = self._raw(rows, self.known.flatten()).reshape(self.known.shape)
-        if self.scaling is not None:
-            self.reward = self._scaled(self.scaling, experience, self.reward)
-
-    def rate(self, counters: Counters) -> float:
-        return self._config.learning_rate.value(counters)
-
-    def _raw(self, rows: Rows, known: Tensor) -> Tensor:
-        """`[B]`: the signal's rewards as they are; 0 where it is not known what a step led to."""
-        reward, there = torch.zeros(len(known), device=self._device), rows.take(known)
-        parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
-        if parts:
-            reward[known] = torch.cat(parts)
-        return reward
-
-    def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
-        """Takes the rewards in, fragment by fragment, then divides all by the deviation so far."""
-        raw, over = (tensor.cpu().numpy() for tensor in (reward, self._ends["terminated"] | self._ends["truncated"]))
-        at = 0
-        for item in experience:
-            its = slice(at, at := at + item.columns["reward"].shape[1])
-            ends = {"terminated": over[:, its], "truncated": over[:, its]}
-            scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
-        return torch.from_numpy(scaling.scaled(raw)).to(self._device)
-
-    @property
-    def _parts(self) -> dict[str, Part]:
-        """By the beginning of their arrays' names; networks with their buffers."""
-        return {"signal_adam/": self._adam}
-
-    @property
-    def _networks(self) -> dict[str, nn.Module]:
-        return {"signal/": self.signal}
-
-    def state(self) -> Columns:
-        networks = {prefix: state_arrays(network) for prefix, network in self._networks.items()}
-        networks |= {"scaling/": {} if self.scaling is None else self.scaling.state()}
-        named = {prefix + name: array for prefix, arrays in networks.items() for name, array in arrays.items()}
-        return named | state_of(self._parts)
-
-    def load_state(self, arrays: Columns) -> None:
-        for prefix, network in self._networks.items():
-            load_state_arrays(network, part(arrays, prefix))
-        load_state_of(self._parts, arrays)
-        if self.scaling is not None:
-            self.scaling.load_state(part(arrays, "scaling/"))
-
-
-class Stream(Rewarding):
-    """With a network of its own that values the rewards, which are made into advantages."""
-
-    def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
-        super().__init__(name, signal, config, policy, *more)
-        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(self._device)
-        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
-        self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
-
-    @property
-    def _parts(self) -> dict[str, Part]:
-        return super()._parts | {"value_adam/": self._value_adam}
-
-    @property
-    def _networks(self) -> dict[str, nn.Module]:
-        return super()._networks | {"value/": self._value}
-
-    def advantage(self, estimate: Estimate) -> Tensor:
-        """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
-        tensors, names = self._tensors, self._policy.spaces.observation.column_names("obs")
-        index = tensors["final_index"].to(torch.int64)
-        kept = self._ends["truncated"][index[:, 0], index[:, 1]]
-        its = Trajectories(
-            reward=self.reward, mask=tensors["mask"], final_index=index[kept], gamma=self._config.gamma, **self._ends,
-            value=self._values(self._rows.observations).reshape(self.reward.shape),
-            bootstrap_value=self._values({name: tensors["bootstrap_" + name] for name in names}),
-            final_value=self._values({name: tensors["final_" + name][kept] for name in names}),
-        )  # fmt: skip
-        advantage, self._target = estimate(its)
-        return advantage
-
-    def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
-        """What was looked at: signal and value; returns the metrics."""
-        known, bound = self.known.flatten(), self._algorithm.max_grad_norm
-        rows, rate = self._rows.take(known), self._config.learning_rate.value(counters)
-        history: list[dict[str, Tensor]] = []
-        for chosen in self._minibatches(len(rows), generator):
-            loss, terms = self.signal.loss(rows.take(chosen), generator)
-            gradient_step(loss, self._adam, rate, bound)
-            history.append(terms)
-        there, rate = self._tensors["mask"].flatten(), self._algorithm.learning_rate.value(counters)
-        valued, target = self._rows.take(there), self._target.flatten()[there]
-        for chosen in self._minibatches(len(target), generator):
-            value = self._value(valued.take(chosen).observations, self._policy.normalizer).squeeze(-1)
-            loss = (value - target[chosen]).square().mean()
-            gradient_step(loss, self._value_adam, rate, bound)
-            history.append({f"train/{self._name}_value_loss": loss.detach()})
-        return {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())} | mean_terms(history)
-
-    def _minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Numbers of rows: in epochs of minibatches where the algorithm has them, else all at once."""
-        clipped = self._algorithm if isinstance(self._algorithm, ClippedConfig) else None
-        for _ in range(clipped.epochs if clipped else 1) if count else ():
-            order = torch.randperm(count, generator=generator).to(self._device)
-            yield from order.tensor_split(-(-count // clipped.minibatch_size) if clipped else 1)
-
-    def _values(self, observations: Mapping[str, Tensor]) -> Tensor:
-        return in_chunks(lambda rows: self._value(rows, self._policy.normalizer).squeeze(-1), observations)
+        load_state_of({f"{name}/": stream for name, stream in self.streams.items()}, arrays)
 
 
 class ReplayedStream(Rewarding):
     """Of an algorithm with a replay buffer, whose critics value the sum of all rewards."""
 
     def paid(
-        self, rows: Rows, known: Tensor, rate: float, generator: torch.Generator
+        self, rows: Rows, known: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`[B]`, what these rows are worth as it sees them now; then it learns from them. Returns metrics as well."""
         with torch.no_grad():
@@ -250,15 +229,14 @@ class ReplayedStream(Rewarding):
         if not known.any():
             return reward, {}
         loss, terms = self.signal.loss(rows.take(known), generator)
-        gradient_step(loss, self._adam, rate, self._algorithm.max_grad_norm)
+        gradient_step(loss, self._adam, self._config.learning_rate.value(counters), self._algorithm.max_grad_norm)
         return reward, terms | {f"train/{self._name}_reward": reward[known].mean()}
 
 
 class ReplayedSignals(RewardSignals):
     """Of an algorithm with a replay buffer: what was rewarded is not stored, but worked out as it is drawn."""
 
-    def _made(self, *arguments: Any) -> Any:
-        return ReplayedStream(*arguments)
+    stream = ReplayedStream
 
     @torch.no_grad()
     def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
@@ -281,8 +259,8 @@ class ReplayedSignals(RewardSignals):
         """
         total, metrics = self._strength * reward, dict[str, Tensor]()
         for name, stream in self.streams.items():
-            known_to_it = known | ~known if not stream.signal.needs_next else known
-            its, terms = stream.paid(rows, known_to_it, stream.rate(counters), generators[name])
+            known_to_it = known if stream.signal.needs_next else torch.ones_like(known)
+            its, terms = stream.paid(rows, known_to_it, counters, generators[name])
             total, metrics = total + stream.strength * its, metrics | terms
         return total, metrics
 
