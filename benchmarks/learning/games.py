@@ -38,9 +38,9 @@ class Poker(AECEnv):  # type: ignore[misc]
         """`raise_by` has an entry for each round, in chips; the ante is one chip."""
         super().__init__()
         self._ranks, self._suits, self._raise_by, self._most_raises = ranks, suits, tuple(raise_by), most_raises
-        shape = (2 + 2 * ranks + len(raise_by) * (most_raises + 2) * 3,)
+        self._numbers = 2 + 2 * ranks + len(raise_by) * (most_raises + 2) * 3
         self._space = spaces.Dict(
-            observation=spaces.Box(0, 1, shape, np.int8), action_mask=spaces.Box(0, 1, (3,), np.int8)
+            observation=spaces.Box(0, 1, (self._numbers,), np.int8), action_mask=spaces.Box(0, 1, (3,), np.int8)
         )
         self._choices = spaces.Discrete(3)
         self._draw = np.random.default_rng()
@@ -73,7 +73,7 @@ class Poker(AECEnv):  # type: ignore[misc]
 
     def observe(self, agent: str) -> dict[str, Any]:
         seat, ranks, length = PLAYERS.index(agent), self._ranks, self._most_raises + 2
-        shown = np.zeros(self._space["observation"].shape, np.int8)
+        shown = np.zeros(self._numbers, np.int8)
         shown[[seat, 2 + self._cards[seat]]] = 1
         if len(self._history) > 1:
             shown[2 + ranks + self._cards[2]] = 1

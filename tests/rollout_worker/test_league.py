@@ -111,7 +111,9 @@ def test_seats_take_turns_and_only_rows_of_current_weights_travel(store: FileSto
     )
     rows = sum(int(sample.columns["default"]["mask"].sum()) for sample in samples)
     share = (1 + met["default"] / len(matches)) / 2
-    assert abs(rows / (60 * 3 * len(samples)) - share) < 0.08, "all turns against current weights, and half of the others"
+    assert abs(rows / (60 * 3 * len(samples)) - share) < 0.08, (
+        "all turns against current weights, and half of the others"
+    )
     assert season.told == ["outcomes of matches are judged by the environment's info['outcome']"]
 
 
