@@ -34,15 +34,19 @@ class Poker(AECEnv):  # type: ignore[misc]
     possible_agents = PLAYERS
     render_mode = None
 
-    def __init__(self, ranks: int, suits: int, raise_by: Sequence[int], most_raises: int) -> None:
-        """`raise_by` has an entry for each round, in chips; the ante is one chip."""
+    def __init__(
+        self, ranks: int, suits: int, raise_by: Sequence[int], most_raises: int, *, pass_or_bet: bool = False
+    ) -> None:
+        """`raise_by` has an entry for each round, in chips; the ante is one chip. `pass_or_bet`: two actions in place of
+        three, where two are legal at each turn; to pass is to check or to fold, to bet is to raise or to call."""
         super().__init__()
         self._ranks, self._suits, self._raise_by, self._most_raises = ranks, suits, tuple(raise_by), most_raises
         self._numbers = 2 + 2 * ranks + len(raise_by) * (most_raises + 2) * 3
+        choices = 2 if pass_or_bet else 3
         self._space = spaces.Dict(
-            observation=spaces.Box(0, 1, (self._numbers,), np.int8), action_mask=spaces.Box(0, 1, (3,), np.int8)
+            observation=spaces.Box(0, 1, (self._numbers,), np.int8), action_mask=spaces.Box(0, 1, (choices,), np.int8)
         )
-        self._choices = spaces.Discrete(3)
+        self._choices = spaces.Discrete(choices)
         self._draw = np.random.default_rng()
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
@@ -71,6 +75,10 @@ class Poker(AECEnv):  # type: ignore[misc]
         raises = self._history[-1].count(RAISE) < self._most_raises
         return [FOLD] * facing + [CALL] + [RAISE] * raises
 
+    def _choosable(self) -> list[int]:
+        """What the action space calls the legal ones."""
+        return self.legal() if self._choices.n == 3 else [0, 1]
+
     def observe(self, agent: str) -> dict[str, Any]:
         seat, ranks, length = PLAYERS.index(agent), self._ranks, self._most_raises + 2
         shown = np.zeros(self._numbers, np.int8)
@@ -80,17 +88,18 @@ class Poker(AECEnv):  # type: ignore[misc]
         for number, made in enumerate(self._history):
             for place, action in enumerate(made):
                 shown[2 + 2 * ranks + (number * length + place) * 3 + action] = 1
-        mask = np.zeros(3, np.int8)
+        mask = np.zeros(self._choices.n, np.int8)
         if agent == self.agent_selection and not any(self.terminations.values()):
-            mask[self.legal()] = 1
+            mask[self._choosable()] = 1
         return {"observation": shown, "action_mask": mask}
 
     def step(self, action: Any) -> None:
         if self.terminations[self.agent_selection]:
             self._was_dead_step(action)
             return
-        action, seat = int(action), PLAYERS.index(self.agent_selection)
-        assert action in self.legal(), f"action {action}: expected one of {self.legal()}"
+        choosable, seat = self._choosable(), PLAYERS.index(self.agent_selection)
+        assert action in choosable, f"action {action}: expected one of {choosable}"
+        action = self.legal()[choosable.index(int(action))]
         self._history[-1].append(action)
         if action != FOLD:
             self._paid[seat] = max(self._paid) + (action == RAISE) * self._raise_by[len(self._history) - 1]
@@ -120,7 +129,7 @@ class Poker(AECEnv):  # type: ignore[misc]
 
 def kuhn() -> Poker:
     """Kuhn poker (Kuhn 1950): three cards, one bet of one chip."""
-    return Poker(3, 1, [1], 1)
+    return Poker(3, 1, [1], 1, pass_or_bet=True)
 
 
 def leduc() -> Poker:

@@ -146,7 +146,7 @@ def tic_tac_toe_exploitability(of: Strategy) -> float:
 
 def observed(game: Poker, state: Any) -> dict[str, Array]:
     """What our environment shows of a state of OpenSpiel to whose turn it is. Legal actions are the same in the same
-    order (Kuhn's pass is a check or a fold, its bet a raise or a call)."""
+    order."""
     replay(game, state)
     return game.observe(game.agent_selection)
 
@@ -164,7 +164,7 @@ def replay(game: Poker, state: Any) -> None:
     unseen = [card for card in range(6) if card not in cards]
     game.reset(options={"cards": (cards + unseen)[:3]})
     for index in actions:
-        game.step(game.legal()[index])
+        game.step(np.flatnonzero(game.observe(game.agent_selection)["action_mask"])[index])
 
 
 def exploitability(name: str, *of: Strategy) -> float:

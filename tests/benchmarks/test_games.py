@@ -86,9 +86,7 @@ def test_kuhns_equilibria_are_not_exploitable_and_a_fault_in_one_is(bluff: float
                 (): [bluff, bet_with_queen, 3 * bluff], (1,): [1 / 3, 0, 1], (2,): [0, 1 / 3, 1],
                 (1, 2): [0, bluff + 1 / 3, 1],
             }[tuple(history)]  # fmt: skip
-            facing = bool(history) and history[-1] == 2
-            more, less = (1, 0) if facing else (2, 1)
-            found.append(np.eye(3)[more] * bets[card] + np.eye(3)[less] * (1 - bets[card]))
+            found.append([1 - bets[card], bets[card]])
         return np.array(found)
 
     assert judges.exploitability("kuhn_poker", equilibrium) == pytest.approx(0, abs=1e-9)
@@ -103,7 +101,7 @@ def test_a_mean_strategy_is_drawn_once_a_game_and_not_at_each_turn() -> None:
     def always(which: int) -> judges.Strategy:
         def of(seen: Mapping[str, Any]) -> Any:
             legal = [np.flatnonzero(mask)[which] for mask in seen["action_mask"]]
-            return np.eye(3)[legal]
+            return np.eye(2)[legal]
 
         return of
 
