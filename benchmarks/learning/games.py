@@ -37,7 +37,7 @@ class Poker(AECEnv):  # type: ignore[misc]
     def __init__(
         self, ranks: int, suits: int, raise_by: Sequence[int], most_raises: int, *, pass_or_bet: bool = False
     ) -> None:
-        """`raise_by` has an entry for each round, in chips; the ante is one chip. `pass_or_bet`: two actions in place of
+        """`raise_by` has an entry for each round, in chips; the ante is one chip. `pass_or_bet`: two actions instead of
         three, where two are legal at each turn; to pass is to check or to fold, to bet is to raise or to call."""
         super().__init__()
         self._ranks, self._suits, self._raise_by, self._most_raises = ranks, suits, tuple(raise_by), most_raises
