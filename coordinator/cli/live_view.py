@@ -59,7 +59,8 @@ class LiveView:
             self._console.text(*map(_event_line, self._poll()))
             if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                 printed, before, line = time.monotonic(), line, one_line(self.status)
-                self._console.text(*([line] if line != before else []))  # a run that ends or waits says so once
+                if line != before:  # a run that ends or waits says so once
+                    self._console.text(line)
             time.sleep(_REFRESH_SECONDS)
         with contextlib.suppress(StagecoachError, redis.RedisError):
             self._console.text(*map(_event_line, self._new_events()))  # what came after the last poll
