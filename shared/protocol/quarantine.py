@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from shared.errors import Fenced, StagecoachError, UserError, place
 from shared.experience.log_entry import id_order
-from shared.protocol.events import emit
 from shared.protocol.keys import RunKeys
 from shared.protocol.policy_board import PublishReply
 from shared.protocol.scripts import Script, write_small
@@ -74,7 +73,7 @@ class WorkRecord:
 
     def _tell(self, text: str) -> None:
         _LOGGER.warning("%s", text)
-        emit(self._role.redis, self._role.run_id, "trainer", text)
+        self._role.tell("trainer", text)
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def drop_entries(role: RunContext, positions: tuple[str, ...]) -> None:
             raise UserError(
                 f"--drop {shown}: the log of run {role.run_id!r} has no entry there that is not dropped yet"
             )
-        emit(role.redis, role.run_id, "trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
+        role.tell("trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
 
 
 def _range(taking: str) -> str:
