@@ -128,7 +128,8 @@ class Options(GameOfOne):
         if kind is None:
             return reward
         if callable(kind):
-            seen = (before["observation"], self._seen["observation"]) if self._bare else (before, self._seen)
+            after = copy.deepcopy(self._seen)
+            seen = (before["observation"], after["observation"]) if self._bare else (before, after)
             found = kind(seen[0], action, seen[1], self._info)
         elif kind not in self._info:
             raise EnvironmentUnusable(

@@ -126,7 +126,9 @@ class Counter(gym.Env[Any, Any]):
 
 
 def ahead(before: Any, action: Any, after: Any, info: Any) -> float:
-    return float(10 * (after[0] - before[0]))
+    gone = float(10 * (after[0] - before[0]))
+    after += 100  # what it is given is its own
+    return gone
 
 
 def counter(*rewards: str) -> Any:
