@@ -33,8 +33,11 @@ def record_play(
         from gymnasium.utils.play import play
     except (ImportError, gym.error.DependencyNotInstalled) as error:
         raise UserError(f"a window to play in cannot be made: {with_extra(str(error))}") from None
-    if config.environment.api != "gymnasium":
-        raise UserError("--record is for one person and so for one agent; write down others by a program (OFFLINE.md)")
+    if config.environment.api != "gymnasium" or config.environment.hierarchy is not None:
+        raise UserError(
+            "--record is for one person and so for one agent; play without environment.hierarchy, and write down "
+            "several agents by a program (OFFLINE.md)"
+        )
     made = make(config.environment, render_mode="rgb_array")
     action = made.action_space
     if not isinstance(action, gym.spaces.Discrete):

@@ -127,6 +127,15 @@ def test_what_cannot_be_played_is_told_in_one_line(
     check_refused(stagecoach("play", str(path), "--record", "played", *arguments), said)
 
 
+def test_a_hierarchy_is_not_for_one_person(stagecoach: Stagecoach, folder: Path) -> None:
+    path = write_config(folder, "corridor_options", "\ndef own(before, action, after, info): return 1.0\n")
+    data = yaml.safe_load(path.read_text())
+    data["environment"]["hierarchy"] = {"options": {"rewards": ["environment", "corridor_options:own"], "lengths": [1]}}
+    path.write_text(yaml.safe_dump(data))
+    said = "--record is for one person and so for one agent; play without environment.hierarchy"
+    check_refused(stagecoach("play", str(path), "--record", "played"), said)
+
+
 def test_a_folder_of_another_environment_and_options_without_a_record(stagecoach: Stagecoach, folder: Path) -> None:
     (folder / "played").mkdir()
     (folder / "played" / "played.csv").write_text("obs.0,action,reward,terminated\n")
