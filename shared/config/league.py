@@ -80,7 +80,7 @@ class FixedShareConfig(Section):
     """Opponents among `league.fixed`."""
 
     share: float = Field(0.0, ge=0, le=1)
-    """Share of seats that they take, each of them alike."""
+    """Share of seats that they take together; each of them by its `weight`."""
 
 
 class OpponentsConfig(Section):
@@ -111,6 +111,8 @@ class FixedPlayerConfig(Section):
     source: str = Field(min_length=1)
     """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]` or a checkpoint's folder; or a file
     `….onnx`. It is copied into this run's store."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often it is drawn beside the other fixed players: twice as often with 2 as with 1."""
     kind: PlayerKind | None = None
     """What it is."""
     sha256: str = ""

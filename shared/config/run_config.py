@@ -111,6 +111,10 @@ class Config(ConfigFields):
             data["agents"] = list(data["agents"].items())
         if self.league is None:
             del data["league"]
+        else:
+            for player in data["league"]["fixed"].values():
+                if player["weight"] == 1:  # it came later
+                    del player["weight"]
         if any(its.measure == "progress" for entry in self.environment.parameters.values() for its in entry.criteria):
             data["progress_of"] = self.stop_at.env_steps
         return data

@@ -219,6 +219,14 @@ def test_shares_without_a_player_go_to_current_weights_and_an_exploiter_meets_it
     assert MatchTable.from_dict(json.loads(json.dumps(table_of(league).as_dict()))) == table_of(league)
 
 
+def test_fixed_players_are_drawn_by_their_weights() -> None:
+    players = {name: {"source": "random", "kind": "random", "seats": ["main"]} for name in ("dice", "expert", "other")}
+    players["expert"]["weight"] = 3
+    league, _ = league_of(league_config({"fixed": players, "opponents": {"latest": 0, "past": 0.5, "fixed": 0.5}}))
+    drawn = dict(table_of(league).learners["main"].opponents["main"])
+    assert [drawn[name] for name in players] == pytest.approx([0.1, 0.3, 0.1])
+
+
 def test_one_learner_trains_at_a_time_where_they_swap() -> None:
     league, _ = league_of(league_config(EXPLOITED | {"swap_every": "100 env_steps"}, PAIR))
     turns = [list(table_of(league, steps).learners) for steps in (0, 99, 100, 199, 200)]

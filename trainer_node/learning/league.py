@@ -256,7 +256,9 @@ class League:
         }
         total = math.fsum(past.values())
         found |= {player: opponents.past.share * weight / total for player, weight in past.items()}
-        found |= {player: opponents.fixed.share / len(fixed) for player in fixed}
+        weights = {player: self._config.fixed[player].weight for player in fixed}
+        total = math.fsum(weights.values())
+        found |= {player: opponents.fixed.share * weight / total for player, weight in weights.items()}
         return tuple((player, probability) for player, probability in found.items() if probability > 0)
 
     def _past(self, name: str, seat: str) -> dict[str, float]:
