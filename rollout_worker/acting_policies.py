@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from rollout_worker.exploration import base, discrete, noise
 from rollout_worker.exploration.base import Exploration
+from rollout_worker.exploration.own import make_own_exploration
 from shared.config.exploration import ExplorationConfig, OwnExploration
 from shared.config.run_config import Config
 from shared.config.section import Schedule
@@ -17,7 +18,6 @@ from shared.policies.serialization import load_state_arrays
 from shared.protocol.flow_control import Claim
 from shared.protocol.heartbeat import Heartbeat, poll
 from shared.protocol.policy_board import PolicyBoard, PolicyVersion, version_of
-from shared.runtime.user_code import make_own
 from shared.storage.checkpoint_store import READY, CheckpointStore
 
 _LOGGER = logging.getLogger("stagecoach.worker")
@@ -41,7 +41,7 @@ def make_exploration(config: ExplorationConfig, counters: Counters) -> Explorati
     user's."""
     if isinstance(config, OwnExploration):
         now = {name: schedule.value(counters) for name, schedule in config.schedules.items()}
-        return make_own(config.kind, "algorithm.exploration.kind", Exploration, **config.kwargs, **now)
+        return make_own_exploration(config, now)
     fields = {name: value.value(counters) if isinstance(value, Schedule) else value for name, value in config}
     del fields["kind"]
     return _EXPLORATIONS[config.kind](**fields)

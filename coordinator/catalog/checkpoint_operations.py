@@ -27,7 +27,7 @@ from shared.errors import (
     UserError,
 )
 from shared.experience.log_entry import before
-from shared.league.players import PLAYERS, read_player
+from shared.league.players import PLAYERS, read_player, write_player
 from shared.policies.serialization import decode_policy, finite_weights
 from shared.storage import checkpoint_store as stored
 from shared.storage.checkpoint_store import MANIFEST, MARKS, POINTER, PROMOTED, STATUS, CheckpointStore, Promotion
@@ -306,6 +306,8 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     data, manifest = checkpoints.read_manifest(name)
     for key in manifest.objects:
         copy.store.put(manifest.folder + key, checkpoints.read_object(manifest, key))
+    for sha256 in manifest.provenance.get("players", ()):
+        write_player(copy.store, read_player(checkpoints.store, sha256))
     copy.store.put(manifest.folder + MANIFEST, data)
     if (beside := _read_with_files(checkpoints, name)) is not None:
         write_export(copy, *beside)

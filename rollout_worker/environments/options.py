@@ -130,7 +130,7 @@ class Options(GameOfOne):
         if callable(kind):
             after = copy.deepcopy(self._seen)
             seen = (before["observation"], after["observation"]) if self._bare else (before, after)
-            found = kind(seen[0], action, seen[1], self._info)
+            found = kind(seen[0], action, seen[1], dict(self._info))
         elif kind not in self._info:
             raise EnvironmentUnusable(
                 f"{named}: the info of a step has only {sorted(map(str, self._info))}; name one that is told at each "

@@ -12,6 +12,7 @@ from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
+from shared.league.table import SNAPSHOT
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 
@@ -334,8 +335,10 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
             f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "
             f"would change nothing; leave it out"
         )
-    if taken := sorted({*league.fixed} & {*run.policies}):
-        raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
+    snapshots = {name for name in league.fixed if SNAPSHOT.fullmatch(name)}
+    if taken := sorted(({*league.fixed} & {*run.policies}) | snapshots):
+        said = "ids of policies or might be their snapshots'"
+        raise ValueError(f"league.fixed: {taken} are {said}; give the players names of their own")
 
 
 def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:

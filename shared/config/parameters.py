@@ -3,8 +3,9 @@
 ML-Agents' words (`sampler_type`, `curriculum`, `completion_criteria`, …) are read where they mean the same.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -12,7 +13,11 @@ from shared.config.section import Section
 from shared.experience.parameters import ParameterTable, Sampler, Value
 
 Measure = Literal["return", "success", "progress", "length", "rating"]
-_MEASURES = get_args(Measure)
+_MEASURES: dict[Measure, tuple[float, float]] = {
+    "return": (-math.inf, math.inf), "success": (0, 1), "progress": (0, 1), "length": (0, math.inf),
+    "rating": (-math.inf, math.inf),
+}  # fmt: skip
+"""With the least and the most that each can be."""
 _Bounds = tuple[float, float]
 _ML_AGENTS = {"behavior": "policy", "signal_smoothing": "smoothing", "min_lesson_length": "episodes"}
 
@@ -47,6 +52,13 @@ class CriterionConfig(Section):
     """Whether the measure is smoothed, as ML-Agents does: a quarter of what it was, three quarters of what it is."""
     policy: str = ""
     """Whose agents' return, or whose rating; by default all agents, or the only policy."""
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> Self:
+        least, most = _MEASURES[self.measure]
+        if not least <= self.threshold <= most:
+            raise ValueError(f"{self.measure}={self.threshold:g} is never met; expected {least:g} to {most:g}")
+        return self
 
 
 _Criterion = Annotated[CriterionConfig, BeforeValidator(_criterion)]
@@ -193,6 +205,10 @@ class ParameterConfig(SamplerConfig):
 
     @model_validator(mode="after")
     def _lessons_follow(self) -> Self:
+        untils = [lesson.until for lesson in self.lessons if lesson.until is not None]
+        shares = [until.threshold for until in untils if until.measure == "progress"]
+        if shares != sorted(set(shares)):
+            raise ValueError(f"lessons end at progress {', '.join(f'{its:g}' for its in shares)}; each has to be later")
         for number, lesson in enumerate(self.lessons):
             last = number == len(self.lessons) - 1
             if not last and lesson.until is None:

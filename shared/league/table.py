@@ -5,6 +5,7 @@ weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its nam
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +63,9 @@ def player_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+SNAPSHOT = re.compile(r".*-[0-9a-f]{12}")
+
+
 def snapshot_id(policy_id: str, sha256: str) -> str:
-    """The player id of a snapshot of a policy."""
+    """The player id of a snapshot of a policy, which `SNAPSHOT` fits."""
     return f"{policy_id}-{sha256[:12]}"

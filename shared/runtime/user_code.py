@@ -113,8 +113,12 @@ def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs:
     try:
         return found(*arguments, **kwargs)
     except Exception as failed:
-        said = f"{type(failed).__name__}: {with_extra(str(failed))}{place(failed)}"
-        raise ConfigError(f"{field}={path} cannot be made with {kwargs}: {said}") from failed
+        raise ConfigError(f"{field}={path} cannot be made with {kwargs}: it {raised(failed)}") from failed
+
+
+def raised(error: BaseException) -> str:
+    """What the user's code has raised, and where."""
+    return f"raised {type(error).__name__}: {with_extra(str(error))}{place(error)}"
 
 
 def _clash() -> str:

@@ -20,7 +20,7 @@ from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import ConfigError
-from shared.league.players import read_player
+from shared.league.players import PLAYERS, read_player
 from shared.league.table import MatchTable, player_hash
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
@@ -74,6 +74,8 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     resumed = Run.resume("second", config.runs_dir, overrides=("stop_at.updates=4",), inline=True)
     assert resumed.wait(120).reason == "exhausted"
     assert table_of(resumed).players["rival"] == table.players["rival"]
+    copied = resumed.export(config.runs_dir / "copied", "latest").parents[1]
+    assert player_hash(rival) in {path.name for path in (copied / PLAYERS).iterdir()}, "with its league"
 
 
 def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

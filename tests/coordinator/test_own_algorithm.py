@@ -107,9 +107,14 @@ def test_an_exploration_and_a_replay_buffer_of_ones_own_are_exact_too(stagecoach
     [
         ("exploration", {"kind": "theirs:Missing"}, "algorithm.exploration.kind=theirs:Missing cannot be imported"),
         ("exploration", {"kind": "theirs:Buffer"}, "expected a class that derives from stagecoach.Exploration, found"),
-        ("exploration", {"kind": "theirs:Acts", "kwargs": {"a": 1}}, "cannot be made with {'a': 1}: TypeError: "),
+        ("exploration", {"kind": "theirs:Acts"}, "theirs:Acts: expected a method `act`, as stagecoach.Exploration has"),
+        (
+            "exploration",
+            {"kind": "theirs:Acts", "kwargs": {"a": 1}},
+            "cannot be made with {'a': 1}: it raised TypeError: ",
+        ),
         ("replay_buffer", {"kind": "theirs:Acts"}, "expected a class that derives from stagecoach.ReplayBuffer, found"),
-        ("replay_buffer", {"kind": "theirs:Buffer"}, "cannot be made with {}: ValueError: too small"),
+        ("replay_buffer", {"kind": "theirs:Buffer"}, "cannot be made with {}: it raised ValueError: too small"),
         ("replay_buffer", {"kind": "unifrom"}, "balanced, module:Class, found 'unifrom'; did you mean uniform?"),
     ],
     ids=str,
@@ -123,6 +128,55 @@ def test_a_class_that_cannot_explore_or_remember_is_told_before_anything_starts(
     )
     write_config(tmp_path, {"name": "dqn", part: section})
     check_refused(stagecoach("train", "own.yaml", "--inline"), said)
+
+
+BAD = """
+import numpy as np
+import torch
+from stagecoach import Exploration, ReplayBuffer
+
+class Acts(Exploration):
+    def __init__(self, gives):
+        self._gives = gives
+    def act(self, policy, observations, generator):
+        params = policy.exploring_parameters(observations, generator)
+        chosen = torch.full((len(params),), 9) if self._gives == "nine" else policy.distribution.mode(params)["action"]
+        return {} if self._gives == "none" else {"action": chosen[: None if self._gives == "nine" else 1]}, params
+
+class Draws(ReplayBuffer):
+    def __init__(self, *sizes, gives):
+        super().__init__(*sizes)
+        self._gives = gives
+    def draw(self, count, generator, beta):
+        rows, weights = super().draw(count, generator, beta)
+        if self._gives == "raise":
+            raise ValueError("boom")
+        return (rows[:3], weights) if self._gives == "few" else (rows - 10**6, weights)
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "gives", "said"),
+    [
+        ("exploration", "none", "act gave None as 'action'; expected a tensor [2]"),
+        ("exploration", "one", "act gave shape [1] as 'action'; expected a tensor [2]"),
+        ("exploration", "nine", "act gave [9, 9] in 'action'; expected 0 to less than (2,)"),
+        ("replay_buffer", "raise", "draw raised ValueError: boom (at "),
+        ("replay_buffer", "few", "draw gave rows [3] of int64 and weights [32]; expected 32 whole numbers"),
+        ("replay_buffer", "far", "draw gave row -"),
+    ],
+)
+def test_what_a_class_of_ones_own_does_wrong_is_told_by_its_field(
+    stagecoach: Stagecoach, tmp_path: Path, part: str, gives: str, said: str
+) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    kind = {"exploration": "bad:Acts", "replay_buffer": "bad:Draws"}[part]
+    algorithm = {"name": "dqn", "minibatch_size": 32, part: {"kind": kind, "kwargs": {"gives": gives}}}
+    path = write_config(tmp_path, algorithm)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"heatup": "128 env_steps"}))
+    done = stagecoach("train", "own.yaml", "--run-id", "odd", "--inline")
+    assert done.code != 0
+    assert f"algorithm.{part}.kind={kind}: {said}" in " ".join(done.err.split()), done.err
 
 
 def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, code: Path) -> None:

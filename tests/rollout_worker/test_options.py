@@ -128,6 +128,7 @@ class Counter(gym.Env[Any, Any]):
 def ahead(before: Any, action: Any, after: Any, info: Any) -> float:
     gone = float(10 * (after[0] - before[0]))
     after += 100  # what it is given is its own
+    info["told"] = 100.0
     return gone
 
 

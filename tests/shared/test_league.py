@@ -48,6 +48,7 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"swap_every": "0 episodes"}, "give at least 1"),
         ({"swap_every": "5 episodes"}, "with one learner, 'main', would change nothing"),
         ({"fixed": {"main": "random"}}, r"league.fixed: \['main'\] are ids of policies"),
+        ({"fixed": {"main-0123456789ab": "random"}}, r"league.fixed: \['main-0123456789ab'\] are ids of"),
         ({"fixed": {"two words": "random"}}, "two words"),
     ],
 )  # fmt: skip

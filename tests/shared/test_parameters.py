@@ -105,6 +105,15 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
             {"lessons": [LESSONS[0], {"value": 1, "until": {"return": 1}, "back": {"return": 2}}, LESSONS[1]]},
             "`back` has to be the smaller one",
         ),
+        (
+            {"lessons": [{"value": 0, "until": {"success": 1.5}}, LESSONS[1]]},
+            "success=1.5 is never met; expected 0 to 1",
+        ),
+        ({"lessons": [{"value": 0, "until": {"progress": 2}}, LESSONS[1]]}, "progress=2 is never met; expected 0 to 1"),
+        (
+            {"lessons": [*({"value": at, "until": {"progress": at}} for at in (0.5, 0.3)), LESSONS[1]]},
+            "lessons end at progress 0.5, 0.3; each has to be later",
+        ),
         ({"lessons": [{"value": 0, "until": {"rating": 1}}, LESSONS[1]]}, "a rating is that of a league"),
         ({"lessons": [{"value": 0, "until": {"progress": 0.5}}, LESSONS[1]]}, "set that"),
         ({"lessons": [{"value": 0, "until": {"return": 1, "policy": "x"}}, LESSONS[1]]}, "'x' names no policy"),

@@ -19,13 +19,13 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.policy import Policy, copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
-from shared.runtime.user_code import make_own
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.critics import Critics
 from trainer_node.learning.building_blocks.interface import Experience, PolicyLearner, Setting, mean_terms, update_seed
 from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
 from trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
+from trainer_node.learning.replay_buffers.own import make_own_replay_buffer
 from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
 from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
 from trainer_node.learning.reward_signals.base import Rows
@@ -38,7 +38,7 @@ def make_replay_buffer(
     """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for unfit spaces, or a user's class."""
     size = (spaces, steps, slots, config.capacity)
     if isinstance(config, replay_buffer_config.OwnReplay):
-        return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
+        return make_own_replay_buffer(config, *size)
     if isinstance(config, replay_buffer_config.PrioritizedReplay):
         return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
     if isinstance(config, replay_buffer_config.HindsightReplay):

@@ -1,0 +1,47 @@
+"""An exploration of the user's: what it returns is looked at before the environment gets it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rollout_worker.exploration.base import Acted, Exploration, Tensors
+from shared.config.exploration import OwnExploration
+from shared.errors import ConfigError
+from shared.policies.policy import Policy
+from shared.runtime.user_code import make_own, raised
+
+
+def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Exploration:
+    """`now` are its schedules' values. Raises `ConfigError` for an unfit class, and in `act` for what is no action."""
+    field = "algorithm.exploration.kind"
+    made = make_own(config.kind, field, Exploration, **config.kwargs, **now)
+    if type(made).act is Exploration.act:
+        raise ConfigError(f"{field}={config.kind}: expected a method `act`, as stagecoach.Exploration has it")
+    act = made.act
+
+    def checked(policy: Policy, observations: Tensors, generator: Any) -> Acted:
+        where = f"{field}={config.kind}: act"
+        try:
+            actions, params = act(policy, observations, generator)
+        except Exception as failed:
+            raise ConfigError(f"{where} {raised(failed)}; expected (actions by column, parameters)") from failed
+        rows = len(next(iter(observations.values())))
+        for leaf in policy.spaces.action.leaves:
+            name, shape = leaf.column("action"), (rows, *leaf.shape)
+            found = actions.get(name) if isinstance(actions, Mapping) else None
+            if not isinstance(found, Tensor) or found.shape != shape:
+                told = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+                raise ConfigError(f"{where} gave {told} as {name!r}; expected a tensor {list(shape)}")
+            array = found.detach().cpu().numpy()
+            odd = leaf.beyond(array) if leaf.nvec else ~np.isfinite(array)
+            if odd.any():
+                wanted = f"0 to less than {leaf.nvec}" if leaf.nvec else "finite numbers"
+                raise ConfigError(f"{where} gave {array[odd].tolist()[:3]} in {name!r}; expected {wanted}")
+        if not isinstance(params, Tensor) or len(params) != rows:
+            raise ConfigError(f"{where} gave {params!r:.60} as parameters; expected a tensor of {rows} rows")
+        return actions, params
+
+    made.act = checked  # type: ignore[method-assign]
+    return made

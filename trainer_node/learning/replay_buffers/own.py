@@ -1,0 +1,37 @@
+"""A replay buffer of the user's: what it draws is looked at before it is learned from."""
+
+from typing import Any
+
+import numpy as np
+
+from shared.config.replay_buffer import OwnReplay
+from shared.errors import ConfigError
+from shared.experience.spaces import Array
+from shared.runtime.user_code import make_own, raised
+from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+
+
+def make_own_replay_buffer(config: OwnReplay, *size: Any) -> ReplayBuffer:
+    """Raises `ConfigError` for an unfit class, and in `draw` for rows that it does not hold."""
+    field = "algorithm.replay_buffer.kind"
+    made = make_own(config.kind, field, ReplayBuffer, *size, **config.kwargs)
+    draw, ring = made.draw, made.ring
+
+    def checked(count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        where = f"{field}={config.kind}: draw"
+        try:
+            rows, weight = (np.asarray(part) for part in draw(count, generator, beta))
+        except Exception as failed:
+            raise ConfigError(f"{where} {raised(failed)}; expected (rows, their weights)") from failed
+        if rows.shape != (count,) or weight.shape != (count,) or rows.dtype.kind not in "iu":
+            told = f"rows {list(rows.shape)} of {rows.dtype} and weights {list(weight.shape)}"
+            raise ConfigError(f"{where} gave {told}; expected {count} whole numbers and {count} weights")
+        there = (rows >= 0) & (rows < made.fragments * ring.rows_each) & np.isfinite(weight)
+        there[there] = ring.column("mask", rows[there])
+        if not there.all():
+            told = f"row {rows[~there][0]} with weight {weight[~there][0]}"
+            raise ConfigError(f"{where} gave {told}; expected transitions that it holds, as super().draw gives them")
+        return rows, weight
+
+    made.draw = checked  # type: ignore[method-assign]
+    return made
