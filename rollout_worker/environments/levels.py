@@ -116,7 +116,7 @@ class GameOfOne:
 
     def __init__(self, env: gym.Env[Any, Any], agents: list[str], max_episode_steps: int | None) -> None:
         self.env, self.possible_agents = env, agents
-        self._limit = max_episode_steps or (env.spec and env.spec.max_episode_steps)
+        self._limit = max_episode_steps or (env.spec.max_episode_steps if env.spec else None)
         self._bare = not isinstance(env.observation_space, spaces.Dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -220,8 +220,8 @@ def test_shares_without_a_player_go_to_current_weights_and_an_exploiter_meets_it
 
 
 def test_fixed_players_are_drawn_by_their_weights() -> None:
-    players = {name: {"source": "random", "kind": "random", "seats": ["main"]} for name in ("dice", "expert", "other")}
-    players["expert"]["weight"] = 3
+    dice = {"source": "random", "kind": "random", "seats": ["main"]}
+    players = {"dice": dice, "expert": dice | {"weight": 3}, "other": dice}
     league, _ = league_of(league_config({"fixed": players, "opponents": {"latest": 0, "past": 0.5, "fixed": 0.5}}))
     drawn = dict(table_of(league).learners["main"].opponents["main"])
     assert [drawn[name] for name in players] == pytest.approx([0.1, 0.3, 0.1])
