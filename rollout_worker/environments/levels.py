@@ -35,9 +35,10 @@ class _Goal:
         space = _leaf(observed, self._leaf, where)
         size = math.prod(space.shape or ())
         self._elements = list(range(size) if level.elements is None else level.elements)
-        if not self._elements or max(self._elements) >= size:
+        if not self._elements or max(self._elements) >= size or len({*self._elements}) < len(self._elements):
             raise ConfigError(
-                f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to {size - 1}"
+                f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to "
+                f"{size - 1}, each once"
             )
         own = (space.low, space.high) if isinstance(space, spaces.Box) else (np.zeros(size), np.ones(size))
         given = zip((level.low, level.high), own, ("low", "high"), strict=True)

@@ -8,6 +8,7 @@ a single legal choice where one of them chooses nothing, and a 0 for boxes that 
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -148,9 +149,19 @@ def _reward(named: str, field: str) -> Callable[..., Any] | str | None:
     if ":" not in named:
         return None if named == "environment" else named
     found = import_object(named, field, kind="function")
-    if not callable(found):
+    if not callable(found) or not _takes_four(found):
         raise ConfigError(f"{field}={named}: expected a function (before, action, after, info), found {found!r:.60}")
     return found  # type: ignore[no-any-return]
+
+
+def _takes_four(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it does not tell
+        return True
+    return True
 
 
 def _mask(sizes: list[int], first: bool = False) -> Array:

@@ -180,6 +180,7 @@ _BUFFER = "algorithm.replay_buffer"
         (_LEVELS, [THREE[0], THREE[1] | {"every": 9}, THREE[2] | {"every": 1}], "every=9.* 9 steps.*episodes have 8"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"of": "speed"}], "levels.2 needs 'speed'.*achieved_goal"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"elements": [2]}], "has 2 elements; name some of 0 to 1"),
+        (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"elements": [0, 0]}], "name some of 0 to 1, each once"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": [0, 0, 0]}], "low has 3 numbers"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": 5}], "is not below high"),
         ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*found \['observation'\]"),

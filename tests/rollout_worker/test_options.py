@@ -240,6 +240,12 @@ def not_a_number(before: Any, action: Any, after: Any, info: Any) -> float:
 
 
 CONSTANT = 3
+
+
+def of_two(before: Any, after: Any) -> float:
+    return 0.0
+
+
 _OPTIONS = "environment.hierarchy.options"
 
 
@@ -253,6 +259,7 @@ _OPTIONS = "environment.hierarchy.options"
         ("rewards", ["a:same", "b:same"], "rewards: found 'same' more than once"),
         ("rewards", ["benchmarks.learning.mazes:up"], r"rewards.0=.*cannot be imported.*'up'.*expected package"),
         ("rewards", [f"{__name__}:CONSTANT"], r"expected a function \(before, action, after, info\), found 3"),
+        ("rewards", [f"{__name__}:of_two"], r"expected a function \(before, action, after, info\), found <function"),
         ("rewards", ["environment", "speed"], r"rewards.1=speed: the info of a step has only \['is_success'\]"),
         ("rewards", ["environment", f"{__name__}:not_a_number"], "not_a_number came to nan in a step; expected"),
         ("lengths", [1, 16], r"fragment_steps=32 .* takes up to 17 steps.*set rollout.fragment_steps to 34"),
