@@ -64,8 +64,8 @@ class HindsightReplay(MemorySection):
     """For an upper level of a hierarchy: learn as if it had asked for the goal that the level below achieved (Levy et
     al. 2019), so that the lower levels look as if they were perfect already."""
     missed_penalty: float | None = Field(None, gt=0)
-    """With `hierarchy.test_subgoals`: a tested goal that was missed costs this much, and nothing follows it; usually
-    the `every` of the level below. Of each such transition, what is not relabeled is learned so."""
+    """With `hierarchy.test_subgoals`: a tested goal that was missed costs this much, and nothing follows it; as
+    docs/HIERARCHY.md says, 1 / (1 − gamma) or more. Of each such transition, what is not relabeled is learned so."""
 
 
 class BalancedReplay(MemorySection):
