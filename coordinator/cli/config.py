@@ -154,7 +154,7 @@ def check(
     kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="Keyword arguments of the environment or the factory.")
     ] = None,
-    api: Annotated[str | None, typer.Option(help="gymnasium or pettingzoo (parallel or in turns); by default what it is.")] = None,
+    api: Annotated[str | None, typer.Option(help="gymnasium or pettingzoo; by default what it is.")] = None,
     as_json: Json = False,
 ) -> None:
     """Step an environment in a process of its own and list everything that is wrong with it: a wrong interface,

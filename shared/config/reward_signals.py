@@ -66,7 +66,7 @@ class GAILConfig(SignalConfig):
 
 
 class RewardSignalsConfig(Section):
-    """Reward signals: each with a strength, a discount and, without a replay buffer, a value network of its own. docs/REWARD_SIGNALS.md."""
+    """Each with a strength, a discount and, without a replay buffer, a value network. docs/REWARD_SIGNALS.md."""
 
     extrinsic: ExtrinsicConfig = ExtrinsicConfig()
     rnd: RNDConfig | None = None
