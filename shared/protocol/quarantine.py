@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.errors import ConfigError, Fenced, StagecoachError, UserError, place
+from shared.errors import Fenced, StagecoachError, UserError, place
 from shared.experience.log_entry import id_order
 from shared.protocol.keys import RunKeys
 from shared.protocol.policy_board import PublishReply
@@ -82,8 +82,6 @@ def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
     not reach the coordinator), and how the run continues without them."""
     try:
         yield
-    except ConfigError:  # of the user's classes, whatever these entries are
-        raise
     except Exception as error:
         if where := place(error):
             error.add_note(where.strip(" ()"))
