@@ -74,10 +74,10 @@ class Writing:
 
     def publish(self, *versions: int) -> list[str]:
         """These versions, one after the other, each durable; returns the names."""
-        snapshots = {version: snapshot_of(self.role, version) for version in versions}
-        for version in versions:
-            self.save(snapshots[version])
-        return [snapshots[version].name for version in versions]
+        snapshots = [snapshot_of(self.role, version) for version in versions]
+        for snapshot in snapshots:
+            self.save(snapshot)
+        return [snapshot.name for snapshot in snapshots]
 
     def score(self, name: str, mean_return: float, confirmed: float | None = None) -> None:
         """By the evaluator; its second evaluation says the same, unless `confirmed` is given."""

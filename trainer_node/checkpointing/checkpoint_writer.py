@@ -180,7 +180,6 @@ class CheckpointWriter:
         """Once it is there, its rows are stored before each checkpoint, and the evaluator's scores become rows."""
         self.due = DueEvaluations(self.store)
         self._pending: Snapshot | None = None
-        self._taken_over: Snapshot | None = None
         self._busy = self._closing = False
         self._noticed: dict[str, dict[str, Any]] = {}
         """The evaluations that pointer and status file reflect."""
@@ -201,12 +200,10 @@ class CheckpointWriter:
         return -1 if self._durable is None else checkpoint_version(self._durable) or 0
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Takes over a snapshot; one that still waits for the store is replaced by it, being older. One that it has
-        taken over already, since the last checkpoint may be due too, is not written again."""
+        """Takes over a snapshot; one that still waits for the store is replaced by it, being older."""
         with self._lock:
-            if snapshot is not self._taken_over:
-                self._taken_over = self._pending = snapshot
-                self._lock.notify_all()
+            self._pending = snapshot
+            self._lock.notify_all()
 
     def wait_idle(self, deadline_seconds: float) -> None:
         """Until all submitted is durable; raises `WaitTimeout`, or what went wrong."""
@@ -342,9 +339,11 @@ class CheckpointWriter:
         self._exporter.remember(self._log, manifest.log_position)
         with self.stages.during("trim"):
             self._log.trim(self._epoch, manifest.log_position)
-        self._durable = manifest.name
+        again, self._durable = self._durable == manifest.name, manifest.name  # due, and the last one
         if self.recorder is not None:
             self.recorder.checkpointed(manifest.name)
+        if again:
+            return
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
