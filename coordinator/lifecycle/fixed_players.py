@@ -4,7 +4,6 @@ What is found stands in the run's config, and so in its store and in its hash: a
 """
 
 import importlib.util
-import inspect
 import json
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from shared.league.players import PLAYERS, write_player
 from shared.league.players import read_player as stored_player
 from shared.league.table import PlayerKind, player_hash, snapshot_id
 from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import import_object, install
+from shared.runtime.user_code import import_object, install, misfit
 from shared.storage.object_store import ObjectStore
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
@@ -78,12 +77,8 @@ def check_function(field: str, function: object) -> None:
     expected = "expected one that returns an action for an observation and a random generator"
     if not callable(function):
         raise ConfigError(f"{field} is no function; {expected}")
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"{field} is called with two arguments, and cannot be: {error}; {expected}") from None
-    except ValueError:  # some that are not written in Python do not tell
-        pass
+    if why := misfit(function, None, None):
+        raise ConfigError(f"{field} is called with two arguments, and cannot be: {why}; {expected}")
 
 
 def kind_of(source: str) -> PlayerKind:

@@ -8,7 +8,6 @@ a single legal choice where one of them chooses nothing, and a 0 for boxes that 
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from rollout_worker.environments.vector_env import scalar
 from shared.config.hierarchy import OptionsConfig
 from shared.errors import ConfigError, EnvironmentUnusable
 from shared.experience.spaces import Array
-from shared.runtime.user_code import import_object
+from shared.runtime.user_code import import_object, misfit
 
 CONTROLLER, OPTION = "controller", "option"
 _WHERE = "environment.hierarchy.options"
@@ -149,19 +148,9 @@ def _reward(named: str, field: str) -> Callable[..., Any] | str | None:
     if ":" not in named:
         return None if named == "environment" else named
     found = import_object(named, field, kind="function")
-    if not callable(found) or not _takes_four(found):
+    if not callable(found) or misfit(found, None, None, None, None):
         raise ConfigError(f"{field}={named}: expected a function (before, action, after, info), found {found!r:.60}")
     return found  # type: ignore[no-any-return]
-
-
-def _takes_four(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # it does not tell
-        return True
-    return True
 
 
 def _mask(sizes: list[int], first: bool = False) -> Array:

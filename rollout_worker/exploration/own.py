@@ -19,10 +19,9 @@ def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Ex
     made = make_own(config.kind, field, Exploration, **config.kwargs, **now)
     if type(made).act is Exploration.act:
         raise ConfigError(f"{field}={config.kind}: expected a method `act`, as stagecoach.Exploration has it")
-    act = made.act
+    act, where = made.act, f"{field}={config.kind}: act"
 
     def checked(policy: Policy, observations: Tensors, generator: Any) -> Acted:
-        where = f"{field}={config.kind}: act"
         try:
             actions, params = act(policy, observations, generator)
         except Exception as failed:

@@ -6,11 +6,12 @@ The user's modules come last on the path of every process, so that nothing in th
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,8 +99,7 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
     except (Exception, SystemExit) as failed:
         said, at = with_extra(str(failed)), place(failed)
         if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
-            text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
-            raise error(f"{field}={path} cannot be imported: {text}") from failed
+            raise error(f"{field}={path} cannot be imported: it {raised(failed)}{_clash()}") from failed
         raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
 
 
@@ -114,6 +114,17 @@ def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs:
         return found(*arguments, **kwargs)
     except Exception as failed:
         raise ConfigError(f"{field}={path} cannot be made with {kwargs}: it {raised(failed)}") from failed
+
+
+def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
+    """Why it cannot be called so; empty where it can, and for what is not written in Python and does not tell."""
+    try:
+        inspect.signature(function).bind(*arguments, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        return ""
+    return ""
 
 
 def raised(error: BaseException) -> str:

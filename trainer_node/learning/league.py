@@ -248,17 +248,15 @@ class League:
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
         opponents = self._config.opponents
-        past, fixed = self._past(name, seat), [player for player, ref in self._fixed.items() if seat in ref.seats]
-        if self._learners[name].plays:  # it meets that policy alone
-            fixed = []
+        past, fixed = self._past(name, seat), dict[str, float]()
+        if not self._learners[name].plays:  # else it meets that policy alone
+            fixed = {id_: self._config.fixed[id_].weight for id_, ref in self._fixed.items() if seat in ref.seats}
         found = {
             seat: opponents.latest + (0 if past else opponents.past.share) + (0 if fixed else opponents.fixed.share)
         }
-        total = math.fsum(past.values())
-        found |= {player: opponents.past.share * weight / total for player, weight in past.items()}
-        weights = {player: self._config.fixed[player].weight for player in fixed}
-        total = math.fsum(weights.values())
-        found |= {player: opponents.fixed.share * weight / total for player, weight in weights.items()}
+        for share, weights in ((opponents.past.share, past), (opponents.fixed.share, fixed)):
+            total = math.fsum(weights.values())
+            found |= {player: share * weight / total for player, weight in weights.items()}
         return tuple((player, probability) for player, probability in found.items() if probability > 0)
 
     def _past(self, name: str, seat: str) -> dict[str, float]:

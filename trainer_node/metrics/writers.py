@@ -1,6 +1,5 @@
 """What a metric writer is, and which there are: a name of the table below, or `module:Class` of a user's own."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from typing import Any
 
 from shared.config.sections import MetricsConfig
 from shared.errors import ConfigError
-from shared.runtime.user_code import import_object, with_extra
+from shared.runtime.user_code import import_object, misfit, with_extra
 from shared.storage.metric_log import EVALUATIONS, TRAIN
 
 WRITERS = {
@@ -119,10 +118,8 @@ def check_writers(config: MetricsConfig, here: bool = True) -> None:
     to run `here`) needs a package that is not installed."""
     for writer in config.writers:
         made = writer_class(writer.path)
-        try:
-            inspect.signature(made).bind(None, **writer.kwargs)
-        except TypeError as error:
-            raise ConfigError(f"metrics.writers={writer.path} does not take {writer.kwargs}: {error}") from error
+        if why := misfit(made, None, **writer.kwargs):
+            raise ConfigError(f"metrics.writers={writer.path} does not take {writer.kwargs}: {why}")
         for package in made.PACKAGES if here else ():
             if find_spec(package) is None:
                 raise ConfigError(f"metrics.writers={writer.path}: " + with_extra(f"No module named '{package}'"))

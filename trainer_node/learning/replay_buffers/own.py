@@ -15,10 +15,9 @@ def make_own_replay_buffer(config: OwnReplay, *size: Any) -> ReplayBuffer:
     """Raises `ConfigError` for an unfit class, and in `draw` for rows that it does not hold."""
     field = "algorithm.replay_buffer.kind"
     made = make_own(config.kind, field, ReplayBuffer, *size, **config.kwargs)
-    draw, ring = made.draw, made.ring
+    draw, ring, where = made.draw, made.ring, f"{field}={config.kind}: draw"
 
     def checked(count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
-        where = f"{field}={config.kind}: draw"
         try:
             rows, weight = (np.asarray(part) for part in draw(count, generator, beta))
         except Exception as failed:
