@@ -15,7 +15,7 @@ from benchmarks.learning import judges
 from shared.policies.deployed import DeployedPolicy
 
 Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
-_PAIRS = 100
+_PAIRS = 250
 
 
 def tic_tac_toe(policy: DeployedPolicy, snapshots: Snapshots) -> float:
