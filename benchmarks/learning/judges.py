@@ -223,10 +223,19 @@ def greedy_player(policy: DeployedPolicy) -> Player:
     return lambda observation, random: policy.act(observation)
 
 
-def _drop(mine: int, theirs: int, column: int) -> int:
-    """The bit of a disk that falls into a column, of 7 bits each; the seventh stays empty."""
-    taken = mine | theirs
-    return next(1 << 7 * column + row for row in range(7) if not taken >> 7 * column + row & 1)
+_SQUARES = np.array([[1 << 7 * column + 5 - row for column in range(7)] for row in range(6)], np.int64)
+"""The bit of each square: a column has 7, of which the seventh stays empty."""
+_COLUMNS = [0b111111 << 7 * column for column in range(7)]
+_BOTTOMS = [1 << 7 * column for column in range(7)]
+
+
+def _drops(taken: int) -> dict[int, int]:
+    """Where a disk falls, as a bit, by the columns that are not full."""
+    return {
+        column: (taken & full) + bottom
+        for column, (full, bottom) in enumerate(zip(_COLUMNS, _BOTTOMS, strict=True))
+        if taken & full != full
+    }
 
 
 def _four(disks: int) -> bool:
@@ -236,19 +245,15 @@ def _four(disks: int) -> bool:
 def minimax(observation: Any, random: np.random.Generator) -> int:
     """Connect four, two plies deep: wins if it can, else does not let the other side win with its next move; draws
     among equals. A scripted player for `league.fixed`."""
-    mine, theirs = (
-        sum(1 << 7 * int(column) + 5 - int(row) for row, column in np.argwhere(observation["observation"][..., plane]))
-        for plane in (0, 1)
-    )
-    legal = np.flatnonzero(observation["action_mask"]).tolist()
-    winning = [column for column in legal if _four(mine | _drop(mine, theirs, column))]
-    safe = []
-    for column in legal:
-        then = mine | _drop(mine, theirs, column)
-        free = [reply for reply in range(7) if (then | theirs) >> 7 * reply & 0b111111 != 0b111111]
-        if not any(_four(theirs | _drop(then, theirs, reply)) for reply in free):
-            safe.append(column)
-    return int(random.choice(winning or safe or legal))
+    mine, theirs = (int(_SQUARES[observation["observation"][..., plane] > 0].sum()) for plane in (0, 1))
+    legal = _drops(mine | theirs)
+    winning = [column for column, bit in legal.items() if _four(mine | bit)]
+    safe = [
+        column
+        for column, bit in legal.items()
+        if winning or not any(_four(theirs | reply) for reply in _drops(mine | theirs | bit).values())
+    ]
+    return int(random.choice(winning or safe or list(legal)))
 
 
 def match(make: Callable[[], AECEnv], player: Player, other: Player, pairs: int, seed: int = 0) -> tuple[int, int, int]:
