@@ -20,13 +20,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.page.grafana import dashboard, targets
 from coordinator.page.panels import PANELS
 from coordinator.page.prometheus import METRICS, exposition
 from coordinator.page.server import serve
 from coordinator.page.totals import MOST_NAMES, Spent, Totals
 from coordinator.page.view import RunView
 from coordinator.run import Run
+from deploy.make_dashboard import dashboard, targets
 from shared.errors import DropReason
 from shared.protocol.heartbeat import Wait, poll
 from tests.support.command_line import until
@@ -304,7 +304,7 @@ def prometheus(url: str, token: str, folder: Path) -> Iterator[Callable[[str], l
 
 def test_the_dashboard_is_made_of_the_panels() -> None:
     written = json.loads((ROOT / "deploy" / "grafana" / "stagecoach.json").read_text())
-    assert written == dashboard(), "python -m coordinator.page.grafana > deploy/grafana/stagecoach.json"
+    assert written == dashboard(), "python deploy/make_dashboard.py > deploy/grafana/stagecoach.json"
     panels = written["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     charts = [panel for panel in panels if panel["type"] == "timeseries"]

@@ -1,4 +1,4 @@
-"""The panels as a dashboard of Grafana: `python -m coordinator.page.grafana > deploy/grafana/stagecoach.json`."""
+"""The panels as a dashboard of Grafana: `python deploy/make_dashboard.py > deploy/grafana/stagecoach.json`."""
 
 import json
 from collections.abc import Iterator
