@@ -79,7 +79,7 @@ types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
 docs: $(VENV)/.installed
-	@$(BIN)/python -m coordinator.cli.config_reference > docs/CONFIG.md
+	@$(BIN)/python docs/config_reference.py > docs/CONFIG.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

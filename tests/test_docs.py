@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 
 from coordinator.cli import checkpoints
 from coordinator.cli.app import app
-from coordinator.cli.config_reference import commented_config, config_markdown
+from coordinator.cli.commented_config import commented_config
+from docs.config_reference import config_markdown
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.exploration import ExplorationConfig, ExplorationField
 from shared.config.loading import load_config, parse_config

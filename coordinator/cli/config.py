@@ -88,7 +88,7 @@ def presets(as_json: Json = False) -> None:
 @app.command(epilog=example("stagecoach init my-run.yaml"))
 def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
     """Write a commented config to start from; an existing file is left as it is."""
-    from coordinator.cli.config_reference import commented_config
+    from coordinator.cli.commented_config import commented_config
 
     try:
         with path.open("x") as file:
