@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
-from coordinator.lifecycle.fixed_players import check_function, kind_of, read_player
+from coordinator.lifecycle.fixed_players import find_player, kind_of
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import play_sides
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
-from shared.league.table import PlayerRef, player_hash, sides_of
+from shared.league.table import PlayerRef, sides_of
 from shared.policies.registry import build_policies
-from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import extend_imports, import_object
+from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore
 from trainer_node.checkpointing.snapshot import LEAGUE
 from trainer_node.learning.league import LeagueState, standings, wilson
@@ -63,8 +62,11 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
         raise UserError(f"{config.environment.id} has one agent; a match needs two sides")
     policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
     held: dict[str, bytes] = {}
-    players = {name: _player(source, runs_dir, held) for name, source in (("first", first), ("second", second))}
-    fits = {name: _fitting(ref, held, description) for name, ref in players.items()}
+    players: dict[str, PlayerRef] = {}
+    for name, source in (("first", first), ("second", second)):
+        players[name], data = find_player("", source, runs_dir, description)
+        held[players[name].sha256] = data
+    fits = {name: set(ref.seats) for name, ref in players.items()}
     own = [side for side, seat in enumerate(seats) if seat in fits["first"]]
     each, opponents = -(-games // max(1, len(own))), Opponents(held.__getitem__)
     played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
@@ -102,22 +104,3 @@ def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> 
             extend_imports(found.import_path)
             return found.config, describe_environment(found.config)
     raise UserError(f"neither {sources[0]} nor {sources[1]} is of a run, which says what they play; name one that is")
-
-
-def _player(source: str, runs_dir: Path, held: dict[str, bytes]) -> PlayerRef:
-    kind = kind_of(source)
-    if kind == "function":
-        check_function(source, import_object(source, "a player", kind="function"))
-    if kind in ("random", "function"):
-        return PlayerRef(kind, "", source)
-    data = read_player(source, source, runs_dir)
-    held[player_hash(data)] = data
-    return PlayerRef(kind, player_hash(data), source)
-
-
-def _fitting(ref: PlayerRef, held: dict[str, bytes], description: EnvironmentDescription) -> set[str]:
-    every = set(description.agents.values())
-    if ref.kind != "policy":
-        return every
-    spaces = decode_policy(held[ref.sha256])[0].spaces
-    return {seat for seat in every if description.policies[seat] == spaces}

@@ -9,13 +9,12 @@ import re
 from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
-from shared.config.league import FixedPlayerConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
 from shared.league.players import PLAYERS, write_player
 from shared.league.players import read_player as stored_player
-from shared.league.table import PlayerKind, player_hash, snapshot_id
+from shared.league.table import PlayerKind, PlayerRef, player_hash, snapshot_id
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install, misfit
 from shared.storage.object_store import ObjectStore
@@ -31,8 +30,19 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
     """
     if config.league is None or not config.league.fixed:
         return config
-    found = {name: _found(name, player, config, description) for name, player in config.league.fixed.items()}
-    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": found})})
+    fixed = dict(config.league.fixed)
+    for name, player in fixed.items():
+        if player.sha256:
+            continue
+        ref, _ = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
+        if not ref.seats:
+            raise ConfigError(
+                f"league.fixed.{name}={player.source} was made for other observation or action spaces than those of "
+                f"{', '.join(sorted(set(description.agents.values())))}; name a player of this environment"
+            )
+        update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
+        fixed[name] = player.model_copy(update=update)
+    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
 
 
 def store_fixed_players(store: ObjectStore, config: Config) -> None:
@@ -48,31 +58,22 @@ def store_fixed_players(store: ObjectStore, config: Config) -> None:
             write_player(store, data)
 
 
-def _found(
-    name: str, player: FixedPlayerConfig, config: Config, description: EnvironmentDescription
-) -> FixedPlayerConfig:
-    field, source = f"league.fixed.{name}={player.source}", player.source
+def find_player(name: str, source: str, runs_dir: Path, description: EnvironmentDescription) -> tuple[PlayerRef, bytes]:
+    """What a source is, with the seats that it fits, and its bytes; `name` is the config's, if it stands in one. Raises
+    `ConfigError` where it cannot be found."""
+    field, kind = f"{name}={source}" if name else source, kind_of(source)
     every = tuple(sorted(set(description.agents.values())))
-    kind = kind_of(source)
-    if kind == "random":
-        return player.model_copy(update={"kind": kind, "seats": every})
     if kind == "function":
-        check_function(field, import_object(source, f"league.fixed.{name}", kind="function"))
-        return player.model_copy(update={"kind": kind, "seats": every})
-    if player.sha256:
-        return player
-    data = read_player(field, source, config.runs_dir)
+        _check_function(field, import_object(source, name or "a player", kind="function"))
+    if kind in ("random", "function"):
+        return PlayerRef(kind, "", source, every), b""
+    data = read_player(field, source, runs_dir)
     fits = _policy_fits if kind == "policy" else _onnx_fits
     seats = tuple(seat for seat in every if fits(field, data, description.policies[seat]))
-    if not seats:
-        raise ConfigError(
-            f"{field} was made for other observation or action spaces than those of {', '.join(every)}; name a player "
-            f"of this environment"
-        )
-    return player.model_copy(update={"kind": kind, "sha256": player_hash(data), "seats": seats})
+    return PlayerRef(kind, player_hash(data), source, seats), data
 
 
-def check_function(field: str, function: object) -> None:
+def _check_function(field: str, function: object) -> None:
     """Raises `ConfigError` for what cannot be called as a scripted player is."""
     expected = "expected one that returns an action for an observation and a random generator"
     if not callable(function):
