@@ -2,8 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -119,10 +117,7 @@ class Exported(Player):
                 "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach[onnx]'"
             ) from None
         self._names = spaces.action.column_names("action")
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "player.onnx"
-            path.write_bytes(data)
-            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
         self._inputs = [each.name for each in self._session.get_inputs()]
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
