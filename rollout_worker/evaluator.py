@@ -27,7 +27,7 @@ from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
-from shared.printable import counted, success_in_words
+from shared.printable import score_in_words
 from shared.protocol import events
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat
@@ -231,10 +231,7 @@ class Evaluator:
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint_env_steps(name)}
         events.record_evaluation(context.redis, context.run_id, name, scores)
-        text = f"{name} scores {_spread(scores)} over {counted(scores['episodes'], 'episode')}"
-        if confirmation := scores.get("confirmation"):
-            text += f", and {_spread(confirmation)} from as many other starts"
-        context.tell("evaluation", text, **scores)
+        context.tell("evaluation", f"{name} scores {score_in_words(scores)}", **scores)
         progress = {"evaluations": self.heartbeat.progress["evaluations"] + 1, "checkpoint": name}
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()
@@ -306,7 +303,3 @@ class Evaluator:
         solved = all(events.solves(scores, stop.mean_return, stop.success_rate) for scores in last)
         if len(last) == stop.evaluations and solved:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
-
-
-def _spread(scores: Mapping[str, Any]) -> str:
-    return f"{scores['mean_return']:.1f} ± {scores['std_return']:.1f}{success_in_words(scores)}"

@@ -58,6 +58,19 @@ def counted(number: int | None, noun: str) -> str:
     return f"{'–' if number is None else f'{number:,}'} {noun}{'' if number == 1 else 's'}"
 
 
+def figure(value: float | None) -> str:
+    """A score with four significant digits, small or large."""
+    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def score_in_words(scores: Mapping[str, Any]) -> str:
+    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a second evaluation found, if there was one."""
+    again = scores.get("confirmation")
+    spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}{success_in_words(scores)}"
+    second = f", and {figure(again['mean_return'])} from as many other starts" if again else ""
+    return f"{spread} over {counted(scores.get('episodes'), 'episode')}{second}"
+
+
 def success_in_words(scores: Mapping[str, Any]) -> str:
     """` (90 % successful)`, to stand behind a score; nothing where the episodes do not tell."""
     rate = scores.get("success_rate")

@@ -32,12 +32,11 @@ from coordinator.cli.options import (
     attached,
     console,
     example,
-    figure,
     run_ids,
 )
 from coordinator.services.ray_internals import outlive_ray
 from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
-from shared.printable import complain, counted, success_in_words
+from shared.printable import complain, counted, figure, score_in_words, success_in_words
 from shared.runtime.failure import reason_in_words
 from shared.runtime.process import interruptible
 
@@ -426,15 +425,12 @@ def _record(target: str, folder: Path, episodes: int, keys: str, more: dict[str,
 
 
 def _print_scores(found: "Evaluation") -> None:
-    scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
-    success = success_in_words(found.scores)
-    one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}{success}"
-    many = (
-        f"{scores['mean_return']} ± {scores['std_return']}{success} over "
-        f"{counted(found.scores['episodes'], 'episode')} "
-        f"(min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})"
-    )
-    text = one if found.scores["episodes"] == 1 else many
+    scores = found.scores
+    names = ("mean_return", "min_return", "max_return", "mean_length")
+    mean, least, most, length = (figure(scores[name]) for name in names)
+    one = f"{mean} in one episode of {counted(round(scores['mean_length']), 'step')}{success_in_words(scores)}"
+    many = f"{score_in_words(scores)} (min {least}, max {most}, mean length {length})"
+    text = one if scores["episodes"] == 1 else many
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 

@@ -12,11 +12,11 @@ from rich.table import Column, Table
 from coordinator.catalog.checkpoint_lookup import named_code
 from coordinator.catalog.checkpoint_operations import State
 from coordinator.cli.live_view import dropped_in_words, ledger_line
-from coordinator.cli.options import NARROW, RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure
+from coordinator.cli.options import NARROW, RUNS, Exit, Json, RunArgument, RunsDir, console, example
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.printable import counted, success_in_words
+from shared.printable import counted, figure, score_in_words
 from shared.protocol.events import confirmed_return
 from shared.protocol.ledger import Ledger, LedgerLine
 from shared.storage.checkpoint_store import MARKS, Manifest
@@ -144,8 +144,8 @@ def _provenance(
             for phase, counts in said["counters"].items()
         ),
         ("training return", figure(said["mean_return"])),
-        ("evaluation", _score(evaluation) if evaluation else "not evaluated"),
-        ("newest evaluation when written", f"{told['checkpoint']} {_score(told)}" if told else "none"),
+        ("evaluation", score_in_words(evaluation) if evaluation else "not evaluated"),
+        ("newest evaluation when written", f"{told['checkpoint']} {score_in_words(told)}" if told else "none"),
         *(
             (f"ONNX, {policy_id}", _compared(policy))
             for policy_id, policy in (export.policies if export else {}).items()
@@ -166,13 +166,6 @@ def _ledger(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{committed.transitions:,} committed = {line.consumed.transitions:,} consumed + {lost}, "
             f"in {counted(committed.fragments, 'fragment')}",
         )
-
-
-def _score(score: dict[str, Any]) -> str:
-    confirmation = score.get("confirmation")
-    again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
-    mean, episodes = figure(score["mean_return"]), counted(score.get("episodes"), "episode")
-    return f"{mean}{success_in_words(score)} over {episodes}{again}"
 
 
 def _kib(size: int, unit: str = " KiB") -> str:

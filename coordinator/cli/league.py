@@ -18,9 +18,8 @@ from coordinator.cli.options import (
     attached,
     console,
     example,
-    figure,
 )
-from shared.printable import counted
+from shared.printable import counted, figure
 
 app = typer.Typer()
 _PLAYER = (

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.status import Status, acting_speed
-from coordinator.cli.options import PrintableConsole, figure
+from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import StagecoachError
-from shared.printable import counted, success_in_words, unnamed
+from shared.printable import counted, figure, score_in_words, success_in_words, unnamed
 from shared.protocol.events import Event
 from shared.protocol.heartbeat import Beat
 from shared.runtime.failure import reason_in_words
@@ -194,11 +194,9 @@ def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bo
 
 
 def _score(scores: dict[str, Any]) -> str:
-    episodes = counted(scores.get("episodes"), "episode")
-    spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}"
     ranked = scores.get("ranking")  # by checkpoint.best_by, or a league's rating
     rank = "" if ranked is None else f"ranked by {figure(ranked)}; all agents together "
-    return f"{rank}{spread}{success_in_words(scores)} over {episodes}"
+    return f"{rank}{score_in_words({**scores, 'confirmation': None})}"
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -101,8 +101,3 @@ def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
 
 def example(text: str) -> str:
     return f"Example: `{text}`"
-
-
-def figure(value: float | None) -> str:
-    """A score with four significant digits, small or large."""
-    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"

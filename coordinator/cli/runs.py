@@ -9,9 +9,9 @@ import typer
 
 from coordinator.catalog.run_files import is_all_here
 from coordinator.catalog.run_list import list_runs
-from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example, figure
+from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
 from shared.errors import RunNotFound, UserError
-from shared.printable import counted
+from shared.printable import counted, figure
 from shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:

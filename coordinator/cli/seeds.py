@@ -16,10 +16,10 @@ import typer
 from rich.table import Table
 
 from coordinator.catalog.run_comparison import RunResult, interval, result_of
-from coordinator.cli.options import Exit, console, figure
+from coordinator.cli.options import Exit, console
 from coordinator.run import Run
 from shared.errors import RunExists, StagecoachError, UserError
-from shared.printable import complain
+from shared.printable import complain, figure
 from shared.protocol.keys import check_run_id
 from shared.runtime.failure import reason_in_words
 from shared.runtime.process import end_with_parent, handling

@@ -14,11 +14,12 @@ from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder
 from coordinator.catalog.status import Status, bottleneck, summarize_fleet
 from coordinator.cli.live_view import ledger_line, print_status, print_summary, scores_of_note
-from coordinator.cli.options import PrintableConsole, figure
+from coordinator.cli.options import PrintableConsole
 from coordinator.fleet.managed_actor import cause
 from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
+from shared.printable import figure
 from shared.protocol.heartbeat import Beat
 from shared.protocol.ledger import Count, LedgerLine
 from shared.runtime.failure import Failure, FailureKind, RunEnd

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example, figure
+from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example
+from shared.printable import figure
 from shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
