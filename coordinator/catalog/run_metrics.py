@@ -16,7 +16,8 @@ from shared.experience.spaces import Array
 from shared.printable import left_out
 from shared.protocol.events import read_evaluations
 from shared.protocol.metric_tail import TailRow, read_rows
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read, segments
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, Rows, read, segments
+from shared.storage.object_store import ObjectStore
 from trainer_node.metrics.recorder import evaluation_row
 
 _LEAVE_OUT = partial(left_out, "a segment of the metrics")
@@ -25,7 +26,7 @@ _STORE_SECONDS = 10.0
 
 
 def all_rows(
-    store: MetricStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1)
+    store: ObjectStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1)
 ) -> Iterator[Rows]:
     """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run.
 
@@ -47,7 +48,7 @@ def all_rows(
 
 
 def last_row(
-    store: MetricStore, stream: str, client: redis.Redis | None = None, run_id: str = ""
+    store: ObjectStore, stream: str, client: redis.Redis | None = None, run_id: str = ""
 ) -> tuple[str, dict[str, float]]:
     """Label and metrics of a stream's newest row, without reading all others; empty where there is none.
 
@@ -154,7 +155,7 @@ class Curves:
     def _begin(self) -> None:
         self.bins, self._position, self._tail = Bins(self._points), (0, -1), "0-0"
 
-    def refresh(self, store: MetricStore, client: redis.Redis | None) -> None:
+    def refresh(self, store: ObjectStore, client: redis.Redis | None) -> None:
         """Raises what store and Redis raise."""
         now = time.monotonic()
         if client is None or self._stream != TRAIN:
@@ -171,7 +172,7 @@ class Curves:
             self.bins.add(_rows_of(new))
             self._position, self._tail = (new[-1].epoch, new[-1].number), new[-1].id
 
-    def _from_store(self, store: MetricStore) -> None:
+    def _from_store(self, store: ObjectStore) -> None:
         self._read_store_at, (known, _) = time.monotonic(), self._position
         for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
             if known not in (0, position[0]):  # an older trainer's rows may be void now
@@ -190,7 +191,7 @@ class Recorded:
         self._read_at = -_STORE_SECONDS
         self.rows: list[tuple[str, dict[str, float]]] = []
 
-    def refresh(self, store: MetricStore) -> None:
+    def refresh(self, store: ObjectStore) -> None:
         """Raises what the store raises."""
         if time.monotonic() - self._read_at >= _STORE_SECONDS:
             self._read_at = time.monotonic()

@@ -11,7 +11,7 @@ import numpy as np
 from shared.errors import CheckpointDamaged, FragmentError
 from shared.experience import tensor_blob
 from shared.storage.checkpoint_store import checkpoint_version
-from shared.storage.metric_log import MetricStore
+from shared.storage.object_store import ObjectStore
 
 _FOLDER = "evaluations/"
 
@@ -20,19 +20,19 @@ def _key(name: str) -> str:
     return f"{_FOLDER}{name}/policies.safetensors"
 
 
-def due_evaluations(store: MetricStore) -> list[str]:
+def due_evaluations(store: ObjectStore) -> list[str]:
     """Their names, oldest version first."""
     found = [name for name in store.folders(_FOLDER) if checkpoint_version(name) is not None]
     return sorted(found, key=lambda name: checkpoint_version(name) or 0)
 
 
-def write_due_evaluation(store: MetricStore, name: str, policies: Mapping[str, bytes]) -> None:
+def write_due_evaluation(store: ObjectStore, name: str, policies: Mapping[str, bytes]) -> None:
     """`policies`: policy id → the bytes of its `policy.safetensors`."""
     arrays = {policy_id: np.frombuffer(data, np.uint8) for policy_id, data in policies.items()}
     store.put(_key(name), tensor_blob.encode(arrays, {"name": name}))
 
 
-def read_due_evaluation(store: MetricStore, name: str) -> dict[str, bytes]:
+def read_due_evaluation(store: ObjectStore, name: str) -> dict[str, bytes]:
     """Raises `ObjectMissing`, and `CheckpointDamaged` for other bytes than were written."""
     try:
         arrays, _ = tensor_blob.decode(store.get(_key(name)))
@@ -41,5 +41,5 @@ def read_due_evaluation(store: MetricStore, name: str) -> dict[str, bytes]:
     return {policy_id: array.tobytes() for policy_id, array in arrays.items()}
 
 
-def delete_due_evaluation(store: MetricStore, name: str) -> None:
+def delete_due_evaluation(store: ObjectStore, name: str) -> None:
     store.delete(_key(name))

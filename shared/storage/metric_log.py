@@ -14,13 +14,16 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shared.errors import FragmentError, MetricsDamaged, ObjectMissing
 from shared.experience import tensor_blob
 from shared.experience.spaces import Array
+
+if TYPE_CHECKING:
+    from shared.storage.object_store import ObjectStore
 
 TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
@@ -35,15 +38,6 @@ _LARGEST_ROWS = 1 << 16
 _VOIDED = (TRAIN, EPISODES)
 """The streams of which a restart undoes what an older trainer wrote beyond its beginning."""
 _TRIES = 5
-
-
-class MetricStore(Protocol):
-    """What of a store (shared/storage/object_store.py) metrics need."""
-
-    def get(self, key: str) -> bytes: ...
-    def put(self, key: str, data: bytes) -> None: ...
-    def delete(self, key: str) -> None: ...
-    def folders(self, prefix: str) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ def decode(blob: bytes, key: str) -> Rows:
 class MetricStream:
     """One stream, as the trainer of one epoch writes it. `append` may be called by another thread than `write`."""
 
-    def __init__(self, store: MetricStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int) -> None:
+    def __init__(self, store: ObjectStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int) -> None:
         self._store, self._run_id, self._stream = store, run_id, stream
         self._began = (epoch, version, env_steps)
         self._pending: list[tuple[str, Mapping[str, float]]] = []
@@ -185,7 +179,7 @@ class MetricStream:
         return len(self._segments) - _MERGED
 
 
-def segments(store: MetricStore, stream: str) -> list[Segment]:
+def segments(store: ObjectStore, stream: str) -> list[Segment]:
     """All of a stream, in the order of its rows; of those that cover the same rows the longest first."""
     matches = [_NAME.fullmatch(name) for name in store.folders(f"{_FOLDER}{stream}/")]
     found = [Segment(*map(int, match.groups())) for match in matches if match]
@@ -193,7 +187,7 @@ def segments(store: MetricStore, stream: str) -> list[Segment]:
 
 
 def read(
-    store: MetricStore, stream: str, after: tuple[int, int] = (0, -1),
+    store: ObjectStore, stream: str, after: tuple[int, int] = (0, -1),
     damaged: Callable[[MetricsDamaged], None] | None = None,
 ) -> Iterator[tuple[tuple[int, int], Rows]]:  # fmt: skip
     """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
@@ -216,7 +210,7 @@ def read(
 
 
 def _read(
-    store: MetricStore, stream: str, after: tuple[int, int], damaged: Callable[[MetricsDamaged], None] | None
+    store: ObjectStore, stream: str, after: tuple[int, int], damaged: Callable[[MetricsDamaged], None] | None
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     found = segments(store, stream)
     epoch, covered = after

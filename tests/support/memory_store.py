@@ -8,7 +8,7 @@ from shared.errors import ObjectMissing, StoreError
 
 
 class MemoryStore:
-    """What metrics need of a store (shared/storage/metric_log.py: MetricStore)."""
+    """A store (shared/storage/object_store.py) in memory."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -17,6 +17,8 @@ class MemoryStore:
         self.fails_late = False
         """The write that fails takes place, and its answer is lost."""
         self.before_get: Callable[[], object] = lambda: None
+
+    def check(self) -> None: ...
 
     def get(self, key: str) -> bytes:
         self.before_get()
@@ -32,6 +34,9 @@ class MemoryStore:
 
     def folders(self, prefix: str) -> list[str]:
         return sorted({key.removeprefix(prefix).split("/")[0] for key in self.objects if key.startswith(prefix)})
+
+    def keys(self, prefix: str) -> list[str]:
+        return sorted(key for key in self.objects if key.startswith(prefix))
 
     def _write(self, write: Callable[[], object]) -> None:
         failing = self.fails_in == 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from shared.storage.metric_log import MetricStore, read
+from shared.storage.metric_log import read
+from shared.storage.object_store import ObjectStore
 
 CLOCKS = ("time/unix_seconds", "time/fps", "train/learn_seconds", "rollout/acting_seconds")
 SHAPED = "rollout/ep_shaped_rew"
 """A resume leaves out the episodes that had begun before it (trainer_node/learning/shaped_returns.py)."""
 
 
-def recorded(store: MetricStore, stream: str) -> list[tuple[str, dict[str, float]]]:
+def recorded(store: ObjectStore, stream: str) -> list[tuple[str, dict[str, float]]]:
     """Label and row of each, without clocks, waits and shaped returns."""
     rows = [row for _, rows in read(store, stream) for row in rows.named()]
     return [

@@ -38,10 +38,10 @@ from shared.storage.metric_log import (
     TRAIN,
     UNIX_TIME,
     VERSION,
-    MetricStore,
     MetricStream,
     read,
 )
+from shared.storage.object_store import ObjectStore
 from trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
 from trainer_node.metrics.writer_thread import WriterThread
 from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
@@ -60,7 +60,7 @@ class Recorder:
     """All metrics of one incarnation of the trainer."""
 
     def __init__(
-        self, client: redis.Redis, run_id: str, config: Config, folder: Path | None, store: MetricStore,
+        self, client: redis.Redis, run_id: str, config: Config, folder: Path | None, store: ObjectStore,
         began: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """Begins at this epoch, policy version and env steps; what older trainers recorded beyond them is void."""
