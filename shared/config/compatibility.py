@@ -23,21 +23,21 @@ def check_sections_together(run: ConfigFields) -> None:
     for policy_id, policy in sorted(run.policies.items()):
         check_algorithm(run, policy_id, policy.algorithm or run.algorithm)
     environment = run.environment
-    if environment.wrappers and environment.vectorization == "native":
-        raise ValueError(
-            f"environment.vectorization='native' cannot apply environment.wrappers="
-            f"{[wrapper.path for wrapper in environment.wrappers]}; use sync or async"
-        )
-    if environment.action_mask == "info" and environment.vectorization == "native":
-        raise ValueError(
-            "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
-            "once; use sync or async, or an environment that observes its action_mask"
-        )
-    if environment.several_agents and environment.vectorization == "native":
-        raise ValueError(
-            f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with "
-            f"environment.vectorization=sync or async, found native"
-        )
+    for field, given, other in (
+        (f"wrappers={[wrapper.path for wrapper in environment.wrappers]}", environment.wrappers, ""),
+        ("action_mask=info", environment.action_mask == "info", ", or an environment that observes its action_mask"),
+        ("hierarchy" if environment.hierarchy else "api=pettingzoo", environment.several_agents, ""),
+        (
+            f"parameters_by={environment.parameters_by}",
+            environment.parameters and environment.parameters_by != "options",
+            ", or environment.parameters_by=options",
+        ),
+    ):
+        if given and environment.vectorization == "native":
+            raise ValueError(
+                f"environment.{field} with environment.vectorization=native, whose environment is that of all copies "
+                f"at once; use sync or async{other}"
+            )
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
@@ -54,8 +54,6 @@ def check_sections_together(run: ConfigFields) -> None:
         )
     if run.heatup.unit == "updates" and run.heatup.amount:
         raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
-    if run.checkpoint.every.amount == 0:
-        raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
@@ -92,11 +90,6 @@ def _check_parameters(run: ConfigFields) -> None:
                 f"environment.{'hierarchy' if environment.hierarchy else f'api={environment.api}'}; draw the level by "
                 f"choice or uniform instead"
             )
-    if parameters and environment.vectorization == "native" and environment.parameters_by != "options":
-        raise ValueError(
-            f"environment.parameters_by={environment.parameters_by} with environment.vectorization=native, whose "
-            f"environment is that of all copies at once; use options, sync or async"
-        )
     if parameters and environment.id.startswith("envpool:"):
         raise ValueError("environment.parameters: EnvPool's environments take none; use sync or async Gymnasium ones")
     if unknown := sorted(set(run.evaluation.parameters) - drawn):
@@ -109,9 +102,6 @@ def _check_evaluation(run: ConfigFields) -> None:
     stop, evaluation = run.stop_at, run.evaluation
     if not stop.bounded and not stop.by_scores:
         raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
-    for name, each in (("evaluation.every", evaluation.every), ("metrics.every", run.metrics.every)):
-        if each is not None and each.amount == 0:
-            raise ValueError(f"{name}={str(each)!r}: give at least 1, or leave it out")
     if not evaluation.enabled:
         asked: dict[str, object] = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
         asked["evaluation.every"] = evaluation.every

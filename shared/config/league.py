@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from shared.config.section import Section, short_for
-from shared.experience.counters import Duration, DurationField
+from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField, OwnPlay
 from shared.league.table import PlayerKind
 
 _SHARE = short_for("share", int, float)
@@ -18,7 +18,7 @@ class ResetConfig(Section):
 
     win_rate: float | None = Field(None, gt=0, le=1)
     """Once it wins this share of its matches against the current weights that it plays, over `snapshot.min_games`."""
-    or_after: DurationField | None = None
+    or_after: Annotated[OwnPlay, AT_LEAST_ONE] | None = None
     """After so much of its own play since it last began, in `env_steps` or `episodes`."""
 
 
@@ -50,13 +50,13 @@ class LearnerConfig(Section):
 class SnapshotConfig(Section):
     """When a learner's weights join the league as a player that does not change; the initial ones always do."""
 
-    every: DurationField | None = Duration(50_000, "env_steps")
+    every: Annotated[OwnPlay, AT_LEAST_ONE] | None = Duration(50_000, "env_steps")
     """After so much of the learner's own play, in `env_steps` or `episodes`; `null` for by `win_rate` alone."""
     win_rate: float | None = Field(None, gt=0, le=1)
     """Once it wins this share of its matches against others since its last snapshot, over `min_games` of them."""
     min_games: int = Field(100, ge=1)
     """How many matches a win rate needs before it counts; also how far back the win rates of PFSP look."""
-    at_most_every: DurationField = Duration(0, "env_steps")
+    at_most_every: OwnPlay = Duration(0, "env_steps")
     """The least of its own play between two snapshots by `win_rate`."""
 
 
@@ -134,7 +134,7 @@ class LeagueConfig(Section):
     """Players that do not learn, name → source."""
     players: int = Field(200, ge=2)
     """Snapshots in the league, of all policies; beyond that the oldest leave, but never the first of a policy."""
-    swap_every: DurationField | None = None
+    swap_every: Annotated[DurationField, AT_LEAST_ONE] | None = None
     """Only one learner trains at a time, and the next one's turn comes when the run's counters pass a multiple of this
     (ML-Agents' `team_change`). By default all learn, match by match."""
     forfeits_allowed: int = Field(20, ge=0)
@@ -150,26 +150,11 @@ class LeagueConfig(Section):
         policies = [learner.policy for learner in self.learners.values()]
         if twice := sorted({policy for policy in policies if policies.count(policy) > 1}):
             raise ValueError(f"learners: {twice} learn more than once; give each learner a policy of its own")
+        if self.snapshot.every is None and self.snapshot.win_rate is None:
+            raise ValueError("snapshot: without every and win_rate none is ever taken; give one of them")
         if self.opponents.fixed.share and not self.fixed:
             raise ValueError(
                 f"opponents.fixed.share={self.opponents.fixed.share:g} with no player in league.fixed; add one, "
                 f"such as random: random, or set the share to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _measured_by_own_play(self) -> Self:
-        own = {"snapshot.every": self.snapshot.every, "snapshot.at_most_every": self.snapshot.at_most_every}
-        for name, learner in self.learners.items():
-            if learner.reset is not None:
-                own[f"learners.{name}.reset.or_after"] = learner.reset.or_after
-        for name, each in own.items():
-            if each is not None and each.unit not in ("env_steps", "episodes"):
-                raise ValueError(f"{name}={str(each)!r} counts a learner's own play; use env_steps or episodes")
-        if self.snapshot.every is None and self.snapshot.win_rate is None:
-            raise ValueError("snapshot: without every and win_rate none is ever taken; give one of them")
-        if any(each is not None and not each.amount for name, each in own.items() if name != "snapshot.at_most_every"):
-            raise ValueError("snapshot.every and reset.or_after: give at least 1, or leave them out")
-        if self.swap_every is not None and not self.swap_every.amount:
-            raise ValueError(f"swap_every={str(self.swap_every)!r}: give at least 1, or leave it out")
         return self

@@ -15,7 +15,7 @@ from shared.config.parameters import SamplerField
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.section import OFF, Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
-from shared.experience.counters import Duration, DurationField
+from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 
 MIN_LOG_BYTES = 1 << 20
 
@@ -224,7 +224,7 @@ class PolicyVersionsConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
-    every: DurationField = Duration(10, "updates")
+    every: Annotated[DurationField, AT_LEAST_ONE] = Duration(10, "updates")
     """A checkpoint each time the trainer's counters pass a multiple of this; each is evaluated."""
     every_seconds: float | None = Field(None, gt=0)
     """Also one when this much time has passed since the last; changes nothing that is learned."""
@@ -266,7 +266,7 @@ class EvaluationConfig(Section):
 
     episodes: int = Field(20, ge=0)
     """Episodes per evaluation; 0: nothing is evaluated, and no evaluator is started."""
-    every: DurationField | None = None
+    every: Annotated[DurationField, AT_LEAST_ONE] | None = None
     """Evaluate the policy each time the trainer's counters pass a multiple of this, whether a checkpoint is kept there
     or not: all of them, in order, late if need be. The newest checkpoint is evaluated when none of these waits. By
     default only checkpoints are, and the newest where they come faster than they can be played."""
@@ -356,7 +356,7 @@ class MetricsConfig(Section):
     writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (WriterConfig(path="csv"), WriterConfig(path="tensorboard"))
     """Files in the run's folder under `metrics/`, and trackers. What a writer raises ends nothing. A plain string is a
     writer without arguments."""
-    every: DurationField = Duration(1, "updates")
+    every: Annotated[DurationField, AT_LEAST_ONE] = Duration(1, "updates")
     """A row of training metrics each time the trainer's counters pass a multiple of this; losses are means over the
     updates since the last row."""
     episodes: bool = False

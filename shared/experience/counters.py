@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal, cast, get_args
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
 
 Unit = Literal["env_steps", "episodes", "updates", "gradient_steps"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
@@ -87,3 +87,19 @@ DurationField = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["10 updates"], "pattern": rf"^\d+ ({'|'.join(UNITS)})$"}),
 ]
+
+
+def _at_least_one(duration: Duration) -> Duration:
+    if not duration.amount:
+        raise ValueError(f"expected at least 1, found {str(duration)!r}; give more, or leave it out")
+    return duration
+
+
+def _of_own_play(duration: Duration) -> Duration:
+    if duration.unit not in ("env_steps", "episodes"):
+        raise ValueError(f"{str(duration)!r} counts a learner's own play; use env_steps or episodes")
+    return duration
+
+
+AT_LEAST_ONE = AfterValidator(_at_least_one)
+OwnPlay = Annotated[DurationField, AfterValidator(_of_own_play)]
