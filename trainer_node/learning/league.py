@@ -129,14 +129,14 @@ class League:
             games, wins, draws = cells.get(match.side, (0, 0, 0))
             cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
             if player != own:
-                for opponent in (player, ALL):
-                    standing.form[opponent] = self._form_after(standing.form.get(opponent, (0, 0.5)), result)
+                for opponent in (
+                    player,
+                    ALL,
+                ):  # a mean that begins with a win and a loss, and forgets beyond the window
+                    games, rate = standing.form.get(opponent, (0, 0.5))
+                    window = min(games + 3, max(self._config.snapshot.min_games, 3))
+                    standing.form[opponent] = games + 1, rate + (result - rate) / window
         self._rate(match)
-
-    def _form_after(self, form: tuple[int, float], result: float) -> tuple[int, float]:
-        """A mean that begins with one win and one loss, and comes to forget what is older than the window."""
-        games, rate = form
-        return games + 1, rate + (result - rate) / min(games + 3, max(self._config.snapshot.min_games, 3))
 
     def _knows(self, match: MatchRecord) -> bool:
         learner, sides = self._learners.get(match.learner), len(self._seats)

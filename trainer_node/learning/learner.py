@@ -192,12 +192,9 @@ class Learner:
             self.curriculum.learned(fragments, getattr(made, "advantages", None))
         if self.league is not None and phase is Phase.TRAIN:
             for policy_id in self.league.after_update(self.policies, self.counters.train.updates):
-                self._begin_again(policy_id)
+                load_state_arrays(self.policies[policy_id], part(self.initial[policy_id], _WEIGHTS))
+                self.algorithms[policy_id].load_state(part(self.initial[policy_id], _STATE))
         return metrics
-
-    def _begin_again(self, policy_id: str) -> None:
-        load_state_arrays(self.policies[policy_id], part(self.initial[policy_id], _WEIGHTS))
-        self.algorithms[policy_id].load_state(part(self.initial[policy_id], _STATE))
 
 
 _WEIGHTS, _STATE = "weights/", "state/"

@@ -80,7 +80,11 @@ class MlflowWriter(MetricWriter):
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _local_store(run))
+        if not (uri := tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            folder: Path = run.needed_folder / "mlflow"
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self._client = MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         experiment_id = known.experiment_id if known else self._client.create_experiment(experiment)
         found = self._client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{run.run_id}'")
@@ -111,12 +115,6 @@ class MlflowWriter(MetricWriter):
     def close(self) -> None:
         self.flush()
         self._client.set_terminated(self._id)
-
-
-def _local_store(run: WrittenRun) -> str:
-    folder: Path = run.needed_folder / "mlflow"
-    folder.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{(folder / 'mlflow.db').resolve()}"
 
 
 def _mlflow_name(name: str) -> str:
