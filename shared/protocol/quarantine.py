@@ -1,9 +1,6 @@
 """Quarantine: log entries that are dropped unread, since trainers died over them, or since a person said so.
 
-Each trainer says in Redis that it begins, and that it leaves. One that begins where another never left counts a death.
-After the first death without a new version since, it writes down which entries it is about to take; when `DEATHS`
-trainers died in a row there, the next one puts these entries into quarantine, in the same step that counts. So all that
-read the log afterwards agree: later trainers, and a replay of the archive, which keeps the mark.
+Trainers and a replay of the archive agree on it, since it is made in the step that counts deaths (docs/PROTOCOL.md).
 """
 
 import logging

@@ -1,11 +1,8 @@
 """Metrics in the store: rows in append-only segments, so that a run's curves are whole from any machine.
 
-A stream (`train`: a row per update; `evaluations`; `episodes`; `events`; `fleet`: what all roles do, every few seconds)
-is written by the trainer alone. A segment is one object
-`metrics/<stream>/<epoch>_<version>_<env steps>_<first>_<last>/rows.safetensors`: rows `first` through `last` of the
-trainer of this epoch, which began after this policy version and these env steps. What an older trainer wrote beyond
-them was undone by a restart or a roll back and is left out when the stream is read, so nothing is ever written anew.
-Small segments are merged into larger ones, which cover the same rows: a crash in between leaves both, and one is read.
+docs/METRICS.md says how a segment's name tells its rows. What an older trainer wrote beyond the beginning of a newer
+one is left out when the stream is read, so nothing is ever written anew. Small segments are merged into larger ones,
+which cover the same rows: a crash in between leaves both, and one is read.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """How the ranks of a data-parallel trainer meet and exchange: `Leader` is rank 0, `follow` the side of the others.
 
 They meet by a short stream in Redis (`Rendezvous`), written by the trainer of the newest epoch alone: an entry with an
-invitation opens a group, one without says that the group of that epoch is about to exchange something. The followers
-block on it and so can be woken, or asked to leave, while rank 0 waits for experience. In the group:
-
+invitation opens a group, one without says that the group of that epoch is about to exchange something. In the group
 `begin` hands over rank 0's learner, as a checkpoint's objects, and `held` the fragments that its replay buffers hold, a
-few at a time, since each rank holds all of them; each `turn` the fragments of one update and its phase;
-`over` ends the group in order. Every rank emulates acting on all of it and so has the same counters, normalizers and
-batch; only the minibatches are divided between the ranks (`trainer_node/learning/building_blocks/interface.py`).
+few at a time; each `turn` the fragments of one update and its phase; `over` ends it in order. What each rank does with
+them: docs/DETERMINISM.md.
 """
 
 from __future__ import annotations

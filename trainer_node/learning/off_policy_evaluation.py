@@ -1,10 +1,7 @@
-"""Off-policy evaluation: what a policy is worth, estimated from experience that another one acted.
+"""Off-policy evaluation: what a policy is worth, estimated from experience that another one acted (docs/OFFLINE.md).
 
-While a run learns from recorded experience this gives metrics, no part of what is learned: worked out anew each time,
-from the dataset, the weights and the run's seed alone.
-
-The value estimated is the expected discounted return of the target policy from where episodes begin. With the ratio
-ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} for the product of the first t + 1 of them:
+It decides nothing that is learned. Estimated is the expected discounted return from where episodes begin. With the
+ratio ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} for the product of the first t + 1 of them:
 
 | | estimate | source |
 |---|---|---|
@@ -14,9 +11,7 @@ The value estimated is the expected discounted return of the target policy from 
 | `dr` | mean of v(s_0) + Σ γ^t ρ_{0:t} r_t − ρ_0 q(s_0, a_0) | doubly robust (the same), an episode as one round |
 | `sequential_dr` | mean of V_0, with V_t = v(s_t) + ρ_t (r_t + γ V_{t+1} − q(s_t, a_t)) | Jiang and Li 2016, eq. 10 |
 
-`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q. All but `dm`
-leave out episodes with a step of which b is not known. A Q network takes its best choice with probability 1, so an
-episode counts in them as far as the data do what it would do.
+`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Stacked frames, each stored once: the newest of every step, and for each stack where its frames lie.
-
-In an observation of k stacked byte images all but the newest usually are those of the step before, and a fragment
-usually begins with the stack that the one before it ended with. Where that is so (it is compared, not believed), a
-stack refers to frames that are there already; where it is not (a reset, a lost fragment), its other frames go into a
-pool that grows by need. So whatever the data, a stack comes out as it went in, byte for byte.
+"""Stacked frames, each stored once: the newest of every step, and for each stack where its frames lie
+(docs/DETERMINISM.md). Whatever the data, a stack comes out as it went in, byte for byte.
 
 The address of a frame is its row among the newest frames, or ~n for frame n of the pool. A fragment refers to its own
 frames and to those of the fragment that it goes on with; when that one leaves, it takes over what it refers to.

@@ -1,14 +1,6 @@
-"""The reward signals: curiosity (RND, ICM) pays for what is wrong in predicting where a step led, GAIL for imitation.
-
-RND (random network distillation, Burda et al. 2019) predicts the outputs of a fixed, random network. The predictor is
-right about observations like those it has learned, so its error says how new an observation is.
-
-ICM (intrinsic curiosity, Pathak et al. 2017) predicts features of the next observation. They are learned by telling
-from two observations which action was between them, so what the agent has no influence on leaves no trace in them.
-
-GAIL (generative adversarial imitation, Ho and Ermon 2016): a discriminator learns to tell the run's steps from
-demonstrated ones; with a gradient penalty (Gulrajani et al. 2017), since one that can tell them apart with certainty
-says nothing about which way is better.
+"""The reward signals (docs/REWARD_SIGNALS.md): curiosity pays for what is wrong in predicting where a step led, by
+random network distillation (RND, Burda et al. 2019) or in learned features (ICM, Pathak et al. 2017); GAIL (Ho and
+Ermon 2016, with the gradient penalty of Gulrajani et al. 2017) pays for what looks like demonstrations.
 """
 
 from collections.abc import Mapping
