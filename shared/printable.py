@@ -66,9 +66,12 @@ def figure(value: float | None) -> str:
 def score_in_words(scores: Mapping[str, Any]) -> str:
     """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a second evaluation found, if there was one."""
     again = scores.get("confirmation")
-    spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}{success_in_words(scores)}"
-    second = f", and {figure(again['mean_return'])} from as many other starts" if again else ""
-    return f"{spread} over {counted(scores.get('episodes'), 'episode')}{second}"
+    second = f", and {_spread(again)} from as many other starts" if again else ""
+    return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{second}"
+
+
+def _spread(scores: Mapping[str, Any]) -> str:
+    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}{success_in_words(scores)}"
 
 
 def success_in_words(scores: Mapping[str, Any]) -> str:
