@@ -5,14 +5,14 @@ From Redis while the run is live, from the store otherwise; where both are away 
 
 import json
 import logging
-import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import redis
+from pydantic_core import to_jsonable_python
 
 from coordinator.catalog.run_files import REMOTE, is_locked, run_paths
 from coordinator.catalog.run_list import RunRow, list_runs
@@ -189,13 +189,7 @@ def matching(name: str, there: Sequence[str]) -> list[str]:
 
 def jsonable(data: Any) -> Any:
     """Without what JSON has no word for."""
-    if isinstance(data, Mapping):
-        return {str(key): jsonable(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [jsonable(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return data if data is None or isinstance(data, str | int | float | bool) else str(data)
+    return to_jsonable_python(data, inf_nan_mode="null", fallback=str)
 
 
 def away(error: Exception) -> Literal["", "Redis", "store"]:
