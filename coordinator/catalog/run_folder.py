@@ -1,18 +1,4 @@
-"""A run's folder on this machine: what is in it, who holds it, and how a run is found again.
-
-```
-runs/<run_id>/
-  config.yaml         the resolved config
-  import_path.json    folders of the user's own modules
-  services.json       addresses, while the run is live here
-  credentials.json    of embedded services; only its owner may read it
-  lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
-  outage.json         there while the coordinator waits for Redis (coordinator/services/restarter.py)
-  remote.json         instead of the above, for a run that lives on other machines: its `RemoteLink`
-  redis/  s3/         data of embedded services
-  logs/               one file per role and service
-  metrics/            train.csv, tensorboard/
-```
+"""A run's folder on this machine (docs/COMMANDS.md): what is in it, who holds it, and how a run is found again.
 
 Of a run whose coordinator is on another machine the folder here is a link; every command that takes a run works on it.
 The truth about such a run is in Redis (is it live?) and in the store (what has it left?).
