@@ -94,7 +94,7 @@ def replay(
             version += 1
             consumer.commit()
             progress(version, aim.manifest.version)
-    out, fragments = came_to().manifest, (version - begun) * config.rollout.fragments_per_update
+    out, fragments = came_to().checkpoint.manifest, (version - begun) * config.rollout.fragments_per_update
     env_steps = fragments * config.rollout.fragment_steps * config.environment.num_envs
     found, expected = out.objects, aim.manifest.objects
     different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))

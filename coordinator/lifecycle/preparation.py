@@ -112,7 +112,7 @@ def prepare_resume(
         context.redis.delete(RunKeys(context.run_id).heartbeats, RunKeys(context.run_id).draining)
         _forget_action_traces(context)
     if checkpoint is not None:
-        taken = rolled_back(context, checkpoint, context.flow.take_over(last_epoch(context.checkpoints)))
+        taken = rolled_back(context, checkpoint, context.flow.take_over(last_epoch(context.checkpoints))).checkpoint
         context.checkpoints.write(taken.manifest, taken.objects)
         text = f"{checkpoint.manifest.name} continues as {taken.manifest.name}, as resume --from {origin} asked"
         emit(context.redis, context.run_id, "trainer", text)

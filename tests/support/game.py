@@ -266,9 +266,9 @@ def goes_on_exactly(new_game: NewGame, config: Config) -> None:
     first = new_game(config)
     first.play_to(3)
     taken = first.trainer.state.snapshot()
-    at_once = first.trainer.state.new_snapshot().objects
+    at_once = first.trainer.state.new_snapshot().checkpoint.objects
     whole = ends_with(first)
-    assert taken.objects == at_once  # encoded when training had gone on to the end
+    assert taken.checkpoint.objects == at_once  # encoded when training had gone on to the end
     game = new_game(config)
     for version in range(1, config.stop_at.updates or 7):
         game.play_to(version)

@@ -206,8 +206,8 @@ def test_whoever_switches_it_off_by_the_environment_is_told(monkeypatch: pytest.
 @needs_compiler
 def test_a_checkpoint_says_what_compiled_it() -> None:
     taken = Side(small(trainer={"compile": True})).taken()
-    assert re.match(r"g\+\+ .*\d for [A-Z0-9]+$", taken.manifest.provenance["computed_with"]["compiled"])
-    assert "compiled" not in Side(small()).taken().manifest.provenance["computed_with"]
+    assert re.match(r"g\+\+ .*\d for [A-Z0-9]+$", taken.checkpoint.manifest.provenance["computed_with"]["compiled"])
+    assert "compiled" not in Side(small()).taken().checkpoint.manifest.provenance["computed_with"]
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,8 @@ def test_the_order_is_objects_manifest_pointer_status_prune_and_trim_last(start:
     log, positions = ExperienceLog(role.redis, role.run_id), fill_log(role)
     here = start(NEWEST_ONLY, lambda word, key: lengths.append(len(log)))
     first, second = (snapshot_of(role, version, positions[0]) for version in (0, 1))
-    changes, one, two = here.store.changes, first.manifest.folder, second.manifest.folder  # type: ignore[attr-defined]
+    changes = here.store.changes  # type: ignore[attr-defined]
+    one, two = (its.checkpoint.manifest.folder for its in (first, second))
     here.publish(0)
     assert changes == [
         f"put {one}default/policy.safetensors", f"put {one}trainer/state.json", f"put {one}{MANIFEST}",
@@ -192,7 +193,7 @@ def test_after_the_first_checkpoint_ready_pointer_status_and_event_say_so(start:
     assert (pointer.latest, pointer.best, pointer.final, pointer.epoch) == (second, None, None, 1)
     manifest = here.store.get(key_of(here.checkpoints, second, MANIFEST))
     assert pointer.manifest_sha256 == hashlib.sha256(manifest).hexdigest()
-    assert here.latest().objects == snapshot_of(role, 2).objects
+    assert here.latest().objects == snapshot_of(role, 2).checkpoint.objects
     assert here.told() == {"durable": second}
     events = [event for event in read_events(role.redis, role.run_id) if event.kind == "checkpoint"]
     assert [event.data for event in events] == [{"name": first, "version": 0}, {"name": second, "version": 2}]
@@ -211,7 +212,7 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
     assert entries[name] == {
         "name": name, "version": 3, "env_steps": 192, "episodes": 0, "updates": 3,
         "created": 1003.0, "mean_return": 3.0, "evaluation": None, "replay_from": None,
-        "bytes": snapshot_of(here.role, 3).manifest.total_bytes,
+        "bytes": snapshot_of(here.role, 3).checkpoint.manifest.total_bytes,
         "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
     }  # fmt: skip
     expected = {"version": 2, "mean_return": 50.0, "confirmation": {"mean_return": 50.0}}
@@ -277,7 +278,7 @@ def test_the_best_survives_pruning_a_new_publisher_and_a_redis_that_forgot_the_s
     assert again.checkpoints.names() == [best, latest]
     pointer = again.pointer()
     assert (pointer.best, pointer.latest, pointer.epoch) == (best, latest, 2)
-    assert again.checkpoints.load(best).objects == snapshot_of(again.role, 1).objects
+    assert again.checkpoints.load(best).objects == snapshot_of(again.role, 1).checkpoint.objects
 
 
 def test_the_best_stays_the_best_where_every_score_is_lost_until_there_are_new_ones(start: Start) -> None:
@@ -409,7 +410,7 @@ def test_the_same_version_again_is_recognized_and_other_contents_come_beside_it(
     here.save(snapshot_of(role, 2, epoch=2))
     after = here.written()
     assert {key for key in after if after[key] != before.get(key)} == {POINTER}, "which the new epoch has signed"
-    other, kept = snapshot_of(role, 2, content=b"other", epoch=2), snapshot_of(role, 2)
+    other, kept = snapshot_of(role, 2, content=b"other", epoch=2), snapshot_of(role, 2).checkpoint
     here.save(other)
-    assert here.checkpoints.load(names[1]).objects == here.latest().objects == other.objects
+    assert here.checkpoints.load(names[1]).objects == here.latest().objects == other.checkpoint.objects
     assert all(here.store.get(kept.manifest.folder + key) == kept.objects[key] for key in kept.objects)

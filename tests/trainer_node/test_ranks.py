@@ -21,7 +21,6 @@ from shared.config.run_config import Config
 from shared.errors import WeightsNotFinite
 from shared.experience.counters import Phase
 from shared.experience.fragment import Fragment
-from shared.storage.checkpoint_store import Checkpoint
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.groups import some_quick
@@ -171,7 +170,7 @@ def test_ranks_that_hold_the_same_replay_buffer_learn_as_one(case: str, tmp_path
             if not rate:
                 assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
                 have_the_same_gradients(together[0], alone)
-        first, *rest = (side.taken().objects for side in together)
+        first, *rest = (side.taken().checkpoint.objects for side in together)
         assert rest == [first, first]
 
 
@@ -205,15 +204,15 @@ def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins(case
     assert steps[0] == 0 and min(steps[1:]) >= 1
     if case == "appo":
         assert min(steps[1:]) < max(steps[1:]) <= 8, f"target_kl stops some updates early: {steps}"
-    stored = cut.taken()
+    stored = cut.taken().checkpoint
     for first, last in ((0, 3), (3, 7)):
         cut = Side(config)
-        snapshot.restore(cut.learner, Checkpoint(stored.manifest, stored.objects))
+        snapshot.restore(cut.learner, stored)
         life(cut, first, last)
-        stored = cut.taken()
+        stored = cut.taken().checkpoint
     assert cut.weights() == whole.weights()
-    assert cut.taken().objects == whole.taken().objects
-    assert whole.taken().manifest.provenance["computed_with"]["ranks"] == "3"
+    assert cut.taken().checkpoint.objects == whole.taken().checkpoint.objects
+    assert whole.taken().checkpoint.manifest.provenance["computed_with"]["ranks"] == "3"
 
 
 @pytest.mark.processes

@@ -30,7 +30,6 @@ from tests.support.game import (
 )
 from tests.support.learning.cases import config_of
 from trainer_node.checkpointing.fork import Source, forked, rolled_back
-from trainer_node.checkpointing.snapshot import Snapshot
 from trainer_node.learning.building_blocks.optimization import part
 
 
@@ -38,7 +37,7 @@ def go_back(game: Game, version: int) -> Checkpoint:
     """What `resume --from` does between two lives of the run; answers the older checkpoint."""
     name = f"{version}_Step-{version * STEPS_PER_UPDATE}.ckpt"
     older = game.role.checkpoints.load(name)
-    taken = rolled_back(game.role, older, game.role.flow.take_over())
+    taken = rolled_back(game.role, older, game.role.flow.take_over()).checkpoint
     game.role.checkpoints.write(taken.manifest, taken.objects)
     return older
 
@@ -158,7 +157,7 @@ def test_a_run_that_begins_from_another_has_its_policies_and_nothing_else_of_it(
     assert {key: source.role.checkpoints.store.get(key) for key in source.role.checkpoints.store.keys("")} == before
 
 
-def networks(taken: Snapshot | Checkpoint) -> tuple[Columns, Columns]:
+def networks(taken: Checkpoint) -> tuple[Columns, Columns]:
     policy, _ = decode_policy(taken.objects[POLICY])
     return state_arrays(policy), tensor_blob.decode(taken.objects["trainer/default.algorithm.safetensors"])[0]
 
@@ -168,7 +167,7 @@ def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame
     source = new_game(config_of(case, tmp_path, heatup="0 env_steps"))
     source.play_to(3)
     there = source.trainer.state.snapshot()
-    then, learned = networks(there)
+    then, learned = networks(there.checkpoint)
     game = new_game(config_of(case, tmp_path, heatup="0 env_steps", seed=7))
     begun = forked(game.role, all_of(there.checkpoint))
     policy, beside = networks(begun)
@@ -192,7 +191,7 @@ def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: 
     source.play_to(2)
     there = source.trainer.state.snapshot()
     game = new_game(config_of("discrete cql", tmp_path, seed=7, policies=policies))
-    before = networks(game.trainer.state.snapshot())[1]
+    before = networks(game.trainer.state.snapshot().checkpoint)[1]
     begun = forked(game.role, all_of(there.checkpoint))
     _, beside = networks(begun)
     assert all(np.array_equal(before[name], array) for name, array in beside.items())

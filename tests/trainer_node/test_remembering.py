@@ -144,6 +144,6 @@ def test_going_back_to_an_older_checkpoint_takes_its_memory_along(new_game: NewG
     taken = rolled_back(game.role, older, epoch=0)
     for file in ("trainer/memory.safetensors", "trainer/default.algorithm.safetensors"):
         was, _ = tensor_blob.decode(older.objects[file])
-        found, _ = tensor_blob.decode(taken.objects[file])
+        found, _ = tensor_blob.decode(taken.checkpoint.objects[file])
         assert was.keys() == found.keys()
         assert all(np.array_equal(was[key], found[key]) for key in was), file

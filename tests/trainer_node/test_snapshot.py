@@ -67,14 +67,14 @@ def snapshot_of(learner: Learner, config: Config) -> Snapshot:
 
 
 def everything(learner: Learner, config: Config) -> dict[str, bytes]:
-    return snapshot_of(learner, config).objects
+    return snapshot_of(learner, config).checkpoint.objects
 
 
 def checkpoint_of(snapshot: Snapshot, **replaced: bytes | None) -> Checkpoint:
     """The snapshot as it is read back, with some objects replaced or (None) left out."""
     named = {POLICY: "policy", STATE: "state", OPTIMIZER: "optimizer", REWARDS: "rewards"}
-    objects = {key: replaced.get(named[key], data) for key, data in snapshot.objects.items()}
-    return Checkpoint(snapshot.manifest, {key: data for key, data in objects.items() if data is not None})
+    objects = {key: replaced.get(named[key], data) for key, data in snapshot.checkpoint.objects.items()}
+    return Checkpoint(snapshot.checkpoint.manifest, {key: data for key, data in objects.items() if data is not None})
 
 
 def trained_digest() -> str:
@@ -117,11 +117,11 @@ def test_the_manifest_says_where_the_checkpoint_comes_from() -> None:
     config = config_with()
     learner = learner_after(config, 2)
     snapshot = snapshot_of(learner, config)
-    manifest, counters = snapshot.manifest, learner.counters.as_dict()
+    manifest, counters = snapshot.checkpoint.manifest, learner.counters.as_dict()
     assert manifest.name == "3_Step-128.ckpt" and manifest.run_id == "the-run" and manifest.epoch == 2
     assert manifest.parent == "1_Step-32.ckpt" and manifest.log_position == "1700000000000-3"
-    assert manifest.objects == describe_objects(snapshot.objects)
-    assert set(snapshot.objects) == {POLICY, OPTIMIZER, REWARDS, STATE}
+    assert manifest.objects == describe_objects(snapshot.checkpoint.objects)
+    assert set(snapshot.checkpoint.objects) == {POLICY, OPTIMIZER, REWARDS, STATE}
     provenance = manifest.provenance
     assert provenance["config_hash"] == config.hash() and provenance["seed"] == config.seed
     assert provenance["log_range"] == ["1600000000000-0", "1700000000000-3"]

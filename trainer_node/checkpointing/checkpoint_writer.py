@@ -281,8 +281,8 @@ class CheckpointWriter:
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
         # each try writes the same manifest: the store may carry out a put that was given up after the next one
-        manifest = functools.cache(lambda: self._with_news(snapshot.manifest))
-        while not self._try(lambda: self._save(manifest(), snapshot.objects)):
+        manifest = functools.cache(lambda: self._with_news(snapshot.checkpoint.manifest))
+        while not self._try(lambda: self._save(manifest(), snapshot.checkpoint.objects)):
             with self._lock:
                 if self._pending is not None or self._closing:
                     return

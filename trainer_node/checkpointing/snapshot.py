@@ -68,14 +68,6 @@ class Snapshot:
                 self._checkpoint, self._encode = self._encode(), None  # the copies are not needed any more
             return self._checkpoint
 
-    @property
-    def manifest(self) -> Manifest:
-        return self.checkpoint.manifest
-
-    @property
-    def objects(self) -> dict[str, bytes]:
-        return self.checkpoint.objects
-
 
 @dataclass(frozen=True)
 class Lineage:

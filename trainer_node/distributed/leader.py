@@ -153,8 +153,8 @@ class Leader:
     def begin(self, taken: Snapshot, description: EnvironmentDescription, held: Iterable[Fragment] = ()) -> None:
         """Sends `taken`, a snapshot of this rank's learner as it is now, and what its replay buffers hold, as it was
         logged. May be called again where reading that has failed."""
-        manifest = taken.manifest.model_dump(mode="json")
-        self._tell("begin", taken.objects, manifest=manifest, description=description.as_dict())
+        manifest = taken.checkpoint.manifest.model_dump(mode="json")
+        self._tell("begin", taken.checkpoint.objects, manifest=manifest, description=description.as_dict())
         fragments, first = iter(held), 0
         while some := list(itertools.islice(fragments, _HELD)):
             self._tell("held", _blobs(some), first=first)
