@@ -13,7 +13,7 @@ from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.dataset_sampler import DatasetSampler
 from rollout_worker.sampling.sampler import Sampler
-from rollout_worker.watchdog import Watchdog, watched
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.run_config import Config
 from shared.datasets.recording import Recordings
 from shared.errors import EnvironmentFailure, headline
@@ -95,7 +95,7 @@ class Episodes:
         if recorded is not None and (trace.digest == recorded.sha256 if trace else self._recorded(self._phase)):
             return DatasetSampler(recorded, self._description, config.num_envs, lineage, trace)
         made = partial(make_vector, config, self._description, self._parameters)
-        environment = watched(made, self._watchdog)
+        environment = WatchedEnvironment(made, self._watchdog)
         try:
             environment.set_phase(self._phase)
             device, cast = self._config.rollout.device, self._cast()

@@ -13,7 +13,7 @@ from rollout_worker.environments.vector_env import Step, VectorEnvironment, reje
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import Opponents
-from rollout_worker.watchdog import Watchdog, watched
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.parameters import evaluated_table
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure
@@ -47,7 +47,7 @@ def _play(
     def make() -> VectorEnvironment:
         return make_vector(asked, description, parameters)
 
-    with closing(make() if watchdog is None else watched(make, watchdog)) as environment:
+    with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)
         copies = range(environment.num_envs)
         shares = [(episodes + index) // len(copies) for index in copies]

@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
-from rollout_worker.environments.vector_env import VectorEnvironment
+from rollout_worker.environments.vector_env import Position, RunningEpisodes, Step, VectorEnvironment
 from shared.config.run_config import Config
+from shared.experience.counters import Phase
+from shared.experience.spaces import Array, Columns
 from shared.printable import complain
 from shared.protocol.heartbeat import Heartbeat
 from shared.runtime.failure import Failure, FailureKind
@@ -123,31 +124,44 @@ class Watchdog:
         os._exit(1)
 
 
-class _Watched:
+class WatchedEnvironment:
     """A vector environment whose every call the watchdog sees."""
 
-    def __init__(self, environment: VectorEnvironment, watchdog: Watchdog) -> None:
-        self._environment, self._watchdog = environment, watchdog
+    def __init__(self, make: Callable[[], VectorEnvironment], watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        with watchdog.during("the start of its environments"):
+            self._environment = make()
+        self.num_envs = self._environment.num_envs
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._environment, name)
-        if not callable(value):
-            return value
+    def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
+        more = self._watchdog.catch_up_seconds if past else 0.0
+        with self._watchdog.during("reset of its environments", more):
+            return self._environment.reset(seeds, past)
 
-        def call(*arguments: Any) -> Any:
-            more = self._watchdog.catch_up_seconds if name == "reset" and any(arguments[1:]) else 0.0  # with a `past`
-            with self._watchdog.during(f"{name} of its environments", more):
-                return value(*arguments)
+    @property
+    def position(self) -> Position | None:
+        return self._environment.position
 
-        self.__dict__[name] = call  # not asked for again
-        return call
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        watchdog = self._watchdog
+        before, watchdog.doing = watchdog.doing, "step of its environments"
+        try:
+            return self._environment.step(actions)
+        finally:
+            watchdog.doing = before
+            watchdog.steps += 1
 
+    def set_phase(self, phase: Phase) -> None:
+        with self._watchdog.during("set_phase of its environments"):
+            self._environment.set_phase(phase)
 
-def watched(make: Callable[[], VectorEnvironment], watchdog: Watchdog) -> VectorEnvironment:
-    """What `make` makes, with the watchdog seeing that and every call."""
-    with watchdog.during("the start of its environments"):
-        environment = make()
-    return cast(VectorEnvironment, _Watched(environment, watchdog))
+    def set_paused(self, paused: bool) -> bool:
+        with self._watchdog.during("set_paused of its environments"):
+            return self._environment.set_paused(paused)
+
+    def close(self) -> None:
+        with self._watchdog.during("close of its environments"):
+            self._environment.close()
 
 
 def resident_bytes(pid: int) -> int:
