@@ -129,10 +129,7 @@ class League:
             games, wins, draws = cells.get(match.side, (0, 0, 0))
             cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
             if player != own:
-                for opponent in (
-                    player,
-                    ALL,
-                ):  # a mean that begins with a win and a loss, and forgets beyond the window
+                for opponent in (player, ALL):  # a mean that begins with a win and a loss, and forgets what is old
                     games, rate = standing.form.get(opponent, (0, 0.5))
                     window = min(games + 3, max(self._config.snapshot.min_games, 3))
                     standing.form[opponent] = games + 1, rate + (result - rate) / window
