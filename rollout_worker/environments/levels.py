@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
 from shared.experience.spaces import Array, Columns
+from shared.printable import counted
 
 _TESTS = 1
 """Of an episode's seed: what is drawn for tests of subgoals."""
@@ -103,10 +104,12 @@ def _leaf(observed: Mapping[str, spaces.Space[Any]], name: str, where: str) -> s
 
 
 def _as_many(given: Numbers, count: int, field: str) -> Array:
-    numbers = np.atleast_1d(np.asarray(given, np.float32))
-    if len(numbers) not in (1, count):
-        raise ConfigError(f"{field} has {len(numbers)} numbers, and the goal has {count} elements; give one for each")
-    return np.broadcast_to(numbers, (count,))
+    if isinstance(given, tuple) and len(given) != count:
+        raise ConfigError(
+            f"{field}={list(given)}, and the goal has {counted(count, 'element')}; give a number for each, or one "
+            f"without brackets for all"
+        )
+    return np.broadcast_to(np.asarray(given, np.float32), (count,))
 
 
 class GameOfOne:

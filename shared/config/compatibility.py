@@ -198,7 +198,14 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
             f"algorithm.n_step={algorithm.n_step} with algorithm.reward_signals: of what a replay buffer "
             f"draws, signals reward single steps; set n_step=1"
         )
-    if algorithm.replay_buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
+    buffer = algorithm.replay_buffer
+    of_levels = isinstance(buffer, HindsightReplay) and (buffer.hindsight_actions or buffer.missed_penalty is not None)
+    if of_levels and run.environment.hierarchy is None:
+        raise ValueError(
+            "algorithm.replay_buffer.hindsight_actions and missed_penalty are for the upper levels of a hierarchy "
+            "(environment.hierarchy, docs/HIERARCHY.md), and there is none; leave them out"
+        )
+    if buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
         raise ValueError(
             f"algorithm.replay_buffer.kind=hindsight gives rewards of its own to the goals it puts in, and "
             f"policies.{policy_id} changes those of the environment (reward_scale, reward_clip or transform), so "

@@ -105,6 +105,12 @@ class OwnExploration(Section):
     schedules: dict[str, ScheduleField] = Field(default_factory=dict)
     """And these, each as its value at the trainer's counters."""
 
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        if twice := sorted(self.kwargs.keys() & self.schedules.keys()):
+            raise ValueError(f"{twice} stand in kwargs and in schedules; give each in one of them")
+        return self
+
 
 NoiseConfig = (
     Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise | OwnExploration

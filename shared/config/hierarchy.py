@@ -16,6 +16,7 @@ def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
 
 
 Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
+Distance = Annotated[float, Field(ge=0)]
 
 
 class LevelConfig(Section):
@@ -38,7 +39,7 @@ class LevelConfig(Section):
     """Least goal: a number, or one for each element; by default the leaf's own bound."""
     high: Numbers | None = None
     """Greatest goal, likewise."""
-    threshold: Numbers = 0.05
+    threshold: Annotated[Distance | tuple[Distance, ...], AfterValidator(_some_number)] = 0.05
     """When a goal is achieved: within this Euclidean distance, or, of a list, within each element's own."""
     reward: Literal["sparse", "distance", "environment"] | None = None
     """What one of its actions brings: `sparse`, 0 if its goal is achieved then, else -1; `distance`, minus what is left

@@ -57,7 +57,8 @@ class CriterionConfig(Section):
     def _can_be_met(self) -> Self:
         least, most = _MEASURES[self.measure]
         if not least <= self.threshold <= most:
-            raise ValueError(f"{self.measure}={self.threshold:g} is never met; expected {least:g} to {most:g}")
+            between = f"{least:g} or more" if math.isinf(most) else f"{least:g} to {most:g}"
+            raise ValueError(f"{self.measure}={self.threshold:g} decides nothing; expected {between}")
         return self
 
 
@@ -122,6 +123,8 @@ class SamplerConfig(Section):
         ranges = [self.uniform, self.log_uniform, *(self.multi_range or ())]
         if empty := [list(each) for each in ranges if each is not None and each[0] > each[1]]:
             raise ValueError(f"the range {empty[0]} is empty; expected [low, high]")
+        if wide := [list(each) for each in ranges if each is not None and math.isinf(each[1] - each[0])]:
+            raise ValueError(f"the range {wide[0]} is wider than the largest number; bring its bounds nearer")
         if self.log_uniform is not None and self.log_uniform[0] <= 0:
             raise ValueError(f"log_uniform={list(self.log_uniform)}: expected bounds above 0")
         if (self.choice is not None and not self.choice) or (self.multi_range is not None and not self.multi_range):
@@ -217,6 +220,8 @@ class ParameterConfig(SamplerConfig):
                 raise ValueError(f"lesson {number} is the last one, and has an `until`; leave it out, or add a lesson")
             if not number and lesson.back is not None:
                 raise ValueError("lesson 0 has a `back`, and there is none before it; leave it out")
+            if lesson.back is not None and lesson.back.measure == "progress":
+                raise ValueError(f"lesson {number} goes back by progress, which never falls; use another measure")
             if lesson.values.keys() != self.lessons[0].values.keys():
                 found, expected = sorted(lesson.values), sorted(self.lessons[0].values)
                 raise ValueError(f"lesson {number} sets {found or 'one value'}, expected {expected or 'one value'}")

@@ -277,7 +277,7 @@ def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, w
         ({"environment": {"max_episode_steps": 3}}, r"lengths has 4, .* episodes have 3 steps at most"),
         (
             {"environment": {"vectorization": "native"}},
-            "environment.hierarchy works with environment.vectorization=sync",
+            "environment.hierarchy with environment.vectorization=native",
         ),
         ({"algorithm": {"name": "dqn"}}, r"policies \['default'\] of \['dqn'\]: .*use ppo, appo, a2c or impala"),
         ({"policies": {"default": {}, "other": {}}}, r"options with policies \['default', 'other'\]"),

@@ -107,13 +107,26 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
         ),
         (
             {"lessons": [{"value": 0, "until": {"success": 1.5}}, LESSONS[1]]},
-            "success=1.5 is never met; expected 0 to 1",
+            "success=1.5 decides nothing; expected 0 to 1",
         ),
-        ({"lessons": [{"value": 0, "until": {"progress": 2}}, LESSONS[1]]}, "progress=2 is never met; expected 0 to 1"),
+        (
+            {"lessons": [{"value": 0, "until": {"progress": 2}}, LESSONS[1]]},
+            "progress=2 decides nothing; expected 0 to 1",
+        ),
         (
             {"lessons": [*({"value": at, "until": {"progress": at}} for at in (0.5, 0.3)), LESSONS[1]]},
             "lessons end at progress 0.5, 0.3; each has to be later",
         ),
+        (
+            {"lessons": [LESSONS[0], {"value": 1, "back": {"progress": 0.5}}]},
+            "lesson 1 goes back by progress, which never falls",
+        ),
+        (
+            {"lessons": [{"value": 0, "until": {"length": -5}}, LESSONS[1]]},
+            "length=-5 decides nothing; expected 0 or more",
+        ),
+        ({"uniform": [-1.7e308, 1.7e308]}, "wider than the largest number"),
+        ({"multi_range": [[0, 1], [-1.7e308, 1.7e308]]}, "wider than the largest number"),
         ({"lessons": [{"value": 0, "until": {"rating": 1}}, LESSONS[1]]}, "a rating is that of a league"),
         ({"lessons": [{"value": 0, "until": {"progress": 0.5}}, LESSONS[1]]}, "set that"),
         ({"lessons": [{"value": 0, "until": {"return": 1, "policy": "x"}}, LESSONS[1]]}, "'x' names no policy"),
