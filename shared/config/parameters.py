@@ -32,6 +32,10 @@ def _criterion(data: object) -> object:
     named = [name for name in _MEASURES if name in data]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)}: a criterion has one measure; leave one of them out")
+    if not named and "measure" not in data:
+        raise ValueError(
+            f"found {sorted(map(str, data))}, expected one of {', '.join(_MEASURES)}, as in {{return: 0.8}}"
+        )
     if not named:
         return data
     rest = {name: value for name, value in data.items() if name != named[0]}
@@ -67,6 +71,8 @@ _Criterion = Annotated[CriterionConfig, BeforeValidator(_criterion)]
 
 def _sampler(data: object) -> object:
     """A plain value, and ML-Agents' samplers."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ValueError(f"expected a finite number, found {data}")
     if isinstance(data, bool | int | float | str):
         return {"value": data}
     if not isinstance(data, Mapping):

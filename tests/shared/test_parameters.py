@@ -99,7 +99,8 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
         ({"lessons": [*LESSONS[:1]]}, "lesson 0 is the last one, and has an `until`"),
         ({"lessons": [LESSONS[0] | {"back": {"return": 0}}, LESSONS[1]]}, "lesson 0 has a `back`"),
         ({"lessons": [LESSONS[0], {"values": {"a": 1}}]}, r"lesson 1 sets \['a'\], expected one value"),
-        ({"lessons": [{"value": 0, "until": {"luck": 1}}, LESSONS[1]]}, "luck"),
+        ({"lessons": [{"value": 0, "until": {"luck": 1}}, LESSONS[1]]}, "expected one of return, success"),
+        (float("nan"), "x: expected a finite number, found nan$"),
         ({"lessons": [{"value": 0, "until": {"return": 1, "success": 1}}, LESSONS[1]]}, "has one measure"),
         (
             {"lessons": [LESSONS[0], {"value": 1, "until": {"return": 1}, "back": {"return": 2}}, LESSONS[1]]},
