@@ -5,6 +5,6 @@ import sys
 from benchmarks.provenance import ROOT
 
 sys.path.append(str(ROOT / "examples"))
-from own_exploration import Persistent, Recent  # type: ignore[import-not-found]  # noqa: E402
+from own_exploration import Persistent, Recent  # type: ignore[import-not-found]
 
 __all__ = ["Persistent", "Recent"]
