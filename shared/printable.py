@@ -63,11 +63,11 @@ def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def score_in_words(scores: Mapping[str, Any]) -> str:
-    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a second evaluation found, if there was one."""
-    again = scores.get("confirmation")
-    second = f", and {_spread(again)} from as many other starts" if again else ""
-    return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{second}"
+def score_in_words(scores: Mapping[str, Any], second: bool = True) -> str:
+    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a `second` evaluation found, if there was one."""
+    again = scores.get("confirmation") if second else None
+    found = f", and {_spread(again)} from as many other starts" if again else ""
+    return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{found}"
 
 
 def _spread(scores: Mapping[str, Any]) -> str:

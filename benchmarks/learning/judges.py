@@ -247,13 +247,14 @@ def minimax(observation: Any, random: np.random.Generator) -> int:
     among equals. A scripted player for `league.fixed`."""
     mine, theirs = (int(_SQUARES[observation["observation"][..., plane] > 0].sum()) for plane in (0, 1))
     legal = _drops(mine | theirs)
-    winning = [column for column, bit in legal.items() if _four(mine | bit)]
+    if winning := [column for column, bit in legal.items() if _four(mine | bit)]:
+        return int(random.choice(winning))
     safe = [
         column
         for column, bit in legal.items()
-        if winning or not any(_four(theirs | reply) for reply in _drops(mine | theirs | bit).values())
+        if not any(_four(theirs | reply) for reply in _drops(mine | theirs | bit).values())
     ]
-    return int(random.choice(winning or safe or list(legal)))
+    return int(random.choice(safe or list(legal)))
 
 
 def match(make: Callable[[], AECEnv], player: Player, other: Player, pairs: int, seed: int = 0) -> tuple[int, int, int]:

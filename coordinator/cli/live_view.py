@@ -196,7 +196,7 @@ def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bo
 def _score(scores: dict[str, Any]) -> str:
     ranked = scores.get("ranking")  # by checkpoint.best_by, or a league's rating
     rank = "" if ranked is None else f"ranked by {figure(ranked)}; all agents together "
-    return f"{rank}{score_in_words({**scores, 'confirmation': None})}"
+    return f"{rank}{score_in_words(scores, second=False)}"
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -59,8 +59,8 @@ def store_fixed_players(store: ObjectStore, config: Config) -> None:
 
 
 def find_player(name: str, source: str, runs_dir: Path, description: EnvironmentDescription) -> tuple[PlayerRef, bytes]:
-    """What a source is, with the seats that it fits, and its bytes; `name` is the config's, if it stands in one. Raises
-    `ConfigError` where it cannot be found."""
+    """Resolves a source to a player, with the seats whose spaces it fits, and to its bytes (empty for a random or a
+    scripted one). `name` is the field of the config, or empty. Raises `ConfigError` where it cannot be found."""
     field, kind = f"{name}={source}" if name else source, kind_of(source)
     every = tuple(sorted(set(description.agents.values())))
     if kind == "function":

@@ -7,6 +7,7 @@ from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
+from shared.config.environment import EnvironmentConfig
 from shared.config.hierarchy import HierarchyConfig, OptionsConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
@@ -23,21 +24,8 @@ def check_sections_together(run: ConfigFields) -> None:
     for policy_id, policy in sorted(run.policies.items()):
         check_algorithm(run, policy_id, policy.algorithm or run.algorithm)
     environment = run.environment
-    for field, given, other in (
-        (f"wrappers={[wrapper.path for wrapper in environment.wrappers]}", environment.wrappers, ""),
-        ("action_mask=info", environment.action_mask == "info", ", or an environment that observes its action_mask"),
-        ("hierarchy" if environment.hierarchy else "api=pettingzoo", environment.several_agents, ""),
-        (
-            f"parameters_by={environment.parameters_by}",
-            environment.parameters and environment.parameters_by != "options",
-            ", or environment.parameters_by=options",
-        ),
-    ):
-        if given and environment.vectorization == "native":
-            raise ValueError(
-                f"environment.{field} with environment.vectorization=native, whose environment is that of all copies "
-                f"at once; use sync or async{other}"
-            )
+    if environment.vectorization == "native":
+        _check_native(environment)
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
@@ -64,6 +52,24 @@ def check_sections_together(run: ConfigFields) -> None:
     ]:
         if policy_id not in run.policies:
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_native(environment: EnvironmentConfig) -> None:
+    for field, given, other in (
+        (f"wrappers={[wrapper.path for wrapper in environment.wrappers]}", environment.wrappers, ""),
+        ("action_mask=info", environment.action_mask == "info", ", or an environment that observes its action_mask"),
+        ("hierarchy" if environment.hierarchy else "api=pettingzoo", environment.several_agents, ""),
+        (
+            f"parameters_by={environment.parameters_by}",
+            environment.parameters and environment.parameters_by != "options",
+            ", or environment.parameters_by=options",
+        ),
+    ):
+        if given:
+            raise ValueError(
+                f"environment.{field} with environment.vectorization=native, whose environment is that of all copies "
+                f"at once; use sync or async{other}"
+            )
 
 
 def _check_parameters(run: ConfigFields) -> None:

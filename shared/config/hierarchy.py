@@ -16,7 +16,9 @@ def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
 
 
 Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
-Distance = Annotated[float, Field(ge=0)]
+_Distance = Annotated[float, Field(ge=0)]
+Distances = Annotated[_Distance | tuple[_Distance, ...], AfterValidator(_some_number)]
+"""How near a goal is achieved: a Euclidean distance, or one for each element."""
 
 
 class LevelConfig(Section):
@@ -39,7 +41,7 @@ class LevelConfig(Section):
     """Least goal: a number, or one for each element; by default the leaf's own bound."""
     high: Numbers | None = None
     """Greatest goal, likewise."""
-    threshold: Annotated[Distance | tuple[Distance, ...], AfterValidator(_some_number)] = 0.05
+    threshold: Distances = 0.05
     """When a goal is achieved: within this Euclidean distance, or, of a list, within each element's own."""
     reward: Literal["sparse", "distance", "environment"] | None = None
     """What one of its actions brings: `sparse`, 0 if its goal is achieved then, else -1; `distance`, minus what is left

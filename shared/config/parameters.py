@@ -32,12 +32,12 @@ def _criterion(data: object) -> object:
     named = [name for name in _MEASURES if name in data]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)}: a criterion has one measure; leave one of them out")
-    if not named and "measure" not in data:
+    if not named:
+        if "measure" in data:
+            return data
         raise ValueError(
             f"found {sorted(map(str, data))}, expected one of {', '.join(_MEASURES)}, as in {{return: 0.8}}"
         )
-    if not named:
-        return data
     rest = {name: value for name, value in data.items() if name != named[0]}
     return {"measure": named[0], "threshold": data[named[0]], **rest}
 

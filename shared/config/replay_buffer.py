@@ -1,9 +1,10 @@
 """Replay buffers: how many transitions stay, and which are drawn."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from shared.config.hierarchy import Distances
 from shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
 from shared.experience.counters import Counters
 
@@ -55,7 +56,7 @@ class HindsightReplay(MemorySection):
     reward: str = "sparse"
     """The reward for reaching a goal: `sparse` (0 within `threshold`, else −1), or `module:function`, which answers
     `(achieved [B, …], desired [B, …])` with `(reward [B], terminated [B])`."""
-    threshold: Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], ...] = 0.05
+    threshold: Distances = 0.05
     """Greatest distance (Euclidean) at which `sparse` counts a goal as reached; 0.05 as in the robotics tasks. Of a
     list, each element's own."""
     terminates: bool = False

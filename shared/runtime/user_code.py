@@ -123,7 +123,7 @@ def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
     except TypeError as error:
         return str(error)
     except ValueError:
-        return ""
+        pass
     return ""
 
 

@@ -1,11 +1,11 @@
 """Hindsight experience replay (Andrychowicz et al. 2017) for goal environments.
 
 Of each batch a fraction is drawn as if another goal had been desired: one that was achieved after a step of the same
-episode. An episode that ended because its own goal was reached goes on under another one; one that terminated for
+episode. An episode that ended because its own goal was reached continues under another one; one that terminated for
 another reason ends there under any. Where it is not known what a terminated step led to, such a step keeps its goal,
-gives none, and a relabeled n-step return ends before it. Of an episode that is still going on, or whose beginning has
-left the memory, the part that is known counts as the episode. Hindsight actions and penalties for the upper levels of a
-hierarchy (Levy et al. 2019) are explained in docs/HIERARCHY.md.
+gives none, and a relabeled n-step return ends before it. Of an episode that is not over, or whose first steps have left
+the replay buffer, the part that is known counts as the episode. Hindsight actions and penalties for the upper levels of
+a hierarchy (Levy et al. 2019) are explained in docs/HIERARCHY.md.
 """
 
 from __future__ import annotations
