@@ -61,7 +61,7 @@ class ActingPolicies:
         self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
         self._config, device = config, torch_device(config.rollout.device)
-        policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+        policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
         self._explorations = {policy_id: its.acting for policy_id, its in config.algorithms().items()}
         self.policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         with heartbeat.waiting("the first checkpoint (.ready)", self._deadline) as wait:

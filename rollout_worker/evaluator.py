@@ -61,9 +61,9 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
     successes = [one for one in told if one is not None]
     names = sorted({name for record in records for name in record.metrics})
     agents = {name: fmean(its.agent_returns[name] for its in records) for name in records[0].agent_returns}
-    policies = dict.fromkeys(config.policies, 0.0) if agents and len(config.policies) > 1 else {}
-    for agent, its in agents.items() if policies else ():
-        policies[config.policy_of(agent)] += its
+    policies: dict[str, float] = {}
+    for agent, its in agents.items() if len(config.policies) > 1 else ():
+        policies[config.policy_of(agent)] = policies.get(config.policy_of(agent), 0.0) + its
     scores: dict[str, Any] = {
         "env_steps_played": sum(record.length for record in records),
         "agents": agents,
@@ -77,7 +77,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "success_rate": fmean(successes) if successes else None,
         "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
     }
-    if (best_by := config.checkpoint.best_by) != "all":
+    if (best_by := config.checkpoint.best_by) != "all" and (best_by in policies or not policies):
         scores["ranking"] = events.policy_return(scores, best_by)
     return scores
 

@@ -60,7 +60,7 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
     if len(sides) < 2:
         raise UserError(f"{config.environment.id} has one agent; a match needs two sides")
-    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
     held: dict[str, bytes] = {}
     players: dict[str, PlayerRef] = {}
     for name, source in (("first", first), ("second", second)):

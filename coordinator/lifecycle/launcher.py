@@ -158,7 +158,7 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
 def _first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
     """Where the policies of a new run that do not begin untrained come from, verified: they can be taken over."""
     sources, loaded, begun = {}, dict[str, Checkpoint](), beginnings(config)
-    asked = (description.policies, config.policies, config.algorithm, 0, description.agents)
+    asked = (description.policies, config.policies, config.algorithm, 0, description.slots)
     made = build_policies(*asked) if begun else {}
     for policy_id, told in begun.items():
         target, _, theirs = told.partition("#")

@@ -1,6 +1,6 @@
 """Where action masks come from: a leaf of the observation, or each step's `info` (`environment.action_mask`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from shared.errors import ConfigError, EnvironmentUnusable
-from shared.experience.spaces import SpaceSpec
+from shared.experience.spaces import Leaf, SpaceSpec
 
 KEY = "action_mask"
 Source = Literal["auto", "observation", "info", "off"]
@@ -84,17 +84,45 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str, boxes: bool = False) -> SpaceSpec:
-    """With its `action_mask` leaves known as such, which have a number for each choice (and each box, if `boxes`);
-    raises `ConfigError` where there are none that fit, and one is asked for."""
-    here = [leaf for leaf in observation.leaves if leaf.path == KEY or leaf.path.startswith(f"{KEY}.")]
+    """With its `action_mask` leaves known as such, in the order of the action's, which have a number for each choice
+    (and each box, if `boxes`); raises `ConfigError` where there are none that fit, and one is told or asked for."""
+    here = [index for index, leaf in enumerate(observation.leaves) if leaf.path.partition(".")[0] == KEY]
     choices = sum(sum(leaf.nvec) or boxes for leaf in action.leaves)
-    size = sum(leaf.size for leaf in here if leaf.kind in ("box", "multi_binary"))
-    if source == "off" or (source == "auto" and (not here or size != choices)):
+    if source == "off" or (source == "auto" and not (here and choices)):
         return observation
+    masks = [observation.leaves[index] for index in here]
+    size = sum(leaf.size for leaf in masks if leaf.kind in ("box", "multi_binary"))
     if not here or size != choices or not choices or len(here) == len(observation.leaves):
         found = f"{size} numbers" if here else "none"
         raise ConfigError(
             f"environment.action_mask={source} expects {whose} to observe an {KEY} of {choices} numbers, one for each "
             f"choice, beside others; found {found}; use environment.action_mask=off, or correct the space"
         )
-    return replace(observation, leaves=tuple(replace(leaf, mask=leaf in here) for leaf in observation.leaves))
+    order = _in_order(masks, action, whose)
+    leaves, now = list(observation.leaves), dict(zip((here[index] for index in order), here, strict=True))
+    for before, after in now.items():
+        leaves[after] = replace(observation.leaves[before], mask=True)
+    return SpaceSpec(tuple(leaves), _renumbered(observation.structure, now))
+
+
+def _in_order(masks: Sequence[Leaf], action: SpaceSpec, whose: str) -> list[int]:
+    """The places of these leaves by the order of the action's, of several: a dict may be sorted in only one of them."""
+    acted = {leaf.path: sum(leaf.nvec) for leaf in action.leaves if leaf.nvec}
+    if len(masks) == 1 or len(acted) == 1:
+        return list(range(len(masks)))
+    named = {leaf.path.removeprefix(KEY).removeprefix("."): leaf.size for leaf in masks}
+    if named != acted:
+        raise ConfigError(
+            f"the {KEY} that {whose} observes has parts of {named} numbers, and the action space has choices of "
+            f"{acted}; expected the same names and sizes, or one array for all"
+        )
+    return [list(named).index(path) for path in acted]
+
+
+def _renumbered(structure: Any, now: Mapping[int, int]) -> Any:
+    """A nesting of leaves whose numbers have changed."""
+    if isinstance(structure, int):
+        return now.get(structure, structure)
+    if "dict" in structure:
+        return {"dict": {key: _renumbered(below, now) for key, below in structure["dict"].items()}}
+    return {"tuple": [_renumbered(below, now) for below in structure["tuple"]]}

@@ -141,8 +141,15 @@ def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
                 f"league.sides: the agents {list(side)} of one side are mapped to the policies {policies}, expected "
                 f"one; map them to one in `agents`, or make sides of them"
             )
-    seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
+    seats, algorithms = {its.policy: its.seat for its in config.league_learners.values()}, config.algorithms()
     for policy_id, seat in seats.items():
+        one_team = algorithms[policy_id].name in ("vdn", "qmix")
+        if one_team and (opposed := [list(side) for side in sides if agents[side[0]] == seat])[1:]:
+            raise ConfigError(
+                f"league: {policy_id!r} learns by {algorithms[policy_id].name}, to which all agents of a policy are "
+                f"one team, and {seat!r} plays the sides {opposed} against each other; map each side to a policy of "
+                f"its own in `agents`, or use another algorithm"
+            )
         if "state" in (sees := {config.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
             raise ConfigError(
                 f"league: {policy_id!r} plays in the seats of {seat!r}, and only one has critic_observes=state; set "

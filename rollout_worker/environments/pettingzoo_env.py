@@ -5,6 +5,7 @@ one agent's turn, and what a turn has brought is known when the next one of that
 """
 
 import copy
+import itertools
 import logging
 import math
 import sys
@@ -188,8 +189,8 @@ class Parallel:
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
         observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
-        cut = episode.length >= self._most_steps or (self._first_ends and bool(ended))
         there = set(env.agents)
+        cut = episode.length >= self._most_steps or (self._first_ends and bool(ended or acting.keys() - there))
         for agent in acting:
             truncation = bool(truncated.get(agent))
             died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
@@ -284,16 +285,30 @@ class Turns(Parallel):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._games: dict[int, tuple[Any, Any]] = {}
-        """Number → environment, and whose state is its own."""
+        self._games: dict[int, tuple[Any, Any, list[Any]]] = {}
+        """Number → environment, whose state is its own, and the layers around that."""
 
     def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
         env = self._envs[index]
         env.reset(**asked)
         if index not in self._games or self._games[index][0] is not env:
-            self._games[index] = env, vector_env.holder(env, _STATE) or env
+            self._hold(index, vector_env.holder(env, _STATE) or env)
         self._next_turn(index, episode, self._blank())
         return episode
+
+    def _hold(self, index: int, game: Any) -> None:
+        env = self._envs[index]
+        around = list(itertools.takewhile(lambda layer: layer is not game, vector_env.layers(env)))
+        self._games[index] = env, game, [layer for layer in around if hasattr(layer, "__dict__")]
+
+    def _game(self, index: int) -> Any:
+        """The layer whose state is read: a wrapper may begin to have one of its own at any step."""
+        _, game, around = self._games[index]
+        for layer in around:
+            if not _STATE.isdisjoint(layer.__dict__):
+                self._hold(index, layer)
+                return layer
+        return game
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
@@ -308,9 +323,15 @@ class Turns(Parallel):
 
     def _next_turn(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
-        env, game = self._games[index]
+        env = self._envs[index]
         episode.live, episode.observations = set(), {}
-        while game.agents:
+        while True:
+            game = self._game(index)
+            if untold := episode.waiting.difference(game.agents):
+                self._untold(index, game, untold, made)
+                episode.waiting -= untold
+            if not game.agents:
+                return
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
@@ -325,29 +346,27 @@ class Turns(Parallel):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return
             env.step(None)
-        self._untold(index, episode.waiting, made)
 
-    def _untold(self, index: int, agents: Set[str], made: Mapping[str, _Made]) -> None:
+    def _untold(self, index: int, game: Any, agents: Set[str], made: Mapping[str, _Made]) -> None:
         """Their last turns, of which the game has not told them before it ended or dropped them."""
         for agent in sorted(agents):
-            reward = float(self._envs[index]._cumulative_rewards.get(agent, 0.0))
-            self._acted(index, agent, (reward, True, False, None), {}, made)
+            reward = float(game._cumulative_rewards.get(agent, 0.0))
+            self._acted(index, agent, (reward, True, False, None), game.infos.get(agent, {}), made)
 
     def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
-        env = self._envs[index]
-        for agent in [agent for agent in self._places if agent in env.agents]:
+        env, game = self._envs[index], self._game(index)
+        for agent in [agent for agent in self._places if agent in game.agents]:
             policy_id, first = self._places[agent]
             (step, finals), slot = made[policy_id], first + index
             if agent in episode.waiting:
-                reward = float(env._cumulative_rewards.get(agent, 0.0))
-                seen = self._with_mask(agent, env.observe(agent), {}, set())
-                died = bool(env.terminations.get(agent))  # and has not been told yet
-                self._acted(index, agent, (reward, died, not died, seen), {}, made)
+                reward, info = float(game._cumulative_rewards.get(agent, 0.0)), game.infos.get(agent, {})
+                seen = self._with_mask(agent, env.observe(agent), info, set())
+                died = bool(game.terminations.get(agent))  # and has not been told yet
+                self._acted(index, agent, (reward, died, not died, seen), info, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
-        self._untold(index, episode.waiting - set(env.agents), made)
         episode.live = set()
 
 

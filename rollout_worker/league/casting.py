@@ -97,6 +97,10 @@ class Casting:
                 self._learns[group][slot] = match.players[side] == learner
         self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
 
+    def learning(self, group: str, policy_id: str) -> Array:
+        """`[S]`: in which of a policy's seats the learner `policy_id` sits, to learn."""
+        return np.asarray((self._players[group] == policy_id) & self._learns[group])
+
     def forget(self, group: str, over: Array) -> None:
         """The agents of the slots where `over` `[S]` have ended, perhaps to be born again in the same episode."""
         for name, state in self.states.items():
@@ -156,9 +160,10 @@ class Casting:
         self, part: Part, player: Player, group: str, observations: Columns, policy: Policy, generator: torch.Generator
     ) -> Columns:
         """Actions `[R, …]` of one opponent."""
-        if isinstance(player, Network) and player.policy.state_size:
-            key, size = f"{group}@{part.player}", player.policy.state_size
-            player.state = self.states.get(key, torch.zeros(len(self._learns[group]), size, device=generator.device))
+        if player.state_size:
+            none = torch.zeros(len(self._learns[group]), player.state_size, device=generator.device)
+            key = f"{group}@{part.player}"
+            player.state = self.states.get(key, none)
             actions = player.act(observations, part.rows, generator)
             self.states[key] = player.state
             return actions

@@ -36,19 +36,20 @@ class Player:
     """Whether it is to be asked for each slot by itself."""
     likeness = ""
     """Equal for networks that can act as one (stacked.py)."""
+    state_size = 0
+    state: torch.Tensor | None = None
+    """Of a recurrent one, `[S, state size]`: set and kept by whoever seats it."""
 
 
 class Network(Player):
     """A policy, which draws from its distribution (and takes the best where it has none)."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.likeness = policy, likeness(policy)
+        self.policy, self.likeness, self.state_size = policy, likeness(policy), policy.state_size
         self.weights = dict([*policy.named_parameters(), *policy.named_buffers()])
-        self.state: torch.Tensor | None = None
-        """Of a recurrent one, `[S, state size]`: set and kept by whoever seats it."""
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
-        if not self.policy.state_size or self.state is None:
+        if self.state is None:
             return act_for(Sampling(), self.policy, observations, rows, generator)[0]
         remembering = Stateful(self.policy, self.state)
         actions, _ = act_for(Sampling(), remembering, observations, rows, generator)
@@ -116,13 +117,26 @@ class Exported(Player):
             raise ConfigError(
                 "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach[onnx]'"
             ) from None
-        self._names = spaces.action.column_names("action")
+        self._spaces = spaces
         self._session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-        self._inputs = [each.name for each in self._session.get_inputs()]
+        told = self._session.get_modelmeta().custom_metadata_map
+        self.state_size = int(told.get("stagecoach.state_size", 0))
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
-        fed = {name: np.ascontiguousarray(observations[name][rows]) for name in self._inputs}
-        return dict(zip(self._names, self._session.run(list(self._names), fed), strict=True))
+        """The file has observations and actions as the environment has them."""
+        observed = {leaf.column("obs"): leaf for leaf in self._spaces.observation.own.leaves}
+        asked = {each.name for each in self._session.get_inputs()}
+        fed = {name: leaf.own_terms(observations[name][rows]) for name, leaf in observed.items() if name in asked}
+        acted = {leaf.column("action"): leaf for leaf in self._spaces.action.leaves}
+        if self.state is None:
+            made = self._session.run([*acted], fed)
+        else:
+            there, remembered = torch.from_numpy(rows), self.state.clone()
+            fed["state_in"] = remembered[there].cpu().numpy()
+            *made, state = self._session.run([*acted, "state_out"], fed)
+            remembered[there] = torch.from_numpy(state).to(remembered.device)
+            self.state = remembered
+        return {name: leaf.counted(array) for (name, leaf), array in zip(acted.items(), made, strict=True)}
 
 
 class Opponents:

@@ -137,7 +137,7 @@ class Sampler:
         if self._pauses:
             self._environment.set_paused(True)
         columns = {
-            policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[self._seat(policy_id)])
+            policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._observed(policy_id))
             for policy_id, recorder in recorders.items()
         }
         reject_unusable(columns, self._description)
@@ -209,6 +209,17 @@ class Sampler:
 
     def _seat(self, policy_id: str) -> str:
         return self._description.seats.get(policy_id, policy_id)
+
+    def _observed(self, policy_id: str) -> Columns:
+        """What its slots observe now; in a league zeros where it is not learned from, as in its rows."""
+        now = self._now[seat := self._seat(policy_id)]
+        if self._casting is None:
+            return now
+        others = ~self._casting.learning(seat, policy_id)
+        now = {name: array.copy() for name, array in now.items()}
+        for array in now.values():
+            array[others] = 0
+        return now
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)

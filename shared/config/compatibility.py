@@ -45,13 +45,22 @@ def check_sections_together(run: ConfigFields) -> None:
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
-    named = [("checkpoint.best_by", ranked)] if ranked != "all" else []
-    for field, policy_id in [
-        *named,
-        *(("stop_at.mean_return", name) for name in (asked if isinstance(asked, dict) else ())),
-    ]:
-        if policy_id not in run.policies:
-            raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+    if ranked not in ("all", *run.policies):
+        raise ValueError(f"checkpoint.best_by: {ranked!r} names no policy; policies has {sorted(run.policies)}")
+    for policy_id in asked if isinstance(asked, dict) else ():
+        _check_has_return(run, "stop_at.mean_return", policy_id)
+
+
+def _check_has_return(run: ConfigFields, where: str, policy_id: str) -> None:
+    """Whether a policy has agents, whose returns are measured."""
+    if policy_id not in run.policies:
+        raise ValueError(f"{where}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+    for learner in run.league_learners.values() if run.league is not None else ():
+        if learner.policy == policy_id and learner.seat != policy_id:
+            raise ValueError(
+                f"{where}: {policy_id!r} has no agents, and so no return: it plays in the seats of {learner.seat!r}; "
+                f"name that one, or use another measure"
+            )
 
 
 def _check_native(environment: EnvironmentConfig) -> None:
@@ -85,7 +94,9 @@ def _check_parameters(run: ConfigFields) -> None:
                 raise ValueError(f"{where}: progress is the share of stop_at.env_steps; set that")
             if criterion.measure == "rating" and run.league is None:
                 raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
-            if criterion.policy and criterion.policy not in run.policies:
+            if criterion.policy and criterion.measure == "return":
+                _check_has_return(run, where, criterion.policy)
+            elif criterion.policy and criterion.policy not in run.policies:
                 raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
         replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
         replayable = replayable and environment.hierarchy is None

@@ -83,6 +83,11 @@ class Leaf:
         """A column `[…, shape]` as the environment has it: choices from their smallest one on, in the space's dtype."""
         return (column + self.starts() if any(self.start) else column).astype(self.dtype, copy=False)
 
+    def counted(self, array: npt.ArrayLike) -> Array:
+        """The inverse of `own_terms`: choices from 0, in the dtype that the column travels in."""
+        column = np.asarray(array, self.column_dtype)
+        return column - self.starts() if any(self.start) else column
+
     def beyond(self, choices: Array) -> Array:
         """Which choices, counted from 0, do not exist: true or false for each."""
         return (choices < 0) | (choices >= np.reshape(self.nvec, self.shape))
@@ -130,8 +135,7 @@ class SpaceSpec(PlainData):
         for leaf, part in self._parts(self.structure, value):
             if leaf.nvec and not _whole(given := np.asarray(part)):
                 raise ValueError(f"{given.tolist()} is none of a {leaf.kind} space's choices")
-            array = np.asarray(part, dtype=leaf.column_dtype)
-            columns[leaf.column(prefix)] = array - leaf.starts() if any(leaf.start) else array
+            columns[leaf.column(prefix)] = leaf.counted(part)
         return columns
 
     def _parts(self, structure: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:

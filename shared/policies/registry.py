@@ -4,9 +4,8 @@ A file that arrives over the network names a kind, never code: the user's own mo
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import torch
 
@@ -69,10 +68,10 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int,
-    agents: Mapping[str, str] = MappingProxyType({}),
+    slots: Callable[[str], int] = lambda policy_id: 1,
 ) -> dict[str, Policy]:  # fmt: skip
     """One policy per policy id, initialized from `seed` alone (the global random state is left as it was); `algorithm`
-    is that of those without one of their own, and `agents` (agent → policy id) are what a centralized critic sees.
+    is that of those without one of their own, and `slots` tells how many agents of a policy a team's critic sees.
     Raises `ConfigError` for one with a recurrent core where its algorithm cannot learn sequences."""
     policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
@@ -88,7 +87,7 @@ def build_policies(
             )
         made, network = policy_class(kind), chosen.network()
         if config.critic_observes == "team":
-            network["agents"] = max(1, list(agents.values()).count(policy_id))
+            network["agents"] = slots(policy_id)
         with borrowed_random_state(seed + index):
             policies[policy_id] = made(spaces[policy_id], config, **network)
     return policies

@@ -246,6 +246,43 @@ def test_who_was_dropped_without_a_word_before_the_limit_has_terminated() -> Non
     assert first == {"mask": [True] * 3, "terminated": [True, False, False], "truncated": [False, True, True]}
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_episode_steps": 5}])
+@pytest.mark.parametrize("kwargs", [{}, {"leaves": True}])
+def test_an_episode_has_the_last_info_of_all_also_of_those_that_had_no_turn_since(
+    limit: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    told = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1, "kwargs": kwargs}
+    (first, *_) = Stage(told | limit).sample(7).episodes
+    steps = 5 if limit else 6
+    assert first.success is False
+    assert (first.metrics["ann.score"], first.metrics["bob.score"]) == (steps, steps)
+    assert first.agent_returns == {"ann": steps, "bob": steps}
+
+
+def test_the_last_mask_of_who_waits_for_its_turn_is_known_at_the_limit() -> None:
+    told = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1, "max_episode_steps": 5}
+    columns = Stage(told | {"action_mask": "info"}).sample(6).columns["default"]
+    assert columns["final_obs.action_mask"].tolist() == [[1, 0, 0], [0, 1, 0]]
+
+
+def test_a_wrapper_that_has_a_state_of_its_own_from_a_step_on_is_what_is_read() -> None:
+    columns = Stage({"api": "pettingzoo", "id": f"{MODULE}:tenfold", "num_envs": 1}).sample(13).columns["default"]
+    assert columns["reward"][:3].tolist() == [[20.0, 20.0], [20.0, 20.0], [20.0, 10.0]]
+
+
+def test_who_was_dropped_without_a_word_and_is_born_again_has_ended_before() -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Reborn", "num_envs": 1, "max_episode_steps": 5})
+    columns = stage.sample(6).columns["default"]
+    assert columns["mask"][:2, 0].tolist() == [True, True]
+    assert columns["terminated"][:2, 0].tolist() == [True, False]
+    assert columns["reward"][:2, 0].tolist() == [2.0, 2.0]
+
+
+def test_an_episode_that_ends_with_any_agent_ends_with_one_that_leaves_without_a_word() -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Leaver", "num_envs": 1, "episode_ends": "any"})
+    assert [its.length for its in stage.sample(8).episodes] == [2, 2, 2, 2]
+
+
 def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:
     stage = Stage(TURNS | {"num_envs": 4})
     sample = stage.sample(60)

@@ -25,15 +25,19 @@ from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from shared.errors import EnvironmentFailure, PlayerUnusable
 from shared.league.players import PLAYERS, read_player, write_player
-from shared.league.table import Learner, MatchTable, PlayerRef, snapshot_id
+from shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
 from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
 from shared.storage.object_store import FileStore
 from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM
 from tests.support.stage import same
+from trainer_node.learning.building_blocks.team import with_team
 
 CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
+
+
+PAIRS = {"sides": [["a0", "a1"], ["b0", "b1"]]}
 
 
 class Season:
@@ -63,7 +67,7 @@ class Season:
         known = {"default": shares.get("latest", 0.0)}
         known |= {name: shares.get(name, shares.get("past", 0.0) / max(1, snapshots)) for name in players}
         opponents = tuple((name, share) for name, share in known.items() if share)
-        sides = tuple((agent,) for agent in self.description.agents)
+        sides, _ = sides_of(self.config.league.sides if self.config.league else (), self.description.agents)
         learner = Learner("default", tuple(range(len(sides))), {"default": opponents})
         self.table = MatchTable(sides, ("default",) * len(sides), {"main": learner}, players)
         self.told: list[str] = []
@@ -318,10 +322,23 @@ def test_an_outcome_that_is_none_is_told_and_returns_are_compared(store: FileSto
     assert told.endswith("by comparing the sides' returns, since info['outcome'] was 5; expected 0 to 1")
 
 
+def test_slots_of_opponents_are_zeros_after_the_last_row_too_and_so_fragments_join(store: FileStore) -> None:
+    pairs = {"api": "pettingzoo", "id": f"{MODULE}:Pairs", "num_envs": 3}
+    season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=pairs, league=PAIRS)
+    first, second = (season.sample(5).columns["default"] for _ in range(2))
+    ours = second["mask"][0]
+    assert ours.any() and not ours.all()
+    assert not first["bootstrap_obs"][~ours].any() and first["bootstrap_obs"][ours].all()
+    assert np.array_equal(first["bootstrap_obs"], second["obs"][0])
+    team = with_team(first, season.description.policies["default"].observation, agents=4)
+    acting = first["mask"][-1] & ~first["terminated"][-1]
+    assert np.array_equal(team["bootstrap_team_mask"][acting], team["team_mask"][-1][acting])
+
+
 def test_a_policy_without_agents_of_its_own_is_played_beside_the_others() -> None:
     learners = {"main": {"policy": "main"}, "exploiter": {"policy": "exploiter", "plays": ["main"]}}
     sections: dict[str, Any] = {"policies": {"main": {}, "exploiter": {}}, "league": {"learners": learners}}
     config = minimal_config(environment=NIM | {"num_envs": 2}, agents={"first": "main", "second": "main"}, **sections)
     description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
     assert len(evaluate_policies(config, description, policies, 0, 3)) == 3

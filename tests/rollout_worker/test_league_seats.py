@@ -9,8 +9,10 @@ import pytest
 from rollout_worker.environments.description import describe_environment
 from shared.errors import ConfigError
 from shared.experience.spaces import EnvironmentDescription
+from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, Chase
+from tests.support.games import MODULE
 
 POLICIES = CHASE_POLICIES["policies"] | {"exploiter": {}}
 EXPLOITER = {"learners": {"a": {"policy": "prey"}, "b": {"policy": "exploiter", "plays": ["hunter"]}}}
@@ -55,6 +57,42 @@ def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         described(league, **sections)
+
+
+@pytest.mark.parametrize("name", ["vdn", "qmix"])
+def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
+    pairs = {"environment": {"api": "pettingzoo", "id": f"{MODULE}:Pairs"}, "algorithm": {"name": name}}
+    league, sides = {"sides": [["a0", "a1"], ["b0", "b1"]]}, {"agents": {"a*": "a", "b*": "b"}}
+    with pytest.raises(
+        ConfigError, match=rf"'one' learns by {name}.* plays the sides .*'a0', 'a1'.*'b0', 'b1'"
+    ):
+        described(league, **pairs, policies={"one": {}}, agents={"*": "one"})
+    assert described(league, **pairs, policies={"a": {}, "b": {}}, **sides).slots("a") == 2
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop_at": {"mean_return": {"exploiter": 1.0}}},
+        {"environment": CHASE | {"parameters": {"cat_steps": {"lessons": [
+            {"value": 2, "until": {"return": 1, "policy": "exploiter"}}, {"value": 3}
+        ]}}}},
+    ],
+)  # fmt: skip
+def test_a_learner_in_the_seats_of_another_has_no_return_that_could_be_asked_for(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="'exploiter' has no agents, and so no return: it plays in the seats of 'hun"):
+        described(EXPLOITER, policies=POLICIES, **asked)
+
+
+def test_a_team_s_critic_of_a_learner_in_the_seats_of_another_has_as_many_agents() -> None:
+    three = CHASE | {"id": f"{__name__}:Three"}
+    agents = {"cat": "hunter", "mouse": "prey", "vole": "prey"}
+    league = {"learners": {"a": {"policy": "exploiter", "plays": ["prey"]}}, "sides": [["cat"], ["mouse", "vole"]]}
+    policies = POLICIES | {"exploiter": {"critic_observes": "team"}, "hunter": {"trainable": False}}
+    config = minimal_config(environment=three, agents=agents, policies=policies, league=league)
+    description = describe_environment(config)
+    made = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
+    assert getattr(made["exploiter"], "agents", None) == 2
 
 
 def test_an_agent_without_a_side_and_a_side_of_two_policies_are_told() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 import yaml
+from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.action_masks import from_info
-from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.action_masks import from_info, marked
+from rollout_worker.environments.description import describe_environment, describe_space
 from rollout_worker.exploration.base import RandomActing
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
 from shared.experience.counters import Counters
@@ -193,6 +197,45 @@ def test_a_deployed_policy_takes_the_mask_beside_the_observation() -> None:
 def test_a_mask_that_is_not_there_is_refused(environment: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         describe_environment(minimal_config(environment=environment))
+
+
+class Armed(gymnasium.Env[Any, Any]):
+    """Its action is a dict in its own order, its mask one that is sorted; one choice of each is legal."""
+
+    action_space = spaces.Dict(OrderedDict(move=spaces.Discrete(3), attack=spaces.Discrete(3)))
+
+    def __init__(self, names: Sequence[str] = ("move", "attack")) -> None:
+        masks = spaces.Dict({name: spaces.Box(0, 1, (3,), np.int8) for name in names})
+        self.observation_space = spaces.Dict({"action_mask": masks, "seen": spaces.Box(0, 1, (2,))})
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        legal = {"move": np.array([1, 0, 0], np.int8), "attack": np.array([0, 1, 0], np.int8)}
+        return {"action_mask": legal, "seen": np.zeros(2, np.float32)}, {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+ARMED = {"id": f"{__name__}:Armed", "num_envs": 2}
+
+
+def test_a_mask_in_parts_is_that_of_the_choices_of_the_same_names() -> None:
+    stage = Stage(ARMED)
+    assert [*stage.description.policies["default"].action.column_names("action")] == ["action.move", "action.attack"]
+    columns = stage.sample(20).columns["default"]
+    assert (columns["action.move"] == 0).all() and (columns["action.attack"] == 1).all()
+    assert (columns["obs.action_mask.attack"] == [0, 1, 0]).all()
+    with pytest.raises(ConfigError, match=r"has parts of .*'armour': 3.* expected the same names and sizes, or one"):
+        Stage(ARMED | {"kwargs": {"names": ["move", "armour"]}})
+
+
+def test_a_mask_of_another_size_is_refused_and_that_of_no_choice_is_observed() -> None:
+    stacked = {"wrappers": [{"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 2}}]}
+    with pytest.raises(ConfigError, match=r"action_mask=auto expects default to observe .* of 6 numbers.* found 12"):
+        describe_environment(minimal_config(environment=ARMED | stacked))
+    free = describe_space(Armed().observation_space), describe_space(spaces.Box(-1, 1, (6,)))
+    assert marked(*free, "auto", "one").mask_columns == ()
 
 
 def test_off_means_that_it_is_observed_like_anything_else() -> None:

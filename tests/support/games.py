@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils.wrappers import BaseWrapper
 
 MODULE = "tests.support.games"
 NAMES = ["ann", "bob", "cy"]
@@ -247,6 +248,108 @@ class Odd(AllAtOnce):
         }, *others
 
 
+class Telling(InTurns):
+    """Two in turns until `until`: each step all are paid 1, and told how many steps there were. One fails, always.
+    `leaves`: a game that is over lists nobody."""
+
+    def __init__(self, until: int = 6, leaves: bool = False) -> None:
+        super().__init__()
+        self._until, self._leaves = until, leaves
+
+    possible_agents = NAMES[:2]
+
+    def _start(self, seed: int | None) -> None:
+        super()._start(seed)
+        self.agents = NAMES[:2]
+
+    def _clear(self, agents: list[str]) -> None:
+        super()._clear(agents)
+        self._tell()
+
+    def _tell(self) -> None:
+        masks = np.eye(3, dtype=np.int8)
+        for number, name in enumerate(self.agents):
+            self.infos[name] = {"success": number, "score": float(self.steps), "action_mask": masks[number]}
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            self._was_dead_step(action)
+            return
+        self._cumulative_rewards[agent] = 0.0
+        self.steps += 1
+        self.rewards = dict.fromkeys(self.agents, 1.0)
+        self._accumulate_rewards()
+        self._tell()
+        self.terminations = dict.fromkeys(self.agents, self.steps >= self._until)
+        self.agent_selection = NAMES[self.steps % 2]
+        if self._leaves and self.steps >= self._until:
+            self.agents = []
+
+
+class Tenfold(BaseWrapper):  # type: ignore[misc]
+    """Pays ten times as much, by a state of its own that it has only once a step was made."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        super().reset(seed, options)
+        self.__dict__.pop("_cumulative_rewards", None)
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        self._cumulative_rewards = {agent: 10 * paid for agent, paid in self.env._cumulative_rewards.items()}
+
+
+def tenfold() -> Any:
+    return Tenfold(Telling())
+
+
+class Leaver(_Coming, ParallelEnv):  # type: ignore[misc]
+    """Of two, one leaves in the second step, without a word."""
+
+    possible_agents = NAMES[:2]
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._start(seed)
+        self.agents = NAMES[:2]
+        return {agent: self.seen(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.steps += 1
+        acting = self.agents
+        self.agents = NAMES[:1] if self.steps >= 2 else acting
+        no, paid = dict.fromkeys(acting, False), dict.fromkeys(acting, 1.0)
+        return {agent: self.seen(agent) for agent in acting}, paid, no, no, {agent: {} for agent in acting}
+
+
+class Pairs(ParallelEnv):  # type: ignore[misc]
+    """Two against two for seven steps; each observes its number and the step."""
+
+    metadata = {"name": "pairs"}
+    possible_agents = ["a0", "a1", "b0", "b1"]
+    render_mode = None
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-10, 10, (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def _seen(self) -> dict[str, Any]:
+        return {agent: np.array([1 + number, 1 + self.steps]) for number, agent in enumerate(self.possible_agents)}
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents, self.steps = list(self.possible_agents), 0
+        return self._seen(), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.steps += 1
+        paid = {agent: 1.0 if agent < "b" else -1.0 for agent in self.agents}
+        over, no = dict.fromkeys(self.agents, self.steps >= 7), dict.fromkeys(self.agents, False)
+        infos: dict[str, Any] = {agent: {} for agent in self.agents}
+        self.agents = [] if self.steps >= 7 else self.agents
+        return self._seen(), paid, over, no, infos
+
+
 class Struck(InTurns):
     """All are there; who has the first turn is struck down in the second, and is told of it after the third."""
 
@@ -269,3 +372,19 @@ class Dropped(Struck):
         self.steps += 1
         self.agents = NAMES[1:] if self.steps > 1 else self.agents
         self.agent_selection = NAMES[self.steps] if self.steps < 3 else NAMES[1]
+
+
+class Reborn(Struck):
+    """Who has the first turn is gone after the second without a word, and is there again after the third."""
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        self._cumulative_rewards[agent] = 0.0
+        self.steps += 1
+        for name in self.agents:
+            self._cumulative_rewards[name] += 1.0
+        if self.steps == 2:
+            self.agents = NAMES[1:]
+        elif self.steps == 3:
+            self.agents, self._cumulative_rewards[NAMES[0]] = list(NAMES), 0.0
+        self.agent_selection = NAMES[self.steps % 3]

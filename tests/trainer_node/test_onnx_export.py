@@ -15,6 +15,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rollout_worker.environments.description import describe_space
+from rollout_worker.league.opponents import Exported
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
@@ -115,6 +116,26 @@ def leaves_of(value: Any, prefix: str) -> Columns:
     else:
         return {prefix: value}
     return {name: array for key, below in items for name, array in leaves_of(below, f"{prefix}.{key}").items()}
+
+
+@pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "gru"))
+def test_as_an_opponent_it_acts_as_the_deployed_policy(kind: str) -> None:
+    policy = made(kind)
+    data, _ = exported(encode_policy(policy, 3), MANIFEST, [])
+    player, deployed = Exported(data, policy.spaces), DeployedPolicy(policy, 3)
+    assert player.state_size == policy.state_size
+    player.state = torch.zeros(7, policy.state_size) if policy.state_size else None
+    slots = np.array([6, 1, 3, 0, 4])
+    for observation in sampled(SEEN if len(policy.spaces.observation.leaves) > 2 else FEW, steps=6, slots=5):
+        columns = policy.spaces.observation.flatten("obs", observation)
+        placed = {name: np.zeros((7, *array.shape[1:]), array.dtype) for name, array in columns.items()}
+        for name, array in columns.items():
+            placed[name][slots] = array
+        found = policy.spaces.action.to_environment(player.act(placed, slots, torch.Generator()))
+        wanted = leaves_of(deployed.act_batch(observation), "action")
+        for name, array in leaves_of(found, "action").items():
+            np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-6)
+    assert player.state is None or not player.state[[2, 5]].any()
 
 
 @pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "sac"))

@@ -21,11 +21,13 @@ GAMMA = 0.9
 
 
 def random_columns(seed: int, steps: int = 6, slots: int = 3) -> Columns:
-    """Rows after the end of an episode may be masked, as an environment's own reset step is."""
+    """Rows after the end of an episode may be masked, as an environment's own reset step is, and where agents act in
+    turns the last ones are empty."""
     random = np.random.default_rng(seed)
     over = random.random((steps, slots)) < 0.3
     mask = np.ones((steps, slots), np.bool_)
     mask[1:] &= ~(over[:-1] & (random.random((steps - 1, slots)) < 0.5))
+    mask[steps - seed % 3 :, 0] = False
     terminated = over & mask & (random.random((steps, slots)) < 0.5)
     reward = np.where(mask, random.normal(size=(steps, slots)) * 4 + 1, 0).astype(np.float32)
     return {"reward": reward, "terminated": terminated, "truncated": over & mask & ~terminated, "mask": mask}
@@ -43,8 +45,8 @@ class Collector:
         for slot in range(slots):
             total = self.running.get((source, slot), 0.0)
             for step in range(steps):
-                total = GAMMA * total + float(columns["reward"][step, slot])
                 if columns["mask"][step, slot]:
+                    total = GAMMA * total + float(columns["reward"][step, slot])
                     self.returns.append(total)
                 if columns["terminated"][step, slot] or columns["truncated"][step, slot]:
                     total = 0.0

@@ -239,7 +239,7 @@ def make_learner(
     """
     device = torch_device(config.trainer.device)
     sections = {policy_id: config.algorithm_of(policy_id) for policy_id in config.trainable}
-    policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.agents)
+    policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.slots)
     begin(policies)
     rewards: dict[str, RewardFilter] = {}
     for policy_id in sections:
@@ -269,7 +269,7 @@ def make_learner(
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
     remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
     changed = [name for name in sections if name in rewards or config.policies[name].changes_rewards]
-    shaped = {name: ShapedReturns(config.metrics.window_episodes) for name in changed}
+    shaped = {name: ShapedReturns(config.metrics.window_episodes, description.in_turns) for name in changed}
     tallies = {name: Counters() for name in sorted(policies)} if len(policies) > 1 else {}
     league = League(config, description, policies) if config.league is not None else None
     again = league.resettable() if league is not None else ()

@@ -11,10 +11,12 @@ from shared.experience.spaces import Array, Columns
 
 
 class ShapedReturns:
-    """Of the last episodes of one policy."""
+    """Of the last episodes of one policy; in turns of those within one fragment, since a turn whose outcome comes later
+    than its end is missing."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, in_turns: bool = False) -> None:
         self.returns: deque[float] = deque(maxlen=window)
+        self._in_turns = in_turns
         self._sums: dict[str, Array] = {}
 
     def take(self, source: str, first: bool, columns: Columns) -> None:
@@ -22,7 +24,7 @@ class ShapedReturns:
         rewards = np.where(columns["mask"], columns["reward"], 0.0)
         over = columns["terminated"] | columns["truncated"]
         sums = self._sums.get(source)
-        if sums is None:
+        if sums is None or self._in_turns:
             sums = self._sums[source] = np.full(rewards.shape[1], 0.0 if first else np.nan)
         begin = 0
         for step in np.flatnonzero(over.any(axis=1)):

@@ -47,7 +47,7 @@ class UpdateMetrics:
                 suffix = "" if len(item.columns) == 1 else f"/{policy_id}"
                 told = {name.removeprefix(INFO): its for name, its in columns.items() if name.startswith(INFO)}
                 for name, its in told.items():
-                    self._told[f"rollout/info/{name}_mean" + suffix].append(its[~np.isnan(its)])
+                    self._told[f"rollout/info/{name}_mean" + suffix].append(its[columns["mask"] & ~np.isnan(its)])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
         """One update: what it consumed, what it measured, and the version that it made."""

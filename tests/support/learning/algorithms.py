@@ -65,8 +65,7 @@ def make(
     core = {"core": "lstm", "core_size": 5, "share_encoder": True} if name == "r2d2" else {}
     network = PolicyConfig.model_validate({"hidden_sizes": (6, 5) if remembers else (16,)} | core | (policy or {}))
     described = described or (BOXES if name in OF_BOXES else CHOICE)
-    team = {str(number): "p" for number in range(agents)}
-    built = build_policies({"p": described}, {"p": network}, config, seed, team)["p"]
+    built = build_policies({"p": described}, {"p": network}, config, seed, lambda _: agents)["p"]
     if prepare is not None:
         prepare(built)
     return make_algorithm(built, config, Setting(CPU, seed, steps, slots, **{"agents": agents, **(setting or {})}))

@@ -17,6 +17,8 @@ from shared.storage.metric_log import EPISODES, TRAIN, VERSION, read
 from tests.conftest import minimal_config
 from tests.support.fragments import RECORD, SIMPLE, random_fragment
 from tests.support.game import STEPS_PER_UPDATE, NewGame
+from tests.support.games import MODULE
+from tests.support.stage import Stage
 from trainer_node.learning.learner import Learner, make_learner
 from trainer_node.learning.shaped_returns import ShapedReturns
 from trainer_node.metrics.update_metrics import (
@@ -165,6 +167,33 @@ def test_shaped_returns_are_those_of_a_slow_loop(from_the_start: bool) -> None:
                         slow.append(totals[slot])
                     totals[slot] = 0.0
     assert len(slow) > window and list(shaped.returns) == slow[-window:]
+
+
+def test_in_turns_shaped_returns_are_those_of_episodes_within_a_fragment() -> None:
+    shaped = ShapedReturns(40, in_turns=True)
+    columns = {
+        "reward": np.ones((6, 1), np.float32),
+        "mask": np.array([[True]] * 5 + [[False]]),
+        "terminated": np.array([[False, True, False, True, False, False]]).T,
+        "truncated": np.zeros((6, 1), np.bool_),
+    }
+    shaped.take("w0:0", True, columns)
+    assert list(shaped.returns) == [2.0, 2.0]
+    shaped.take("w0:0", False, columns)  # its first episode began before, and a turn of it is missing
+    assert list(shaped.returns) == [2.0, 2.0, 2.0]
+
+
+def test_what_is_told_of_each_step_is_a_mean_over_the_rows_that_were_acted() -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Telling", "info_columns": ["score"]})
+    sample = stage.sample(20)
+    columns, learner = sample.columns["default"], make_learner(stage.config, stage.description)
+    metrics = UpdateMetrics(stage.config, learner, stage.description)
+    sent = Fragment(stage.header(sample, 20), sample.columns)
+    metrics.see([sent])
+    metrics.take([sent], {}, 1)
+    acted = columns["info/score"][columns["mask"]]
+    assert metrics.row(learner, 1, {})["rollout/info/score_mean"] == pytest.approx(float(acted.mean()))
+    assert not columns["mask"].all() and acted.mean() > 3
 
 
 def rows_of(game: Any, stream: str) -> list[tuple[str, dict[str, float]]]:

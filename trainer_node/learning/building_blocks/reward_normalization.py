@@ -55,7 +55,7 @@ class RewardScaling(RewardFilter):
         running = self._running.get(source, np.zeros(reward.shape[1]))
         discounted = np.empty_like(reward)
         for step in range(len(reward)):
-            running = running * self._gamma + reward[step]
+            running = np.where(mask[step], running * self._gamma + reward[step], running)
             discounted[step] = running
             running = np.where(over[step], 0.0, running)
         worker = source.partition(":")[0]
