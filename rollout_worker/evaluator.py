@@ -37,7 +37,7 @@ from shared.runtime.restarts import RestartBound
 from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import Profile
 from shared.storage.checkpoint_store import checkpoint_env_steps, checkpoint_version
-from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
+from shared.storage.due_evaluations import DueEvaluation, due_evaluations, read_due_evaluation
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
@@ -202,11 +202,11 @@ class Evaluator:
         started = time.monotonic()
         self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
-            stored = self._stored_policies(name)
-            policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
+            stored = self._stored(name)
+            policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.policies.items()}
             scores = self._play(name, policies, SCORING)
-            scores["win_rates"] = self._against_fixed(name, stored, policies)
-            rated = self._rated(name)
+            scores["win_rates"] = self._against_fixed(name, stored.policies, policies)
+            rated = self._rated(stored.ratings)
             scores |= rated
             if self._may_be_best(events.ranking(scores)):
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | rated
@@ -236,14 +236,15 @@ class Evaluator:
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()
 
-    def _stored_policies(self, name: str) -> dict[str, bytes]:
-        """Of what is due, else of a checkpoint: policy id → the bytes of its policy."""
+    def _stored(self, name: str) -> DueEvaluation:
+        """What is due, else what a checkpoint has of it."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
             with suppress(errors.ObjectMissing):
                 return read_due_evaluation(checkpoints.store, name)
-        objects = checkpoints.load(name, only="policy.safetensors").objects
-        return {key.partition("/")[0]: data for key, data in objects.items()}
+        found = checkpoints.load(name, only="policy.safetensors")
+        policies = {key.partition("/")[0]: data for key, data in found.objects.items()}
+        return DueEvaluation(policies, found.manifest.provenance.get("ratings", {}))
 
     def _play(self, name: str, policies: Mapping[str, Policy], evaluation_round: int) -> dict[str, Any]:
         config = self._context.config
@@ -252,15 +253,14 @@ class Evaluator:
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
 
-    def _rated(self, name: str) -> dict[str, float]:
+    def _rated(self, ratings: Mapping[str, Any]) -> dict[str, float]:
         """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner."""
         config = self._context.config
         learners = [learner.policy for _, learner in sorted(config.league_learners.items())]
-        if not learners or name not in self._context.checkpoints.names():
+        if not learners:
             return {}
-        ratings = self._context.checkpoints.manifest(name).provenance.get("ratings", {})
         whose = config.checkpoint.best_by if config.checkpoint.best_by in learners else learners[0]
-        return {"ranking": float(ratings[whose]["rating"])} if whose in ratings else {}
+        return {"ranking": float(ratings[whose]["rating"])}
 
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]
@@ -277,12 +277,12 @@ class Evaluator:
                 try:
                     played = play_sides(
                         config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
-                        opponents, policies, config.evaluation.episodes, seed,
+                        opponents, policies, config.evaluation.episodes, seed, self._watchdog,
                     )  # fmt: skip
                 except errors.PlayerUnusable as error:
                     self._context.tell("evaluation", f"{name} is not played: {error}")
                     continue
-                if results := [match.outcome[side] for side, matches in played.items() for match in matches]:
+                if results := [match.result(side) for side, matches in played.items() for match in matches]:
                     found[f"{learner}/{player}"] = fmean(results)
         return found
 

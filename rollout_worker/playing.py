@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import numpy as np
 import torch
@@ -112,26 +112,34 @@ def evaluate_policies(
     return _play(config, description, seed, episodes, act, stepped=stepped, watchdog=watchdog)
 
 
+def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]) -> list[int]:
+    """The sides of `seats` that a player can take who fits `own`, another one that fits `others` taking the rest."""
+    return [
+        side
+        for side, seat in enumerate(seats)
+        if seat in own and all(each in others for other, each in enumerate(seats) if other != side)
+    ]
+
+
 def play_sides(
     config: Config, description: EnvironmentDescription, players: Mapping[str, PlayerRef],
     fits: Sequence[Collection[str]], opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
+    watchdog: Watchdog | None = None,
 ) -> dict[int, tuple[MatchRecord, ...]]:  # fmt: skip
     """`games` games of two `players` on each side that the first can take, the other taking all the others; nothing
     where that cannot be. `fits` are the policies whose seats each can take."""
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
-    (mine, theirs), (own, others) = players, fits
-    table, played = MatchTable(sides, seats, {}, dict(players)), {}
-    for side, seat in enumerate(seats):
-        if seat in own and all(each in others for other, each in enumerate(seats) if other != side):
-            lineup = [mine if other == side else theirs for other in range(len(seats))]
-            played[side] = play_match(config, description, table, lineup, opponents, policies, games, seed)
+    (mine, theirs), table, played = players, MatchTable(sides, seats, {}, dict(players)), {}
+    for side in playable(seats, *fits):
+        lineup = [mine if other == side else theirs for other in range(len(seats))]
+        played[side] = play_match(config, description, table, lineup, opponents, policies, games, seed, watchdog)
     return played
 
 
 @torch.inference_mode()
 def play_match(
     config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str],
-    opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
+    opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int, watchdog: Watchdog | None = None,
 ) -> tuple[MatchRecord, ...]:  # fmt: skip
     """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. The same seed has the
     same starts, whoever plays. `policies` are any of these spaces, by policy id."""
@@ -142,7 +150,8 @@ def play_match(
     def act(group: str, observations: Columns, acts: Array) -> Columns:
         actions = no_actions(description.policies[group].action, len(acts))
         parts = list(casting.parts(group, np.flatnonzero(acts)))
-        casting.act(parts, group, observations, policies[group], generator, actions)
+        with nullcontext() if watchdog is None else watchdog.during("the players of a match"):
+            casting.act(parts, group, observations, policies[group], generator, actions)
         return actions
 
     def stepped(step: Step) -> None:
@@ -152,5 +161,7 @@ def play_match(
     def begun(index: int) -> None:
         casting.seat(index, Match("", 0, tuple(lineup)))
 
-    records = _play(config, description, seed, games, act, begun=begun, stepped=stepped, judged=casting.judged)
+    records = _play(
+        config, description, seed, games, act, begun=begun, stepped=stepped, judged=casting.judged, watchdog=watchdog
+    )
     return tuple(record.match for record in records if record.match is not None)

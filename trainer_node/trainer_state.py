@@ -14,6 +14,7 @@ from shared.policies.serialization import VersionHeader, encode_board, encode_po
 from shared.protocol.heartbeat import poll
 from shared.protocol.policy_board import PolicyBoard, Published
 from shared.storage.checkpoint_store import checkpoint_name
+from shared.storage.due_evaluations import DueEvaluation
 from trainer_node.checkpointing import snapshot
 from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
@@ -145,7 +146,8 @@ class TrainerState:
         name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
         with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
-        self.writer.due.submit(name, policies)
+        league = self.learner.league
+        self.writer.due.submit(name, DueEvaluation(policies, league.summary() if league is not None else {}))
 
     def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
         """Stores a snapshot (by default of the present version), and waits until that is durable."""

@@ -10,7 +10,7 @@ from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
 from coordinator.lifecycle.fixed_players import find_player, kind_of
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
-from rollout_worker.playing import play_sides
+from rollout_worker.playing import play_sides, playable
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
@@ -67,8 +67,7 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
         players[name], data = find_player("", source, runs_dir, description)
         held[players[name].sha256] = data
     fits = {name: set(ref.seats) for name, ref in players.items()}
-    own = [side for side, seat in enumerate(seats) if seat in fits["first"]]
-    each, opponents = -(-games // max(1, len(own))), Opponents(held.__getitem__)
+    each, opponents = -(-games // max(1, len(playable(seats, *fits.values())))), Opponents(held.__getitem__)
     played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
     if not played:
         raise UserError(
@@ -77,7 +76,7 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
         )
     by_side: list[dict[str, Any]] = []
     for side, matches in played.items():
-        results = [_result(its.outcome, side) for its in matches]
+        results = [its.result(side) for its in matches]
         told = {"games": len(results), "wins": results.count(1.0), "draws": results.count(0.5)}
         by_side.append({"side": list(sides[side]), **told})
     forfeits = sum(bool(its.forfeit) for matches in played.values() for its in matches)
@@ -87,11 +86,6 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
 
 def _named(seats: set[str]) -> str:
     return ", ".join(sorted(seats)) or "of no policy"
-
-
-def _result(outcome: tuple[float, ...], side: int) -> float:
-    best = max(each for other, each in enumerate(outcome) if other != side)
-    return 0.5 + 0.5 * ((outcome[side] > best) - (outcome[side] < best))
 
 
 def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> tuple[Config, EnvironmentDescription]:

@@ -32,7 +32,7 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
         return config
     fixed = dict(config.league.fixed)
     for name, player in fixed.items():
-        if player.sha256:
+        if player.sha256 and player.kind is not None:
             continue
         ref, _ = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
         if not ref.seats:
@@ -40,6 +40,8 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
                 f"league.fixed.{name}={player.source} was made for other observation or action spaces than those of "
                 f"{', '.join(sorted(set(description.agents.values())))}; name a player of this environment"
             )
+        if player.sha256 not in ("", ref.sha256):
+            raise ConfigError(_changed(name, player.source, player.sha256))
         update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
         fixed[name] = player.model_copy(update=update)
     return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
@@ -51,11 +53,15 @@ def store_fixed_players(store: ObjectStore, config: Config) -> None:
         if player.sha256:
             data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
             if player_hash(data) != player.sha256:
-                raise ConfigError(
-                    f"league.fixed.{name}={player.source} is not what it was when the config was made (SHA-256 "
-                    f"{player.sha256}); name the checkpoint that it was, or take sha256 out of the config"
-                )
+                raise ConfigError(_changed(name, player.source, player.sha256))
             write_player(store, data)
+
+
+def _changed(name: str, source: str, sha256: str) -> str:
+    return (
+        f"league.fixed.{name}={source} is not what it was when the config was made (SHA-256 {sha256}); name the "
+        f"checkpoint that it was, or take sha256 out of the config"
+    )
 
 
 def find_player(name: str, source: str, runs_dir: Path, description: EnvironmentDescription) -> tuple[PlayerRef, bytes]:

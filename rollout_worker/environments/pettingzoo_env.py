@@ -201,6 +201,9 @@ class Parallel:
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:
                 episode.over.add(agent)
+        for agent in infos.keys() & (self._places.keys() - acting.keys()):  # of who has fallen before
+            if infos[agent]:
+                episode.infos[agent] = {**episode.infos.get(agent, {}), **infos[agent]}
         episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
@@ -342,6 +345,8 @@ class Turns(Parallel):
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
             else:  # before its first turn
                 episode.returns[agent] += float(reward)
+                if terminated or truncated:
+                    episode.infos[agent] = dict(info)
             if not (terminated or truncated):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return

@@ -1,9 +1,11 @@
 """Casting: which player sits in which seat of each environment's episode, and what the episode was for the league."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ from shared.policies.policy import Policy
 _LOGGER = logging.getLogger("stagecoach.worker")
 _OUTCOME = "outcome"
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
+
+
+_ALL_DRAWS = 100
+"""So many matches and none decided is no chance."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Casting:
         self.matches: list[Match | None] = [None] * num_envs
         self._forfeits: list[str] = [""] * num_envs
         self._forfeited: Counter[str] = Counter()
-        self._judged = False
+        self._judged: set[bool] = set()
+        self._draws = 0
         groups = {group: [its for its, of in description.agents.items() if of == group] for group in description.seated}
         self._numbers = {agent: number for its in groups.values() for number, agent in enumerate(its)}
         sizes = {group: num_envs * description.slots(group) for group in groups}
@@ -74,7 +81,15 @@ class Casting:
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
             self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
             self._forfeits[environment] = match["forfeit"]
-        self.states = {name: torch.from_numpy(array.copy()) for name, array in states.items() if "@" in name}
+        for name, array in states.items():
+            if "@" in name:
+                mine = self._seats_of(name)
+                self.states[name] = torch.zeros(len(mine), *array.shape[1:])
+                self.states[name][torch.from_numpy(mine)] = torch.from_numpy(array.copy())
+
+    def remembered(self) -> dict[str, Array]:
+        """`GROUP@PLAYER` → what a recurrent opponent remembers in the seats that it has, `[R, state size]`."""
+        return {name: state.cpu().numpy()[self._seats_of(name)] for name, state in self.states.items()}
 
     def plain(self) -> list[dict[str, Any]]:
         """The matches of running episodes, for the action trace."""
@@ -95,7 +110,8 @@ class Casting:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
                 self._players[group][slot] = match.players[side]
                 self._learns[group][slot] = match.players[side] == learner
-        self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
+        # what others remember is of no use, and each fragment's trace holds it
+        self.states = {name: its for name, its in self.states.items() if self._seats_of(name).any()}
 
     def learning(self, group: str, policy_id: str) -> Array:
         """`[S]`: in which of a policy's seats the learner `policy_id` sits, to learn."""
@@ -112,9 +128,10 @@ class Casting:
         players = {player for its in self._players.values() for player in its.tolist()}
         return {self._refs[player].sha256 for player in players if player in self._refs}
 
-    def _sits(self, group: str, player: str) -> bool:
-        """Whether a player has a seat in any episode; what others remember is of no use, and each fragment holds it."""
-        return bool((self._players[group] == player).any())
+    def _seats_of(self, name: str) -> Array:
+        """`[S]`: in which seats `GROUP@PLAYER` sits."""
+        group, player = name.split("@", 1)
+        return np.asarray(self._players[group] == player)
 
     def parts(self, group: str, rows: Array) -> Iterator[Part]:
         """Who acts for the slots `rows` of a policy's seats, player by player in the order of their ids."""
@@ -161,9 +178,8 @@ class Casting:
     ) -> Columns:
         """Actions `[R, …]` of one opponent."""
         if player.state_size:
-            none = torch.zeros(len(self._learns[group]), player.state_size, device=generator.device)
-            key = f"{group}@{part.player}"
-            player.state = self.states.get(key, none)
+            key, none = f"{group}@{part.player}", torch.zeros(len(self._learns[group]), player.state_size)
+            player.state = self.states.get(key, none).to(generator.device)
             actions = player.act(observations, part.rows, generator)
             self.states[key] = player.state
             return actions
@@ -185,27 +201,51 @@ class Casting:
         """The record of an episode that has ended, with its match."""
         match, said = self.matches[environment], self._forfeits[environment]
         assert match is not None
-        told = [[record.metrics.get(f"{agent}.{_OUTCOME}") for agent in side] for side in self._table.sides]
-        odd = [value for side in told for value in side if value is not None and not 0 <= value <= 1]
-        by_environment = not odd and all(value is not None for side in told for value in side)
-        if not self._judged:
-            self._judged = True
-            how = f"by the environment's info[{_OUTCOME!r}]" if by_environment else "by comparing the sides' returns"
-            why = f", since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1" if odd else ""
-            self._tell(f"outcomes of matches are judged {how}{why}")
+        named = [[f"{agent}.{_OUTCOME}" for agent in side] for side in self._table.sides]
+        told = [[record.metrics[name] for name in side if name in record.metrics] for side in named]
+        odd = [value for side in told for value in side if not 0 <= value <= 1]
+        by_environment = not odd and all(told)  # by some agent of each side: others may have fallen before
+        if by_environment not in self._judged:
+            self._judged.add(by_environment)
+            self._tell(f"outcomes of matches are judged {self._how(told, odd)}")
         if by_environment:
-            outcome = tuple(float(np.mean(side)) for side in told)  # type: ignore[arg-type]
+            outcome = tuple(map(fmean, told))
         else:
-            outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
+            outcome = _compared([fmean(record.agent_returns[agent] for agent in side) for side in self._table.sides])
         if loser := said.partition(":")[0]:
             outcome = tuple(float(player != loser) for player in match.players)  # in each of its seats
             self._forfeited[loser] += 1
             if (count := self._forfeited[loser]).bit_count() == 1:  # 1, 2, 4 …: there may be thousands
                 _LOGGER.warning("a match is lost by forfeit, %s (that player's number %d here)", said, count)
+        decided = len(set(outcome)) > 1 or self._draws < 0
+        self._draws = -1 if decided else self._draws + 1
+        if self._draws == _ALL_DRAWS:
+            self._tell(
+                f"all of the first {_ALL_DRAWS} matches of a worker are draws, so ratings mean nothing: tell "
+                f"info[{_OUTCOME!r}], or pay the sides differently"
+            )
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
+
+    def _how(self, told: Sequence[Sequence[float]], odd: Sequence[float]) -> str:
+        """How a match is judged, in words."""
+        if odd:
+            why = f", since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
+        elif any(told) and not all(told):
+            side = list(self._table.sides[[bool(its) for its in told].index(False)])
+            why = f", since none of side {side} was told a number in info[{_OUTCOME!r}]"
+        else:
+            why = ""
+        return (
+            f"by comparing the sides' returns{why}"
+            if odd or not all(told)
+            else f"by the environment's info[{_OUTCOME!r}]"
+        )
 
 
 def _compared(returns: Sequence[float]) -> tuple[float, ...]:
-    """What share of the others each side has beaten; an equal return is half of that."""
-    beaten = [sum((mine > other) + 0.5 * (mine == other) for other in returns) - 0.5 for mine in returns]
-    return tuple(each / (len(returns) - 1) for each in beaten)
+    """What share of the others each side has beaten; an equal return (but for rounding) is half of that."""
+
+    def beats(mine: float, other: float) -> float:
+        return 0.5 if math.isclose(mine, other, rel_tol=1e-9, abs_tol=1e-9) else float(mine > other)
+
+    return tuple((sum(beats(mine, other) for other in returns) - 0.5) / (len(returns) - 1) for mine in returns)

@@ -239,10 +239,11 @@ class Sampler:
             policy_id: {name: sample.columns[policy_id][name] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
         }
-        remembered, matches = self._states, []
+        states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
+        matches: list[dict[str, Any]] = []
         if self._casting is not None:
-            remembered, matches = remembered | self._casting.states, self._casting.plain()
-        states = {policy_id: state.cpu().numpy() for policy_id, state in remembered.items()}
+            matches = self._casting.plain()
+            states |= self._casting.remembered()
         last, digest = self._number - 1, self.position_digest
         drawn = self._parameters.plain() if self._parameters is not None else ()
         return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches, drawn)

@@ -337,17 +337,32 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
                 f"league.learners.{name}.policy={learner.policy!r} is frozen (policies.{learner.policy}.trainable="
                 f"false) and cannot learn; set that to true, or take it from league.learners"
             )
-        if learner.reset is not None and getattr(run.algorithm, "replay_buffer", None) is not None:
-            raise ValueError(
-                f"league.learners.{name}.reset with algorithm.name={run.algorithm.name}: its replay buffer would hold "
-                f"what the former weights learned from; leave reset out, or use an algorithm without a replay buffer"
-            )
+        algorithm = run.policies[learner.policy].algorithm or run.algorithm
+        if getattr(algorithm, "replay_buffer", None) is None:
+            continue
+        for field, why in (
+            (
+                f"learners.{name}.reset" if learner.reset is not None else "",
+                "hold what the former weights learned from",
+            ),
+            ("swap_every" if league.swap_every is not None else "", "be learned from while it is another one's turn"),
+        ):
+            if field:
+                raise ValueError(
+                    f"league.{field} with the algorithm {algorithm.name} of {learner.policy!r}: its replay buffer "
+                    f"would {why}; leave {field.rpartition('.')[2]} out, or use an algorithm without a replay buffer"
+                )
     if not learners:
         raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
     if league.swap_every is not None and len(learners) < 2:
         raise ValueError(
             f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "
             f"would change nothing; leave it out"
+        )
+    if league.players <= len(learners):
+        raise ValueError(
+            f"league.players={league.players} with {len(learners)} learners: the first snapshot of each stays, so no "
+            f"later one would; set it to more than {len(learners)}"
         )
     snapshots = {name for name in league.fixed if SNAPSHOT.fullmatch(name)}
     if taken := sorted(({*league.fixed} & {*run.policies}) | snapshots):

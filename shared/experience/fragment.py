@@ -85,6 +85,11 @@ class MatchRecord:
     forfeit: str = ""
     """`PLAYER: why`, where a player lost by forfeit."""
 
+    def result(self, mine: int, other: int | None = None) -> float:
+        """1 for a win, 0.5 for a draw, 0 for a loss of side `mine` against another, by default the best of them."""
+        best = max(self.outcome[:mine] + self.outcome[mine + 1 :]) if other is None else self.outcome[other]
+        return 0.5 + 0.5 * ((self.outcome[mine] > best) - (self.outcome[mine] < best))
+
 
 @dataclass
 class EpisodeRecord:

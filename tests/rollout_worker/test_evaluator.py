@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import gymnasium as gym
@@ -15,23 +16,28 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
-from rollout_worker.playing import evaluate_policies
+from rollout_worker.league.opponents import Opponents
+from rollout_worker.playing import evaluate_policies, play_sides
+from rollout_worker.watchdog import Watchdog
 from shared.config.run_config import Config
 from shared.config.sections import CheckpointConfig
 from shared.errors import EnvironmentFailure
 from shared.experience.fragment import EpisodeRecord
+from shared.league.table import PlayerRef
 from shared.policies.actor_critic import RecurrentActorCritic
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
 from shared.protocol.events import confirmed_return, ranking, read_evaluations, read_events, record_evaluation, solves
+from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.keys import RunKeys
 from shared.runtime.run_context import RunContext
 from shared.storage.checkpoint_store import Manifest, Pointer, checkpoint_name, describe_objects
-from shared.storage.due_evaluations import write_due_evaluation
+from shared.storage.due_evaluations import DueEvaluation, write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
+from tests.support.games import NIM, Nim
 
 
 def config_of(environment: dict[str, Any], **evaluation: Any) -> Config:
@@ -279,12 +285,12 @@ def test_a_better_one_that_is_gone_keeps_nothing_from_being_the_best(
     assert "confirmation" in found[checkpoint_name(1, 64)]
 
 
-def store_due(role: RunContext, version: int) -> str:
+def store_due(role: RunContext, version: int, ratings: Mapping[str, Any] = MappingProxyType({})) -> str:
     """An untrained policy that is due, as a trainer leaves it."""
     policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
     name = checkpoint_name(version, 64 * version)
     blobs = {policy_id: encode_policy(policy, version) for policy_id, policy in policies.items()}
-    write_due_evaluation(role.checkpoints.store, name, blobs)
+    write_due_evaluation(role.checkpoints.store, name, DueEvaluation(blobs, dict(ratings)))
     return name
 
 
@@ -308,6 +314,38 @@ def test_what_is_due_is_played_in_order_then_the_newest_checkpoint(
     assert evaluator.step(0) == "waited"
     found = read_evaluations(role.redis, role.run_id)
     assert [scores["env_steps"] for scores in found.values()] == [128, 576, 640, 704, 768]
+
+
+def test_in_a_league_what_is_due_is_ranked_by_its_rating_before_there_is_a_checkpoint_of_it(
+    make_role: MakeRole, new_evaluator: NewEvaluator
+) -> None:
+    config = minimal_config(environment=NIM, evaluation=EVERY, league={"fixed": {"dice": "random"}})
+    role, evaluator = make_role(config), new_evaluator(config)
+    name = store_due(role, 3, {"default": {"rating": 7.25}})
+    assert evaluator.step(0) == "evaluated"
+    assert read_evaluations(role.redis, role.run_id)[name]["ranking"] == 7.25
+
+
+def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, seen = minimal_config(environment=NIM, league={}), set[str | None]()
+    description = describe_environment(config)
+    watchdog = Watchdog("evaluator", config, cast(Heartbeat, None), lambda failure: None)
+    step = Nim.step
+
+    def stepped(self: Nim, action: Any) -> None:
+        seen.add(watchdog.doing)
+        step(self, action)
+
+    def played(observation: Any, random: Any) -> int:
+        seen.add(watchdog.doing)
+        return 0
+
+    monkeypatch.setattr(Nim, "step", stepped)
+    monkeypatch.setattr("tests.support.games.takes_one", played)
+    one, fits = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), (("default",), ("default",))
+    opponents, policies = Opponents(lambda sha256: b""), policies_of(config)
+    play_sides(config, description, {"a": one, "b": one}, fits, opponents, policies, 2, 0, watchdog)
+    assert seen == {"the players of a match", "step of its environments"}
 
 
 def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(

@@ -17,7 +17,7 @@ from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Greedy, Sampling, act_for
 from rollout_worker.league import opponents, stacked
-from rollout_worker.league.casting import Casting
+from rollout_worker.league.casting import Casting, _compared
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.league.stacked import Stacked, likeness
 from rollout_worker.playing import evaluate_policies
@@ -133,6 +133,36 @@ def test_an_outcome_is_what_the_learner_was_paid(store: FileStore) -> None:
         assert season.told == [f"outcomes of matches are judged {how}"]
 
 
+@pytest.mark.parametrize("environment", [
+    {"id": f"{MODULE}:Nim", "kwargs": {"tells": True, "pile": 1}},
+    {"id": f"{MODULE}:Pairs", "kwargs": {"falls": True}},
+], ids=["before its first turn", "fallen"])  # fmt: skip
+def test_an_outcome_that_the_game_tells_counts_also_for_who_does_not_act_any_more(
+    store: FileStore, environment: dict[str, Any]
+) -> None:
+    pairs: dict[str, Any] = {"league": PAIRS} if environment["id"].endswith("Pairs") else {}
+    environment = {"api": "pettingzoo", "num_envs": 3} | environment
+    season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=environment, **pairs)
+    matches = [record.match for record in season.sample(22).episodes]
+    expected = (0.0, 1.0) if pairs else (1.0, 0.0)
+    assert {match.outcome for match in matches if match} == {expected}
+    assert season.told == ["outcomes of matches are judged by the environment's info['outcome']"]
+
+
+def test_matches_that_are_all_draws_are_told(store: FileStore) -> None:
+    pairs = {"api": "pettingzoo", "num_envs": 3, "id": f"{MODULE}:Pairs", "kwargs": {"pays": 0.0}}
+    season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=pairs, league=PAIRS)
+    season.sample(400)
+    judged, drawn = season.told
+    assert judged == "outcomes of matches are judged by comparing the sides' returns"
+    assert drawn.startswith("all of the first 100 matches of a worker are draws") and "tell info['outcome']" in drawn
+
+
+def test_returns_that_differ_by_rounding_are_a_draw_and_sides_of_unequal_size_are_compared_by_the_mean() -> None:
+    assert _compared([0.1 + 0.2, 0.3]) == (0.5, 0.5)
+    assert _compared([1.0, 0.3, 0.3]) == (1.0, 0.25, 0.25)
+
+
 @pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
 def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dict[str, Any]) -> None:
     shares = {"latest": 0.2, "past": 0.5, "chance": 0.1, "one": 0.2}
@@ -156,6 +186,7 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
         states = {name for name in trace.states if "@" in name}
         met |= states
         assert len(states) <= 3, "of three environments, each with one opponent"
+        assert sum(len(trace.states[name]) for name in states) <= 3, "of no slot but its own"
     assert len(met) > 3
 
 

@@ -63,9 +63,7 @@ def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
 def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
     pairs = {"environment": {"api": "pettingzoo", "id": f"{MODULE}:Pairs"}, "algorithm": {"name": name}}
     league, sides = {"sides": [["a0", "a1"], ["b0", "b1"]]}, {"agents": {"a*": "a", "b*": "b"}}
-    with pytest.raises(
-        ConfigError, match=rf"'one' learns by {name}.* plays the sides .*'a0', 'a1'.*'b0', 'b1'"
-    ):
+    with pytest.raises(ConfigError, match=rf"'one' learns by {name}.* plays the sides .*'a0', 'a1'.*'b0', 'b1'"):
         described(league, **pairs, policies={"one": {}}, agents={"*": "one"})
     assert described(league, **pairs, policies={"a": {}, "b": {}}, **sides).slots("a") == 2
 

@@ -47,6 +47,8 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"snapshot": {"every": "0 episodes"}}, "snapshot.every: expected at least 1"),
         ({"swap_every": "0 episodes"}, "swap_every: expected at least 1"),
         ({"swap_every": "5 episodes"}, "with one learner, 'main', would change nothing"),
+        ({"players": 2, "learners": {"a": {"policy": "main"}, "b": {"policy": "exploiter", "plays": ["main"]}}},
+         "players=2 with 2 learners: the first snapshot of each stays, so no later one would; set it to more than 2"),
         ({"fixed": {"main": "random"}}, r"league.fixed: \['main'\] are ids of policies"),
         ({"fixed": {"main-0123456789ab": "random"}}, r"league.fixed: \['main-0123456789ab'\] are ids of"),
         ({"fixed": {"two words": "random"}}, "two words"),
@@ -54,14 +56,21 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
 )  # fmt: skip
 def test_a_league_that_contradicts_itself_is_told_in_one_line(league: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        league_config(league)
+        league_config(league, PAIR if "exploiter" in str(league.get("learners")) else ("main",))
     assert "\n" not in str(caught.value)
 
 
 def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_single_agent() -> None:
     learners = {"learners": {"main": {"policy": "main"}, "exploiter": RESET}}
-    with pytest.raises(ConfigError, match=r"exploiter\.reset with algorithm\.name=dqn: its replay buffer"):
-        league_config(learners, PAIR, algorithm={"name": "dqn"})
+    both = {"learners": {"main": {"policy": "main"}, "exploiter": RESET | {"reset": None}}, "swap_every": "9 env_steps"}
+    own = {"policies": {"main": {}, "exploiter": {"algorithm": {"name": "dqn"}}}}
+    for sections in ({"algorithm": {"name": "dqn"}}, own):
+        with pytest.raises(ConfigError, match=r"exploiter\.reset with the algorithm dqn of 'exploiter': its repl"):
+            league_config(learners, PAIR, **sections)
+        with pytest.raises(ConfigError, match=r"league\.swap_every with the algorithm dqn of '.*leave swap_every out"):
+            league_config(both, PAIR, **sections)
+    ppo = {"policies": {"main": {}, "exploiter": {"algorithm": {"name": "ppo"}}}}
+    assert league_config(learners, PAIR, algorithm={"name": "dqn"}, **ppo).league is not None
     with pytest.raises(ConfigError, match="=gymnasium: it needs several agents"):
         league_config({}, environment={"id": "CartPole-v1"})
     assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"

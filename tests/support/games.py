@@ -322,11 +322,15 @@ class Leaver(_Coming, ParallelEnv):  # type: ignore[misc]
 
 
 class Pairs(ParallelEnv):  # type: ignore[misc]
-    """Two against two for seven steps; each observes its number and the step."""
+    """Two against two for seven steps; each observes its number and the step. `a` is paid. With `falls` one of `b`
+    falls at once, and `b` has won in the end, as all are told."""
 
     metadata = {"name": "pairs"}
     possible_agents = ["a0", "a1", "b0", "b1"]
     render_mode = None
+
+    def __init__(self, falls: bool = False, pays: float = 1.0) -> None:
+        self._falls, self._pays = falls, pays
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         return spaces.Box(-10, 10, (2,), np.float32)
@@ -343,10 +347,12 @@ class Pairs(ParallelEnv):  # type: ignore[misc]
 
     def step(self, actions: dict[str, Any]) -> Any:
         self.steps += 1
-        paid = {agent: 1.0 if agent < "b" else -1.0 for agent in self.agents}
-        over, no = dict.fromkeys(self.agents, self.steps >= 7), dict.fromkeys(self.agents, False)
+        paid = {agent: self._pays if agent < "b" else -self._pays for agent in self.agents}
+        over = {agent: self.steps >= 7 or (self._falls and agent == "b0") for agent in self.agents}
         infos: dict[str, Any] = {agent: {} for agent in self.agents}
-        self.agents = [] if self.steps >= 7 else self.agents
+        if self._falls and self.steps >= 7:
+            infos = {agent: {"outcome": float(agent > "b")} for agent in self.possible_agents}
+        no, self.agents = dict.fromkeys(self.agents, False), [agent for agent in self.agents if not over[agent]]
         return self._seen(), paid, over, no, infos
 
 

@@ -26,7 +26,7 @@ EXPLOITED: dict[str, Any] = {
 """Two learners of one seat."""
 
 
-def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",), **sections: Any) -> Config:
+def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",), /, **sections: Any) -> Config:
     """Of a game of two agents, `main-0` and `main-1`, that have the policy `main`."""
     agents = {"main-0": "main", "main-1": "main"}
     return parse_config(

@@ -31,7 +31,12 @@ from shared.protocol.scripts import write_small
 from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import StageTimer
 from shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
-from shared.storage.due_evaluations import delete_due_evaluation, due_evaluations, write_due_evaluation
+from shared.storage.due_evaluations import (
+    DueEvaluation,
+    delete_due_evaluation,
+    due_evaluations,
+    write_due_evaluation,
+)
 from shared.storage.log_archive import Archive, Segment
 from shared.storage.object_store import ObjectStore
 from trainer_node.checkpointing import retention
@@ -136,11 +141,11 @@ class DueEvaluations:
 
     def __init__(self, store: FencedStore) -> None:
         self._store = store
-        self._submitted: dict[str, dict[str, bytes]] = {}
+        self._submitted: dict[str, DueEvaluation] = {}
         self._stored: set[str] | None = None
 
-    def submit(self, name: str, policies: dict[str, bytes]) -> None:
-        self._submitted[name] = policies
+    def submit(self, name: str, due: DueEvaluation) -> None:
+        self._submitted[name] = due
 
     @property
     def names(self) -> set[str]:

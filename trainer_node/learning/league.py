@@ -124,7 +124,7 @@ class League:
         for side, player in enumerate(match.players):
             if side == match.side:
                 continue
-            result = _result(match, side)
+            result = match.result(match.side, side)
             cells = self.state.payoff.setdefault(own, {}).setdefault(player, {})
             games, wins, draws = cells.get(match.side, (0, 0, 0))
             cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
@@ -158,7 +158,7 @@ class League:
         for side in range(len(places)):
             if side != match.side:
                 expected = 1 / (1 + math.pow(10, (before[side] - before[match.side]) / _ELO_SCALE))
-                change = (_result(match, side) - expected) / (len(places) - 1)
+                change = (match.result(match.side, side) - expected) / (len(places) - 1)
                 ratings[match.side].elo += change
                 ratings[side].elo -= change
 
@@ -284,9 +284,9 @@ class League:
         return sorted({*(snapshot.sha256 for snapshot in self.state.snapshots), *fixed})
 
     def rating(self, policy_id: str) -> float:
-        """The ordinal of a learning policy, of the first one where none is named."""
-        named = {its.policy: its.seat for its in self._learners.values()}
-        policy_id = policy_id or min(named)
+        """The ordinal of a learning policy, of the first learner's where none is named."""
+        named = {its.policy: its.seat for _, its in sorted(self._learners.items())}
+        policy_id = policy_id or next(iter(named))
         return self.state.ratings[named[policy_id]][policy_id].ordinal
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -312,12 +312,6 @@ class League:
                 found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
                 lines.append(f"{found}: it raises, or chooses what it may not; the workers' logs say more")
         return lines
-
-
-def _result(match: MatchRecord, side: int) -> float:
-    """The learner's against that side: 1, 0.5 or 0."""
-    mine, theirs = match.outcome[match.side], match.outcome[side]
-    return 0.5 + 0.5 * ((mine > theirs) - (mine < theirs))
 
 
 def _passed(duration: Duration, now: Counters, before: Counters) -> bool:
