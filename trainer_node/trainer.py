@@ -145,7 +145,7 @@ class Trainer:
             for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):
                 self.recorder.record(EPISODES, row, worker)
         if self.learner.league is not None:
-            for text in self.learner.league.forfeits_to_tell():
+            for text in self.learner.league.lines_to_tell():
                 self.incarnation.tell(text, "league")
         if self.learner.curriculum is not None:
             for text in self.learner.curriculum.to_tell():

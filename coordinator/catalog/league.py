@@ -53,9 +53,13 @@ class Result:
         return vars(self) | {"losses": self.games - self.wins - self.draws, "win_rate": rate, "interval": interval}
 
 
-def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *, trust_config: bool = False) -> Result:
+def match(
+    first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *, greedy: bool = False,
+    trust_config: bool = False,
+) -> Result:  # fmt: skip
     """Plays at least `games` games in the environment of the first of the two that is a run's: on each side that the
-    first can take as many, from the same starts. Raises `UserError` where neither is of a run, or one fits no seat."""
+    first can take as many, from the same starts; policies draw their actions, or take the best with `greedy`. Raises
+    `UserError` where neither is of a run, or one fits no seat."""
     config, description = _environment_of((first, second), runs_dir, trust_config)
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
     if len(sides) < 2:
@@ -67,7 +71,7 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
         players[name], data = find_player("", source, runs_dir, description)
         held[players[name].sha256] = data
     fits = {name: set(ref.seats) for name, ref in players.items()}
-    each, opponents = -(-games // max(1, len(playable(seats, *fits.values())))), Opponents(held.__getitem__)
+    each, opponents = -(-games // max(1, len(playable(seats, *fits.values())))), Opponents(held.__getitem__, greedy)
     played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
     if not played:
         raise UserError(

@@ -26,7 +26,7 @@ _PLAYER = (
     "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
     "module:function, or random."
 )
-_COLUMNS = ("kind", "rating", "±", "Elo", "matches", "forfeits")
+_COLUMNS = ("kind", "env steps", "rating", "±", "Elo", "matches", "forfeits")
 _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
@@ -46,12 +46,13 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         console.json(found)
         return
     several = len({row["seat"] for row in found["players"]}) > 1
-    player, title = Column("player", overflow="fold"), f"league at {found['checkpoint']}"
+    player, title = Column("player", overflow="fold"), f"league at {found['checkpoint']}; ± is three deviations"
     table = Table(player, *_COLUMNS, title=title, **NARROW)  # so a snapshot's name fits 80 columns
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]
         numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
-        table.add_row(name, row["kind"], *numbers, f"{row['forfeits']:,}")
+        since = "" if row["env_steps"] is None else f"{row['env_steps']:,}"
+        table.add_row(name, row["kind"], since, *numbers, f"{row['forfeits']:,}")
     console.print(table)
     console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
 
@@ -84,6 +85,9 @@ def match(
     second: Annotated[str, typer.Argument(help="The other one.")],
     games: Annotated[int, typer.Option(min=1, help="How many, on all sides together.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the starts, which are the same on each side.")] = 0,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Policies take the best action; else they draw one.")
+    ] = False,
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
     as_json: Json = False,
@@ -92,7 +96,7 @@ def match(
     from coordinator.catalog.league import match as played
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
-        found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()
+        found = played(first, second, games, runs_dir, seed, greedy=greedy, trust_config=trust_config).as_dict()
     if as_json:
         console.json({"first": first, "second": second, **found})
         return

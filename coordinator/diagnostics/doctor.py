@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,13 @@ from botocore.handlers import disable_signing
 from packaging.requirements import Requirement
 from redis.utils import str_if_bytes
 
+from coordinator.lifecycle.fixed_players import with_fixed_players
+from coordinator.lifecycle.launcher import first_policies
 from coordinator.lifecycle.validation import check
 from coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
 from coordinator.services.ray_head import join
 from coordinator.services.ray_internals import CONNECT
+from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import StagecoachError, headline
 from shared.protocol.keys import redis_place
@@ -36,6 +39,7 @@ from shared.protocol.redis_client import Address, connect_redis, tls_options, wi
 from shared.runtime.process import child_environment
 from shared.storage.object_store import open_store
 from shared.storage.s3_store import FAILURES, s3_client
+from trainer_node.checkpointing.fork import beginnings
 
 _HIDDEN = "hidden"
 
@@ -81,7 +85,11 @@ def examine(config: Config | None) -> Iterator[Finding]:
         yield from _with_access("Ray", lambda: _ray(config, ray), lambda: open_ray(*ray))
     if config is not None:
         yield _warned("encryption", in_the_clear(config), "nothing that leaves this machine goes in plain text")
-        yield _try("environment and policies", lambda: _environment(config))
+        yield (found := _try("environment and policies", lambda: _environment(config)))
+        begun = sorted({*beginnings(config).values()})
+        players = [its.source for its in config.league.fixed.values()] if config.league is not None else []
+        if found.ok and (begun or players):
+            yield _try("players and beginnings", lambda: _players(config, [*players, *begun]))
 
 
 def _with_access(name: str, check: Callable[[], str], strangers: Callable[[], list[str]]) -> Iterator[Finding]:
@@ -227,6 +235,14 @@ def _ray(config: Config, where: list[str]) -> str:
 def _environment(config: Config) -> str:
     found = check(config, strict=True)
     return f"{config.environment.id}: agents {', '.join(found.agents)}; policies {', '.join(found.policies)}"
+
+
+def _players(config: Config, sources: Sequence[str]) -> str:
+    """What a run takes from others, as its start would find it."""
+    description = describe_environment(config)
+    with_fixed_players(config, description)
+    first_policies(config, description)
+    return f"found: {', '.join(sources)}"
 
 
 _ASK_SECONDS = 5.0

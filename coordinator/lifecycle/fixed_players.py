@@ -122,9 +122,11 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
 
 
 def _snapshot(store: ObjectStore, player: str) -> str | None:
-    """The SHA-256 of a snapshot of a run's league, by the player's id."""
+    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with."""
     hashes = [key.removeprefix(PLAYERS) for key in store.keys(PLAYERS)] if "-" in player else []
-    return next((sha256 for sha256 in hashes if snapshot_id(player.rpartition("-")[0], sha256) == player), None)
+    policy_id = player.rpartition("-")[0]
+    found = [sha256 for sha256 in hashes if snapshot_id(policy_id, sha256).startswith(player)]
+    return found[0] if len(found) == 1 else None
 
 
 def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:

@@ -47,7 +47,7 @@ def start(
             folder.unlock()
             return folder, before, None
         return _continue(folder, config, before.stop_at, prepare_resume, inline, begun)
-    sources = _first_policies(config, description)
+    sources = first_policies(config, description)
     folder = RunFolder.create(config, name, import_path)
     try:
         prepare = partial(prepare_new, description=description, sources=sources)
@@ -61,7 +61,7 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
     config, description = _checked(config, (os.getcwd(), *import_path))
-    sources = _first_policies(config, description)
+    sources = first_policies(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
     context = open_run_context(config, address, "coordinator")
     with context.redis:
@@ -155,7 +155,7 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
         return None
 
 
-def _first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
+def first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
     """Where the policies of a new run that do not begin untrained come from, verified: they can be taken over."""
     sources, loaded, begun = {}, dict[str, Checkpoint](), beginnings(config)
     asked = (description.policies, config.policies, config.algorithm, 0, description.slots)

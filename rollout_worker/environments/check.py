@@ -25,7 +25,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
 from rollout_worker.environments import vector_env
-from rollout_worker.environments.action_masks import count_choices, from_info
+from rollout_worker.environments.action_masks import KEY, count_choices, from_info
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make, make_native
 from rollout_worker.environments.pettingzoo_env import OneAtATime
@@ -143,6 +143,8 @@ class Check:
         """Reward and flags of each agent's last step."""
         self._told: set[str] = set()
         """Names of the numbers that any step's `info` held."""
+        self._mask_untaken = False
+        """Whether an `info` has a mask, and what is observed has none."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
@@ -151,6 +153,9 @@ class Check:
             ended, played = self._play(steps)
             self._report.chatter()
             self._check_info(played)
+            if self._mask_untaken:
+                found, remedy = f"info has an {KEY}, which nothing acts by", "set environment.action_mask: info, or off"
+                self._report.add(NOTE, found, "one that is observed, with environment.action_mask=auto", remedy)
             if whole:
                 self._check_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
@@ -176,7 +181,7 @@ class Check:
                 self._config, self._many = self._config.model_copy(update={"environment": environment}), True
                 self._env = self._started()
                 found, expected = "it is a PettingZoo environment", "environment.api: pettingzoo in its config"
-                self._report.add(NOTE, found, expected, "it is taken for one here")
+                self._report.add(NOTE, found, expected, "write that; it is taken for one here")
             if alone and self._many:
                 each = {agent: agent for agent in self._env.possible_agents}
                 policies = dict.fromkeys(each, RunPolicyConfig())
@@ -318,6 +323,8 @@ class Check:
             self._infos = info
             each = info.values() if self._many else [info]
             self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
+            if not self._masked and any(isinstance(its, dict) and KEY in its for its in each):
+                self._mask_untaken = self._config.environment.action_mask == "auto"
         by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]
         over, self._outcomes = {}, {}
         for agent in actions:

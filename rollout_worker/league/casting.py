@@ -159,7 +159,7 @@ class Casting:
                 if likeness not in self._stacks:
                     self._stacks[likeness] = Stacked(networks[0].policy)
                 weights = [player.weights for player in networks]
-                acted = self._stacks[likeness].act(weights, rows, observations, generator)
+                acted = self._stacks[likeness].act(weights, rows, observations, generator, networks[0].acting)
             for name, array in acted.items():
                 actions[name][np.concatenate(rows)] = array
 

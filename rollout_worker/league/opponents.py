@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.exploration.base import RandomActing, Sampling, act_for
+from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
 from rollout_worker.league.stacked import likeness
 from shared.errors import ConfigError, StagecoachError, headline
 from shared.experience.spaces import Array, Columns, PolicySpaces
@@ -42,17 +42,19 @@ class Player:
 
 
 class Network(Player):
-    """A policy, which draws from its distribution (and takes the best where it has none)."""
+    """A policy, which acts by an exploration: by default it draws from its distribution (and takes the best where it
+    has none)."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, acting: Exploration) -> None:
+        self.acting = acting
         self.policy, self.likeness, self.state_size = policy, likeness(policy), policy.state_size
         self.weights = dict([*policy.named_parameters(), *policy.named_buffers()])
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
         if self.state is None:
-            return act_for(Sampling(), self.policy, observations, rows, generator)[0]
+            return act_for(self.acting, self.policy, observations, rows, generator)[0]
         remembering = Stateful(self.policy, self.state)
-        actions, _ = act_for(Sampling(), remembering, observations, rows, generator)
+        actions, _ = act_for(self.acting, remembering, observations, rows, generator)
         self.state = remembering.state
         return actions
 
@@ -142,9 +144,10 @@ class Exported(Player):
 class Opponents:
     """All that are drawn, by what they are; those that were not asked for longest are forgotten first."""
 
-    def __init__(self, load: Callable[[str], bytes]) -> None:
-        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name."""
-        self._load = load
+    def __init__(self, load: Callable[[str], bytes], greedy: bool = False) -> None:
+        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name. `greedy`:
+        policies take the best action, instead of drawing one."""
+        self._load, self._acting = load, Greedy() if greedy else Sampling()
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
         """With the bytes of its object."""
 
@@ -172,7 +175,8 @@ class Opponents:
         if ref.kind == "onnx":
             return Exported(data, spaces), len(data)
         try:
-            return Network(decode_policy(data)[0].eval().to(next(policy.parameters()).device)), len(data)
+            made = decode_policy(data)[0].eval().to(next(policy.parameters()).device)
+            return Network(made, self._acting), len(data)
         except StagecoachError:
             raise
         except Exception as error:

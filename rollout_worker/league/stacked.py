@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_worker.exploration.base import Sampling, act_for
+from rollout_worker.exploration.base import Exploration, Sampling, act_for
 from shared.experience.spaces import Array, Columns
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.encoders import RunningMoments
@@ -15,6 +15,7 @@ from shared.policies.q_network import QNetwork
 MOST_WEIGHTS = 1 << 16
 """Of a network that is stacked, which copies its weights; two layers of 256 would not be faster so."""
 _CRITIC = ("critic", "value_head", "value_scale")
+_SAMPLING = Sampling()
 Weights = dict[str, Tensor]
 """A policy's parameters and buffers, by name."""
 
@@ -60,8 +61,9 @@ class Stacked:
             self._policy.set_submodule(name, _Layer(name, isinstance(module, nn.Linear), self._networks))
 
     def act(
-        self, networks: list[Weights], rows: list[Array], observations: Columns, generator: torch.Generator
-    ) -> Columns:
+        self, networks: list[Weights], rows: list[Array], observations: Columns, generator: torch.Generator,
+        acting: Exploration = _SAMPLING,
+    ) -> Columns:  # fmt: skip
         """Actions `[R, …]`: of each network for its slots of observations `[S, …]`, one's after another's."""
         self._networks[:], most = networks, max(map(len, rows))
         there = np.arange(most) < np.array([len(its) for its in rows])[:, None]
@@ -70,5 +72,5 @@ class Stacked:
         if isinstance(self._policy, ActorCritic) and len(self._policy.log_std):
             each = torch.stack([its["log_std"] for its in networks]).repeat_interleave(most, 0)
             self._policy.log_std = nn.Parameter(each, requires_grad=False)
-        actions, _ = act_for(Sampling(), self._policy, observations, filled.ravel(), generator)
+        actions, _ = act_for(acting, self._policy, observations, filled.ravel(), generator)
         return {name: array[there.ravel()] for name, array in actions.items()}

@@ -16,6 +16,7 @@ from pydantic import model_validator
 from shared.config.algorithms.registry import with_algorithm_defaults
 from shared.config.compatibility import check_sections_together
 from shared.config.environment import EnvironmentConfig
+from shared.config.league import LeagueConfig
 from shared.config.section import leaves
 from shared.config.sections import ConfigFields
 
@@ -112,6 +113,7 @@ class Config(ConfigFields):
         if self.league is None:
             del data["league"]
         else:
+            data["league"]["forfeits_allowed"] = LeagueConfig().forfeits_allowed  # it decides an event alone
             for player in data["league"]["fixed"].values():
                 if player["weight"] == 1:  # it came later
                     del player["weight"]

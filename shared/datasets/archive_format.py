@@ -38,6 +38,11 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
             continue  # a worker that got no answer pushed it again
         seen.add(key)
         versions, wanted = item.header.policy_versions, description.policies.keys() & item.columns.keys()
+        if not wanted and item.columns:
+            raise DatasetError(
+                f"{location} does not fit the run's environment: it has rows of the policies {sorted(item.columns)}, "
+                f"expected {sorted(description.policies)}; name the archive of a run with the same policy ids"
+            )
         header = replace(item.header, policy_versions={name: versions[name] for name in sorted(wanted & set(versions))})
         item = Fragment(header, {policy_id: item.columns[policy_id] for policy_id in sorted(wanted)})
         try:

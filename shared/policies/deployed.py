@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import Array, Columns
+from shared.league.players import PLAYERS
+from shared.league.table import SNAPSHOT
 from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
@@ -201,7 +203,8 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
-    newest. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
+    newest; there `policy_id` may also be a snapshot of its league, as `stagecoach league` names it. Raises
+    `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
     """
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
@@ -210,7 +213,8 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     path = Path(str(checkpoint).removeprefix("file://")).expanduser()
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
-    for candidate in (path, path / _FILE, path / policy_id / _FILE):
+    snapshots = embedded.glob(f"{PLAYERS}{policy_id.rpartition('-')[2]}*") if SNAPSHOT.fullmatch(policy_id) else ()
+    for candidate in (path, path / _FILE, path / policy_id / _FILE, *snapshots):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))

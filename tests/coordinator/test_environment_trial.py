@@ -44,6 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sys.exit": ({"id": "Quits"}, ["raised: step() raised SystemExit: 3 (at "]),
     "array": ({"id": "OneArray"}, ["note: an observation changed after it was returned"]),
     "actions": ({"id": "Picks"}, ["wrong: the action space Discrete(2) does not contain its own sample"]),
+    "mask": ({"id": "MaskInInfo"}, ["note: info has an action_mask, which nothing acts by"]),
     "close": ({"id": "Parting"}, ["raised: close() raised OSError: no connection (at "]),
     "magnitude": ({"id": "Huge"}, ["fatal: reset() returned an observation from 0 to 1e+300"]),
     "reward": ({"id": "Lavish"}, ["fatal: step() returned 3e+38 as reward"]),

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 import pytest
 from onnx import TensorProto, helper
 
+from coordinator.diagnostics.doctor import examine
 from coordinator.lifecycle import launcher
 from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.page.server import serve
@@ -22,6 +23,7 @@ from shared.config.run_config import Config
 from shared.errors import ConfigError
 from shared.league.players import PLAYERS, read_player
 from shared.league.table import MatchTable, player_hash
+from shared.policies.deployed import load_policy
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 
@@ -91,6 +93,9 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
         data = objects[f"{policy}/policy.safetensors"]
         assert player_hash(data) in listed
         assert read_player(store, player_hash(data)) == data
+    assert "are met in evaluations alone" not in " ".join(event.text for event in second.events())
+    examined = {finding.name: finding for finding in examine(chase({}, initialize_from="first/latest#second"))}
+    assert "has no policy 'second'" in examined["players and beginnings"].text
     monkeypatch.setattr(launcher, "Coordinator", None)
     with pytest.raises(ConfigError, match="has no policy 'second'; it has hunter, prey"):  # before anything starts
         Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
@@ -159,6 +164,18 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert "hunter" in printed and "win rates and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    snapshot = next(row["player"] for row in found["players"] if row["kind"] == "snapshot" and row["seat"] == "prey")
+    games = [
+        stagecoach("match", f"cats#{name}", "random", "--games", "4", *more, "--json").json()
+        for name in (snapshot, snapshot[:-3])
+        for more in ((), ("--greedy",))
+    ]
+    assert games[0] | {"first": ""} == games[2] | {"first": ""} and games[0]["games"] == 4, (
+        "of the one side that it has"
+    )
+    assert games[1] | {"first": ""} == games[3] | {"first": ""}
+    (path,) = run.config.runs_dir.glob("cats/s3/*/cats")
+    assert load_policy(path, snapshot).version >= 0
     wrong = stagecoach("match", "cats#nobody", "random")
     check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
     check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")

@@ -415,6 +415,9 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
     write_archive(tmp_path, [fragment_of(recording.cut([0], 8)[0], 0)])
     with pytest.raises(DatasetError, match=r"is bool\(8, 1\), expected bool\(8, 2\); name .* with the same agents"):
         read(tmp_path / "a-run", two)
+    others = EnvironmentDescription({"a": "hunter"}, {"hunter": SPACES})
+    with pytest.raises(DatasetError, match=r"it has rows of the policies \['default'\], expected \['hunter'\]; name"):
+        read(tmp_path / "a-run", others)
     with pytest.raises(DatasetError, match="does not fit the run's environment: default/obs is"):
         read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
 

@@ -95,6 +95,14 @@ class OneArray(Good):
         return self._array
 
 
+class MaskInInfo(Good):
+    """Tells its legal actions where `action_mask: auto` does not look."""
+
+    def step(self, action: Any) -> Any:
+        *others, info = super().step(action)
+        return *others, info | {"action_mask": np.ones(2, np.int8)}
+
+
 class Chatty(Good):
     """Prints; whether from Python or below it is seen alike."""
 

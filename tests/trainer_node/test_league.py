@@ -256,14 +256,17 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
 
 
 def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:
-    league, _ = league_of(league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}}))
+    config = league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}})
+    assert config.hash() == league_config({"fixed": {"stone": "m:f"}}).hash(), "it decides an event alone"
+    league, _ = league_of(config)
+    assert league.lines_to_tell() == ["fixed players are met in evaluations alone (stone): league.opponents.fixed is 0"]
     for number in range(2):
-        assert league.forfeits_to_tell() == []
+        assert league.lines_to_tell() == []
         told: dict[str, Any] = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
         league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told))
-    (line,) = league.forfeits_to_tell()
+    (line,) = league.lines_to_tell()
     assert "player stone has forfeited 2 matches" in line
-    assert league.forfeits_to_tell() == [], "once"
+    assert league.lines_to_tell() == [], "once"
 
 
 def test_wilsons_interval_is_that_of_the_textbooks() -> None:

@@ -303,9 +303,14 @@ class League:
             }  # fmt: skip
         return found
 
-    def forfeits_to_tell(self) -> list[str]:
-        """A line, once in a process, for each player that has forfeited more matches than `forfeits_allowed`."""
+    def lines_to_tell(self) -> list[str]:
+        """A line, once in a process, where fixed players are not met, and for each player that has forfeited more
+        matches than `forfeits_allowed`."""
         allowed, lines = self._config.forfeits_allowed, []
+        if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
+            self._told.add("")
+            named = ", ".join(sorted(self._config.fixed))
+            lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
         for player, count in sorted(self.state.forfeits.items()):
             if count > allowed and player not in self._told:
                 self._told.add(player)
