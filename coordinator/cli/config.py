@@ -181,6 +181,8 @@ def _config(environment: str, kwargs: str | None, api: str | None) -> "tuple[Con
         given |= {"kwargs": json.loads(kwargs)} if kwargs is not None else {}
     except ValueError as error:
         raise ConfigError(f"--kwargs {kwargs!r} is not JSON ({error}); expected such as '{{\"length\": 12}}'") from None
+    if environment in {preset.name for preset in list_presets()}:
+        path = config_file(path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         extend_imports([os.getcwd(), str(path.resolve().parent)])
         return load_config(path, [f"environment.{name}={json.dumps(value)}" for name, value in given.items()]), False

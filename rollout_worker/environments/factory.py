@@ -213,7 +213,7 @@ def _registered(make_it: Callable[[], T], name: str) -> T:
     except gym.error.DependencyNotInstalled as error:
         raise EnvironmentUnusable(f"{name} needs a package that is missing: {with_extra(str(error))}") from None
     except gym.error.Error as error:
-        hint = "" if ":" in name else "; a user's own environment is given as module:factory"
+        hint = "" if ":" in name else "; an environment of your own is given as module:factory"
         if _as_in_pettingzoo(name) in _names_in_pettingzoo():
             raise OtherApi(f"{name}: it is a PettingZoo environment: set environment.api=pettingzoo") from None
         raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {with_extra(str(error))}{hint}") from None

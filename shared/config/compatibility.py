@@ -393,8 +393,8 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
         if hierarchy.test_subgoals and number and not isinstance(algorithm, OffPolicyConfig):
             raise ValueError(
                 f"{where}.test_subgoals={hierarchy.test_subgoals:g} with policies.{level.policy}.algorithm.name="
-                f"{algorithm.name}: it learns only from what it drew itself, and tests are acted greedily; use ddpg, "
-                f"td3 or sac below the top level, or test_subgoals=0"
+                f"{algorithm.name}: it learns only from what it drew itself, and tests are acted greedily; below the "
+                f"top level use an algorithm with a replay buffer (ddpg, td3, sac, dqn), or test_subgoals=0"
             )
         buffer = getattr(algorithm, "replay_buffer", None)
         if isinstance(buffer, HindsightReplay):

@@ -190,7 +190,7 @@ _BUFFER = "algorithm.replay_buffer"
         ("environment.api", "pettingzoo", "the only agents"),
         ("agents", {"top": "top"}, "the only agents"),
         ("rollout.fragment_steps", 17, "'top' takes up to 9 steps.*set rollout.fragment_steps to 18"),
-        ("policies.bottom.algorithm", {"name": "ppo", "minibatch_size": 8}, "use ddpg, td3 or sac below"),
+        ("policies.bottom.algorithm", {"name": "ppo", "minibatch_size": 8}, "use an algorithm with a replay buffer"),
         (f"policies.middle.{_BUFFER}.threshold", 0.3, "say the same on both"),
         (f"policies.bottom.{_BUFFER}.hindsight_actions", True, "levels that give goals"),
         ("policies.middle.algorithm.n_step", 2, "set n_step=1"),
