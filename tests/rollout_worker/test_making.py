@@ -28,7 +28,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"id": "CartPoole-v1"}, "'CartPoole-v1'.*own environment is given as module:factory"),
+        ({"id": "CartPoole-v1"}, "'CartPoole-v1'.*an environment of your own is given as module:factory"),
         ({"id": "nowhere_at_all:make"}, "No module named 'nowhere_at_all'; expected"),
         ({"id": f"{MODULE}:absent"}, "no attribute 'absent'"),
         ({"id": f"{MODULE}:"}, "environment.id=.*: expected package.module:factory"),
