@@ -21,6 +21,7 @@ from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
 from shared import errors
+from shared.config.league import first_learner
 from shared.config.run_config import Config
 from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
@@ -255,11 +256,11 @@ class Evaluator:
 
     def _rated(self, ratings: Mapping[str, Any]) -> dict[str, float]:
         """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner."""
-        config = self._context.config
-        learners = [learner.policy for _, learner in sorted(config.league_learners.items())]
+        learners, best_by = self._context.config.league_learners, self._context.config.checkpoint.best_by
         if not learners:
             return {}
-        whose = config.checkpoint.best_by if config.checkpoint.best_by in learners else learners[0]
+        known = {learner.policy for learner in learners.values()}
+        whose = best_by if best_by in known else first_learner(learners).policy
         return {"ranking": float(ratings[whose]["rating"])}
 
     def _against_fixed(

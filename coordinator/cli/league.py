@@ -26,7 +26,7 @@ _PLAYER = (
     "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
     "module:function, or random."
 )
-_COLUMNS = ("kind", "env steps", "rating", "±", "Elo", "matches", "forfeits")
+_COLUMNS = ("kind", "rating", "±", "Elo", "matches", "forfeits")
 _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
@@ -51,8 +51,8 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]
         numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
-        since = "" if row["env_steps"] is None else f"{row['env_steps']:,}"
-        table.add_row(name, row["kind"], since, *numbers, f"{row['forfeits']:,}")
+        kind = row["kind"] if row["env_steps"] is None else f"at {row['env_steps']:,}"
+        table.add_row(name, kind, *numbers, f"{row['forfeits']:,}")
     console.print(table)
     console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
 

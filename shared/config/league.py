@@ -1,6 +1,7 @@
 """The config's section for a league: who plays whom, which snapshots are taken, and who else is an opponent."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -119,6 +120,11 @@ class FixedPlayerConfig(Section):
     """Of its bytes in the store (not of a function)."""
     seats: tuple[str, ...] = ()
     """The policies whose seats it fits."""
+
+
+def first_learner(learners: Mapping[str, LearnerConfig]) -> LearnerConfig:
+    """Whose rating stands for a run's where none is named: the first by name, of those without `plays` if there are."""
+    return min(learners.items(), key=lambda its: (its[1].seat != its[1].policy, its[0]))[1]
 
 
 class LeagueConfig(Section):

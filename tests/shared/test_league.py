@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from shared.config.league import first_learner
 from shared.config.loading import dump_config, parse_config
 from shared.errors import ConfigError
 from shared.experience import fragment
@@ -21,7 +22,7 @@ from shared.league.matchmaking import draw
 from shared.league.table import Learner, MatchTable, PlayerRef
 from shared.policies.serialization import VersionHeader, decode_board, encode_board
 from tests.support.fragments import SIMPLE, zero_fragment
-from tests.support.league import league_config
+from tests.support.league import league_config, league_of
 
 PAIR = ("main", "exploiter")
 RECORD = TypeAdapter(EpisodeRecord)
@@ -74,6 +75,15 @@ def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_si
     with pytest.raises(ConfigError, match="=gymnasium: it needs several agents"):
         league_config({}, environment={"id": "CartPole-v1"})
     assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"
+
+
+def test_who_stands_for_a_run_is_the_first_learner_that_plays_no_other() -> None:
+    learners = {"a": {"policy": "exploiter", "plays": ["main"]}, "b": {"policy": "main"}}
+    config = league_config({"learners": learners}, PAIR)
+    assert first_learner(config.league_learners).policy == "main"
+    league, _ = league_of(config)
+    assert league.rating("") == league.rating("main")
+    assert first_learner(league_config({}, PAIR).league_learners).policy == "exploiter", "by name"
 
 
 def test_a_league_decides_learning_and_a_run_without_one_keeps_its_hash() -> None:

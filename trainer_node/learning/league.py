@@ -15,7 +15,7 @@ from typing import Any
 
 from openskill.models import PlackettLuce
 
-from shared.config.league import LearnerConfig
+from shared.config.league import LearnerConfig, first_learner
 from shared.config.run_config import Config
 from shared.experience.counters import Counters, Duration
 from shared.experience.fragment import EpisodeRecord, MatchRecord
@@ -285,8 +285,8 @@ class League:
 
     def rating(self, policy_id: str) -> float:
         """The ordinal of a learning policy, of the first learner's where none is named."""
-        named = {its.policy: its.seat for _, its in sorted(self._learners.items())}
-        policy_id = policy_id or next(iter(named))
+        named = {its.policy: its.seat for its in self._learners.values()}
+        policy_id = policy_id or first_learner(self._learners).policy
         return self.state.ratings[named[policy_id]][policy_id].ordinal
 
     def summary(self) -> dict[str, dict[str, float]]:
