@@ -47,6 +47,19 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
     return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
 
 
+def with_players_of(config: Config, before: Config) -> Config:
+    """The config with what was found of its fixed players when the run began, whose config was `before`."""
+    if config.league is None or before.league is None:
+        return config
+    fixed = dict(config.league.fixed)
+    for name, player in fixed.items():
+        known = before.league.fixed.get(name)
+        if known is not None and known.source == player.source and player.sha256 in ("", known.sha256):
+            found = {"kind": known.kind, "sha256": known.sha256, "seats": known.seats}
+            fixed[name] = player.model_copy(update=found)
+    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
+
+
 def store_fixed_players(store: ObjectStore, config: Config) -> None:
     """Copies them into a new run's store; raises `ConfigError` where one has changed since it was found."""
     for name, player in config.league.fixed.items() if config.league else ():

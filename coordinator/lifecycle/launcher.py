@@ -7,7 +7,7 @@ from functools import partial
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
-from coordinator.lifecycle.fixed_players import with_fixed_players
+from coordinator.lifecycle.fixed_players import with_fixed_players, with_players_of
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -36,9 +36,10 @@ def start(
     config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun
 ) -> Started:
     import_path = (os.getcwd(), *import_path)
-    config, description = _checked(config, import_path, inline)
+    extend_imports(import_path)
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
+    config, description = _checked(config if before is None else with_players_of(config, before), import_path, inline)
     if before is not None:
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)

@@ -96,6 +96,9 @@ def _check_parameters(run: ConfigFields) -> None:
                 raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
             if criterion.policy and criterion.measure == "return":
                 _check_has_return(run, where, criterion.policy)
+            elif criterion.policy and criterion.measure == "rating":
+                if criterion.policy not in (rated := sorted(its.policy for its in run.league_learners.values())):
+                    raise ValueError(f"{where}: {criterion.policy!r} has no rating; the learners have: {rated}")
             elif criterion.policy and criterion.policy not in run.policies:
                 raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
         replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"

@@ -21,7 +21,7 @@ from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import ConfigError
-from shared.league.players import PLAYERS, read_player
+from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
 from tests.support.command_line import Stagecoach, check_refused
@@ -76,6 +76,9 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     resumed = Run.resume("second", config.runs_dir, overrides=("stop_at.updates=4",), inline=True)
     assert resumed.wait(120).reason == "exhausted"
     assert table_of(resumed).players["rival"] == table.players["rival"]
+    again = chase({"fixed": fixed, "opponents": shares}, stop_at={"updates": 5})
+    resumed = Run.start(again, "second", inline=True, or_resume=True)
+    assert resumed.wait(120).reason == "exhausted" and resumed.status().version >= 5
     copied = resumed.export(config.runs_dir / "copied", "latest").parents[1]
     assert player_hash(rival) in {path.name for path in (copied / PLAYERS).iterdir()}, "with its league"
 
@@ -99,6 +102,19 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
     monkeypatch.setattr(launcher, "Coordinator", None)
     with pytest.raises(ConfigError, match="has no policy 'second'; it has hunter, prey"):  # before anything starts
         Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
+
+
+def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chase: MakeConfig) -> None:
+    kept = {"checkpoint": {"every": "1 updates", "keep_last": 2}}
+    run = played(chase({"players": 4}, **kept), "cats")
+    abandoned = write_player(run.checkpoint_store().store, b"of a trainer that was killed before its checkpoint")
+    origin = run.checkpoint_store().names()[0]
+    run = Run.resume("cats", run.config.runs_dir, ("stop_at.updates=9",), inline=True, origin=origin)
+    assert run.wait(120).reason == "exhausted"
+    checkpoints = run.checkpoint_store()
+    listed = [checkpoints.manifest(name).provenance["players"] for name in checkpoints.names()]
+    there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
+    assert there == {sha256 for its in listed for sha256 in its} and abandoned not in there
 
 
 @pytest.mark.parametrize(

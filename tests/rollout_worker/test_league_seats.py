@@ -82,6 +82,14 @@ def test_a_learner_in_the_seats_of_another_has_no_return_that_could_be_asked_for
         described(EXPLOITER, policies=POLICIES, **asked)
 
 
+def test_a_lesson_by_rating_is_of_a_learner() -> None:
+    until = {"rating": 30, "policy": "prey"}
+    lessons = {"parameters": {"cat_steps": {"lessons": [{"value": 2, "until": until}, {"value": 3}]}}}
+    policies = {"hunter": {}, "prey": {"trainable": False}}
+    with pytest.raises(ConfigError, match=r"'prey' has no rating; the learners have: \['hunter'\]"):
+        described({}, environment=CHASE | lessons, policies=policies)
+
+
 def test_a_team_s_critic_of_a_learner_in_the_seats_of_another_has_as_many_agents() -> None:
     three = CHASE | {"id": f"{__name__}:Three"}
     agents = {"cat": "hunter", "mouse": "prey", "vole": "prey"}

@@ -13,6 +13,7 @@ from shared.datasets.read import read_dataset
 from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
 from shared.experience import tensor_blob
 from shared.experience.log_entry import START
+from shared.league.players import PLAYERS
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy, load_state_arrays, state_arrays
 from shared.protocol.ledger import Ledger, read_ledger
@@ -44,7 +45,8 @@ def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapsho
     parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
     progress = Progress(version, epoch, parent, Lineage(version, committed.position))
     committed = replace(committed, lags=restored.committed.lags)
-    return snapshot.take(learner, role.config, role.run_id, progress, committed)
+    players = (key.removeprefix(PLAYERS) for key in role.checkpoints.store.keys(PLAYERS))  # the abandoned line's too
+    return snapshot.take(learner, role.config, role.run_id, progress, committed, tuple(players))
 
 
 @dataclass(frozen=True)

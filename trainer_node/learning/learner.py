@@ -136,7 +136,7 @@ class Learner:
                 else:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
             for policy_id, shaped in self.shaped.items():
-                shaped.take(_source(item), item.header.seq == 0, item.columns[policy_id])
+                shaped.take(_source(item), _begins(item), item.columns[policy_id])
 
     def _rating(self, policy_id: str) -> float:
         assert self.league is not None, "a lesson by rating needs a league: the config was checked"
@@ -284,6 +284,11 @@ def make_learner(
 def replay_fragments(algorithm: Algorithm) -> int:
     """How many fragments its replay buffer holds; 0 where it has none."""
     return getattr(algorithm, "replay_fragments", 0)
+
+
+def _begins(item: Fragment) -> bool:
+    """Whether episodes begin with it: a successor's first fragment goes on in those of the life that it took up."""
+    return item.header.seq == 0 and item.header.life.partition(".")[0] == str(item.header.incarnation)
 
 
 def _source(item: Fragment) -> str:

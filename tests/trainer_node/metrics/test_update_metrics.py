@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shared.config.run_config import Config
+from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord, Fragment
 from shared.storage.metric_log import EPISODES, TRAIN, VERSION, read
 from tests.conftest import minimal_config
@@ -181,6 +182,20 @@ def test_in_turns_shaped_returns_are_those_of_episodes_within_a_fragment() -> No
     assert list(shaped.returns) == [2.0, 2.0]
     shaped.take("w0:0", False, columns)  # its first episode began before, and a turn of it is missing
     assert list(shaped.returns) == [2.0, 2.0, 2.0]
+
+
+def test_a_successor_s_first_fragment_begins_no_episode_that_it_took_up() -> None:
+    config = minimal_config(policies={"default": {"reward_scale": 2.0}})
+    learner = make_learner(config, SIMPLE)
+    for life, known in (("3.0", True), ("2.1", False)):
+        header = {"policy_versions": {"default": 0}, "worker_id": f"w{life}", "incarnation": 3, "seq": 0, "life": life}
+        item = random_fragment(SIMPLE, 0, **header, episodes=[])
+        item.columns["default"]["terminated"][:] = False
+        item.columns["default"]["truncated"][:] = False
+        item.columns["default"]["truncated"][0] = True
+        before = len(learner.shaped["default"].returns)
+        learner.emulate_acting([item], Phase.TRAIN)
+        assert (len(learner.shaped["default"].returns) > before) is known
 
 
 def test_what_is_told_of_each_step_is_a_mean_over_the_rows_that_were_acted() -> None:
