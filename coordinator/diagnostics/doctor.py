@@ -31,9 +31,9 @@ from coordinator.lifecycle.validation import check
 from coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
 from coordinator.services.ray_head import join
 from coordinator.services.ray_internals import CONNECT
-from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import StagecoachError, headline
+from shared.experience.spaces import EnvironmentDescription
 from shared.protocol.keys import redis_place
 from shared.protocol.redis_client import Address, connect_redis, tls_options, without_retries
 from shared.runtime.process import child_environment
@@ -85,11 +85,12 @@ def examine(config: Config | None) -> Iterator[Finding]:
         yield from _with_access("Ray", lambda: _ray(config, ray), lambda: open_ray(*ray))
     if config is not None:
         yield _warned("encryption", in_the_clear(config), "nothing that leaves this machine goes in plain text")
-        yield (found := _try("environment and policies", lambda: _environment(config)))
+        described: list[EnvironmentDescription] = []  # once it is known
+        yield _try("environment and policies", lambda: _environment(config, described))
         begun = sorted({*beginnings(config).values()})
         players = [its.source for its in config.league.fixed.values()] if config.league is not None else []
-        if found.ok and (begun or players):
-            yield _try("players and beginnings", lambda: _players(config, [*players, *begun]))
+        if described and (begun or players):
+            yield _try("players and beginnings", lambda: _players(config, described[0], [*players, *begun]))
 
 
 def _with_access(name: str, check: Callable[[], str], strangers: Callable[[], list[str]]) -> Iterator[Finding]:
@@ -232,14 +233,14 @@ def _ray(config: Config, where: list[str]) -> str:
         ray.shutdown()
 
 
-def _environment(config: Config) -> str:
+def _environment(config: Config, described: list[EnvironmentDescription]) -> str:
     found = check(config, strict=True)
+    described.append(found)
     return f"{config.environment.id}: agents {', '.join(found.agents)}; policies {', '.join(found.policies)}"
 
 
-def _players(config: Config, sources: Sequence[str]) -> str:
+def _players(config: Config, description: EnvironmentDescription, sources: Sequence[str]) -> str:
     """What a run takes from others, as its start would find it."""
-    description = describe_environment(config)
     with_fixed_players(config, description)
     first_policies(config, description)
     return f"found: {', '.join(sources)}"

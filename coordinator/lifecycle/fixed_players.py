@@ -6,9 +6,11 @@ What is found stands in the run's config, and so in its store and in its hash: a
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
+from shared.config.league import FixedPlayerConfig, LeagueConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
@@ -44,7 +46,7 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
             raise ConfigError(_changed(name, player.source, player.sha256))
         update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
         fixed[name] = player.model_copy(update=update)
-    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
+    return _with(config, config.league, fixed)
 
 
 def with_players_of(config: Config, before: Config) -> Config:
@@ -57,7 +59,11 @@ def with_players_of(config: Config, before: Config) -> Config:
         if known is not None and known.source == player.source and player.sha256 in ("", known.sha256):
             found = {"kind": known.kind, "sha256": known.sha256, "seats": known.seats}
             fixed[name] = player.model_copy(update=found)
-    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
+    return _with(config, config.league, fixed)
+
+
+def _with(config: Config, league: LeagueConfig, fixed: Mapping[str, FixedPlayerConfig]) -> Config:
+    return config.model_copy(update={"league": league.model_copy(update={"fixed": fixed})})
 
 
 def store_fixed_players(store: ObjectStore, config: Config) -> None:

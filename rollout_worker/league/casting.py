@@ -228,18 +228,15 @@ class Casting:
 
     def _how(self, told: Sequence[Sequence[float]], odd: Sequence[float]) -> str:
         """How a match is judged, in words."""
+        returns = "by comparing the sides' returns"
         if odd:
-            why = f", since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
-        elif any(told) and not all(told):
-            side = list(self._table.sides[[bool(its) for its in told].index(False)])
-            why = f", since none of side {side} was told a number in info[{_OUTCOME!r}]"
-        else:
-            why = ""
-        return (
-            f"by comparing the sides' returns{why}"
-            if odd or not all(told)
-            else f"by the environment's info[{_OUTCOME!r}]"
-        )
+            return f"{returns}, since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
+        if all(told):
+            return f"by the environment's info[{_OUTCOME!r}]"
+        if not any(told):
+            return returns
+        side = list(self._table.sides[[bool(its) for its in told].index(False)])
+        return f"{returns}, since none of side {side} was told a number in info[{_OUTCOME!r}]"
 
 
 def _compared(returns: Sequence[float]) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ class Player:
     """Equal for networks that can act as one (stacked.py)."""
     state_size = 0
     state: torch.Tensor | None = None
-    """Of a recurrent one, `[S, state size]`: set and kept by whoever seats it."""
+    """Of a recurrent one, `[S, state size]`: set and kept by its caller."""
 
 
 class Network(Player):

@@ -55,7 +55,7 @@ def _check_has_return(run: ConfigFields, where: str, policy_id: str) -> None:
     """Whether a policy has agents, whose returns are measured."""
     if policy_id not in run.policies:
         raise ValueError(f"{where}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
-    for learner in run.league_learners.values() if run.league is not None else ():
+    for learner in run.league_learners.values():
         if learner.policy == policy_id and learner.seat != policy_id:
             raise ValueError(
                 f"{where}: {policy_id!r} has no agents, and so no return: it plays in the seats of {learner.seat!r}; "

@@ -250,7 +250,7 @@ class Odd(AllAtOnce):
 
 class Telling(InTurns):
     """Two in turns until `until`: each step all are paid 1, and told how many steps there were. One fails, always.
-    `leaves`: a game that is over lists nobody."""
+    `leaves`: a game that is over has no agents."""
 
     def __init__(self, until: int = 6, leaves: bool = False) -> None:
         super().__init__()

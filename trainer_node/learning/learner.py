@@ -287,7 +287,7 @@ def replay_fragments(algorithm: Algorithm) -> int:
 
 
 def _begins(item: Fragment) -> bool:
-    """Whether episodes begin with it: a successor's first fragment goes on in those of the life that it took up."""
+    """Whether episodes begin with it: a successor's first fragment continues those that it took up."""
     return item.header.seq == 0 and item.header.life.partition(".")[0] == str(item.header.incarnation)
 
 
