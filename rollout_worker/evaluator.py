@@ -296,11 +296,23 @@ class Evaluator:
         return len(best) < config.keep_best or rank >= best[-1]
 
     def check_solved(self) -> None:
-        """Ends the run once each of the last evaluations reaches the target."""
+        """Ends the run once each of the last evaluations reaches the target. An abandoned line's do not count."""
         stop = self._context.config.stop_at
         if not stop.by_scores:
             return
-        last = list(events.read_evaluations(self._context.redis, self._context.run_id).values())[-stop.evaluations :]
+        known = events.read_evaluations(self._context.redis, self._context.run_id).values()
+        try:
+            begun = self.heartbeat.outlast(self._lineage, self._outage_seconds) if known else 0
+        except errors.CheckpointError:
+            return  # damaged, or pruned meanwhile: asked again after the next evaluation
+        last = [scores for scores in known if scores["version"] >= begun][-stop.evaluations :]
         solved = all(events.solves(scores, stop.mean_return, stop.success_rate) for scores in last)
         if len(last) == stop.evaluations and solved:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
+
+    def _lineage(self) -> int:
+        """The version that the newest checkpoint's lineage began with."""
+        pointer = self._context.checkpoints.pointer()
+        if pointer is None:
+            return 0
+        return int(self._context.checkpoints.manifest(pointer.latest).provenance.get("lineage", 0))

@@ -20,7 +20,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import build_policies
 from shared.protocol.keys import check_run_id
 from shared.protocol.redis_client import Address
-from shared.runtime.run_context import open_run_context
+from shared.runtime.run_context import RunContext, open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
@@ -47,7 +47,7 @@ def start(
         if before.stop_at == config.stop_at and at_its_end:
             folder.unlock()
             return folder, before, None
-        return _continue(folder, config, before.stop_at, prepare_resume, inline, begun)
+        return _continue(folder, config, description, before.stop_at, prepare_resume, inline, begun)
     sources = first_policies(config, description)
     folder = RunFolder.create(config, name, import_path)
     try:
@@ -76,10 +76,10 @@ def resume(
     if folder.remote is not None:
         name = folder.run_id
         raise UserError(f"run {name!r} lives on other machines; `stagecoach attach {name}` continues it there")
-    config, _ = _checked(folder.config(overrides), folder.import_path(), inline)
+    config, description = _checked(folder.config(overrides), folder.import_path(), inline)
     before = folder.config()
     _check_same_learning(config, before)
-    return _continue(folder, config, before.stop_at, prepare, inline, begun)
+    return _continue(folder, config, description, before.stop_at, prepare, inline, begun)
 
 
 def submit(sent: Submission, config: Config, run_id: str, begun: Begun) -> Started:
@@ -127,14 +127,19 @@ def _check_same_learning(config: Config, before: Config) -> None:
 
 
 def _continue(
-    folder: RunFolder, config: Config, before: StopConfig, prepare: Callable[..., None], inline: bool, begun: Begun
-) -> Started:
+    folder: RunFolder, config: Config, description: EnvironmentDescription, before: StopConfig,
+    prepare: Callable[..., None], inline: bool, begun: Begun,
+) -> Started:  # fmt: skip
     """A run that had `before` to reach. A folder that was made for it here is removed if it cannot continue."""
+
+    def begin(context: RunContext) -> None:
+        prepare_new(context, description, first_policies(config, description))
+
     made_here = folder.held
     try:
         if not made_here:
             folder.lock()
-        coordinator = Coordinator(folder, config, partial(prepare, before=before), inline, begun)
+        coordinator = Coordinator(folder, config, partial(prepare, before=before, begin=begin), inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()
         raise

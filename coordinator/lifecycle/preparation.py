@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -52,15 +52,10 @@ def prepare_new(
     In version 0, policies that have one of `sources`, by policy id, are what was learned there.
     """
     store = context.checkpoints.store
-    holder = "Redis" if context.redis.exists(RunKeys(context.run_id).flow) else None
-    with contextlib.suppress(ObjectMissing):
-        store.get(CONFIG)
-        holder = "the store"
-    if holder is not None:
+    if (holder := _holder(context)) is not None:
         raise RunExists(f"{holder} has a run {context.run_id!r} already; choose another --run-id, or resume it")
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
-        store.put(CONFIG, dump_config(context.config).encode())
         first = forked(context, sources) if sources else None
         store_fixed_players(store, context.config)
         if first is not None:
@@ -69,6 +64,7 @@ def prepare_new(
             ):  # its weights are the league's first snapshot
                 write_player(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
+        store.put(CONFIG, dump_config(context.config).encode())  # the last: what has it was prepared whole
         create_flow(context)
         if first is not None:
             said = first.manifest.provenance["initialized_from"]
@@ -83,9 +79,17 @@ def prepare_new(
         raise
 
 
+def _holder(context: RunContext) -> str | None:
+    """What knows of this run already, in words; None where it was never prepared to its end."""
+    with contextlib.suppress(ObjectMissing):
+        context.checkpoints.store.get(CONFIG)
+        return "the store"
+    return "Redis" if context.redis.exists(RunKeys(context.run_id).flow) else None
+
+
 def prepare_resume(
     context: RunContext, origin: str = "latest", before: StopConfig | None = None, drop: tuple[str, ...] = (),
-    strict: bool = False,
+    strict: bool = False, begin: Callable[[RunContext], None] | None = None,
 ) -> None:  # fmt: skip
     """Lets an ended run continue: removes `.finished` and gives back what dead workers had claimed.
 
@@ -95,7 +99,11 @@ def prepare_resume(
         before: where it was to end so far: what was cut off just there may be resumed to end in order.
         drop: log entries (`POSITION`, `FIRST..LAST`) that are not learned from, such as those that ended the run.
         strict: rejects a checkpoint of other versions of code or libraries, which are only reported else.
+        begin: prepares it as a new run, where it was cut off before that was done.
     """
+    if begin is not None and origin == "latest" and _holder(context) is None:
+        begin(context)
+        return
     _refuse_unbegun(context)
     checkpoint = _older(context, origin)
     if strict:

@@ -13,8 +13,9 @@ from urllib.error import HTTPError
 import pytest
 from onnx import TensorProto, helper
 
+from coordinator.catalog.run_folder import RunFolder
 from coordinator.diagnostics.doctor import examine
-from coordinator.lifecycle import launcher
+from coordinator.lifecycle import launcher, preparation
 from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.page.server import serve
 from coordinator.run import Run
@@ -26,8 +27,15 @@ from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
+from tests.support.groups import some_quick
 
 NO_FUNCTION = 3
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no `except` of the product's sees it."""
+
+
 ENVIRONMENT = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
 MakeConfig = Callable[..., Config]
 
@@ -202,3 +210,39 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
             urllib.request.urlopen(f"{url}/api/runs/a/league")
         assert caught.value.code == 400
         assert b"has no league" in caught.value.read()
+
+
+@pytest.mark.parametrize(
+    ("step", "or_resume"),
+    some_quick(
+        [("prepare_new", True), ("forked", True), ("store_fixed_players", False), ("dump_config", False),
+         ("create_flow", True)],
+        ("dump_config", False),
+    ),
+)  # fmt: skip
+def test_a_run_that_was_killed_while_it_was_prepared_continues_as_if_it_had_not_been(
+    chase: MakeConfig, monkeypatch: pytest.MonkeyPatch, step: str, or_resume: bool
+) -> None:
+    """At any step, with weights and a player of another run."""
+    played(chase({}), "first")
+    league = {"fixed": {"rival": "first/latest#hunter"}, "opponents": {"latest": 0.5, "past": 0, "fixed": 0.5}}
+    config = chase(league, initialize_from="first/latest")
+    undisturbed = played(config, "undisturbed")
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "remove", RunFolder.unlock)  # a killed process removes nothing
+        patched.setattr(launcher if step == "prepare_new" else preparation, step, kill)
+        with pytest.raises(Killed):
+            Run.start(config, "killed", inline=True)
+    if or_resume:
+        run = Run.start(config, "killed", inline=True, or_resume=True)
+    else:
+        run = Run.resume("killed", config.runs_dir, inline=True)
+    assert run.wait(120).reason == "exhausted"
+    assert table_of(run) == table_of(undisturbed)
+    stores = [its.checkpoint_store() for its in (run, undisturbed)]
+    hunters = [store.load(store.resolve("latest")).objects["hunter/policy.safetensors"] for store in stores]
+    assert hunters[0] == hunters[1]

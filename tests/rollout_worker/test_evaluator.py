@@ -220,14 +220,16 @@ def new_evaluator(make_role: MakeRole) -> Iterator[NewEvaluator]:
         evaluator.stop("end of test")
 
 
-def store_checkpoint(role: RunContext, version: int) -> str:
+def store_checkpoint(role: RunContext, version: int, lineage: int = 0) -> str:
     """An untrained policy as the run's newest checkpoint, as a trainer leaves it."""
     policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
     objects = {f"{name}/policy.safetensors": encode_policy(policy, version) for name, policy in policies.items()}
     manifest = Manifest(
         run_id=role.run_id, name=checkpoint_name(version, 64 * version), version=version, epoch=1, created=1.0,
         log_position="0-0", parent=None, objects=describe_objects(objects),
-        provenance={"counters": {"train": {"env_steps": 64 * version, "episodes": 0, "updates": version}}},
+        provenance={
+            "counters": {"train": {"env_steps": 64 * version, "episodes": 0, "updates": version}}, "lineage": lineage,
+        },
     )  # fmt: skip
     digest = hashlib.sha256(role.checkpoints.write(manifest, objects)).hexdigest()
     role.checkpoints.write_pointer(Pointer(latest=manifest.name, epoch=1, manifest_sha256=digest))
@@ -427,3 +429,21 @@ def test_a_run_is_solved_when_each_of_the_last_evaluations_reaches_the_threshold
         record_evaluation(role.redis, role.run_id, checkpoint_name(version, version), scores)
     new_evaluator(config)
     assert (role.flow.read().state, role.flow.read().reason) == (("stopping", "solved") if solved else ("running", ""))
+
+
+def test_scores_of_a_line_that_was_left_do_not_solve_a_run(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
+    config = minimal_config(stop_at={"mean_return": 475.0, "evaluations": 2})
+    role = make_role(config)
+
+    def reach(version: int) -> None:
+        scores = {"version": version, "mean_return": 500.0}
+        record_evaluation(role.redis, role.run_id, checkpoint_name(version, 64), scores)
+
+    reach(7)
+    reach(8)
+    store_checkpoint(role, 10, lineage=10)  # what `resume --from` an older one makes the newest
+    evaluator = new_evaluator(config)
+    for version, solved in ((10, False), (11, True)):
+        reach(version)
+        evaluator.check_solved()
+        assert (role.flow.read().reason == "solved") == solved

@@ -141,7 +141,8 @@ def take(
             "algorithms": {id_: its.algorithm.name for id_, its in config.policies.items() if its.algorithm},
             "config_hash": config.hash(), "seed": config.seed, "phase": phase.value, "counters": counters,
             "log_range": [progress.parent.position, committed.position],
-            "policy_versions": [progress.parent.version, version], "lag_histogram": lags, "ledger": ledger,
+            "policy_versions": [progress.parent.version, version], "lineage": progress.lineage.version,
+            "lag_histogram": lags, "ledger": ledger,
             "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
             **told,
         }  # fmt: skip
