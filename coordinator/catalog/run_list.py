@@ -11,7 +11,7 @@ from shared.errors import StagecoachError
 
 @dataclass(frozen=True)
 class RunRow:
-    """What `stagecoach runs` shows of a run; `best` is the confirmed mean return of its best checkpoint."""
+    """What `stagecoach runs` shows of a run; `best` is what confirmed its best checkpoint: mean return, or rank."""
 
     run_id: str
     state: RunStatus
@@ -34,7 +34,9 @@ def _row_from_files(path: Path) -> RunRow | None:
         entries = kept.get("checkpoints", [])
         counts = (finished.get("counters") or {}).get("train") or (entries[-1] if entries else {})
         best = next((entry["evaluation"] for entry in entries if entry["name"] == kept.get("best")), None) or {}
-        score = float(best["confirmation"]["mean_return"]) if best.get("confirmation") else None
+        confirmed = best.get("confirmation") or {}
+        rank = confirmed.get("ranking", confirmed.get("mean_return"))
+        score = None if rank is None else float(rank)
         state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
         reason = str(finished.get("reason", INTERRUPTED_REASON))
         return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason)

@@ -32,13 +32,18 @@ HEAVY = {"torch", "ray", "redis", "boto3", "numpy", "gymnasium"}
 
 @pytest.fixture(scope="module")
 def folder(ended_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the ended run and one without `.finished`."""
+    """A folder with the ended run, one without `.finished`, and one whose checkpoints are ranked by a rating."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("a", "cut-off"):
+    for name in ("a", "cut-off", "rated"):
         shutil.copytree(ended_run.config.runs_dir / "a", folder / "runs" / name)
-    store = folder / "runs" / "cut-off" / "s3" / "stagecoach"
-    (store / "a").rename(store / "cut-off")
-    (store / "cut-off" / ".finished").unlink()
+        store = folder / "runs" / name / "s3" / "stagecoach"
+        (store / "a").rename(store / name)
+    (folder / "runs" / "cut-off" / "s3" / "stagecoach" / "cut-off" / ".finished").unlink()
+    status = store / "rated" / "training_status.json"
+    told = json.loads(status.read_text())
+    for entry in told["checkpoints"]:
+        entry["evaluation"]["confirmation"] = entry["evaluation"] | {"ranking": 24.5}
+    status.write_text(json.dumps(told))
     return folder
 
 
@@ -46,6 +51,7 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
     rows = {row.run_id: row for row in list_runs(folder / "runs")}
     assert (rows["a"].state, rows["cut-off"].state) == ("finished", "interrupted")
     assert rows["a"].best is not None and rows["a"].env_steps > 0
+    assert rows["rated"].best == 24.5
     assert set(asdict(rows["a"])) == {"run_id", "state", "env_steps", "best", "reason"}
     assert rows == {name: row_from_servers(folder / "runs" / name) for name in rows}
 
@@ -63,7 +69,7 @@ for arguments, environ in json.load(sys.stdin):
 print(json.dumps([printed, sorted({HEAVY!r} & set(sys.modules))]))
 """
 COMPLETED = {
-    "sta": ["status"], "train --or": ["--or-resume"], "status ": ["a", "cut-off"], "evaluate cu": ["cut-off"],
+    "sta": ["status"], "train --or": ["--or-resume"], "status ": ["a", "cut-off", "rated"], "evaluate cu": ["cut-off"],
     "stop --runs-dir others ": ["another"], "train lunar": ["lunarlander"],
     "train my-": ["my-config.yaml", "my-folder/"], "config ./my-folder/": ["./my-folder/deep.yml"],
     "doctor nothing-like-it": [],
@@ -115,7 +121,7 @@ def test_delete_asks_and_takes_the_run_and_no_other(folder: Path, stagecoach: St
     check_refused(stagecoach("delete", "a"), "would delete run a", "--yes")
     assert (tmp_path / "runs" / "a").exists()
     assert "deleted run a" in stagecoach("delete", "a", "--yes").ok()
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["cut-off"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"cut-off", "rated"}
     check_refused(stagecoach("delete", "cutoff", "--yes"), "did you mean cut-off?")
 
 
