@@ -159,7 +159,10 @@ class Evaluator:
         name = self._next(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
         if name is None:
             return StepResult.WAITED
-        self._evaluate(name)
+        try:
+            self._evaluate(name)
+        finally:  # what could not be played is no longer kept from being pruned
+            self.heartbeat.progress = {key: its for key, its in self.heartbeat.progress.items() if key != "evaluating"}
         return StepResult.EVALUATED
 
     def _run_has_finished(self) -> bool:

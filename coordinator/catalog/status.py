@@ -26,7 +26,7 @@ from shared.protocol.payload_shards import bytes_by_shard
 from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from shared.storage.checkpoint_store import FINISHED, CheckpointStore
 from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
-from trainer_node.checkpointing.retention import best_checkpoints, confirmed_returns, status_file
+from trainer_node.checkpointing.retention import status_file
 
 NO_BOUND = 10_000
 """As many workers as a config may ask for."""
@@ -216,6 +216,7 @@ class _StoreStatus(BaseModel, extra="allow"):
     """Of what the trainer tells of the store, that which is shown."""
 
     durable: str = ""
+    best: str = ""
     waiting_for: str = ""
     error: str = ""
     since: float = 0.0
@@ -237,7 +238,6 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
     store = told.model_dump(exclude_unset=True) if told else {}
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
     newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
-    best = next(iter(best_checkpoints(confirmed_returns(evaluations), evaluations)), None)
     return Status(
         run_id=run_id, state=RunStatus(flow.state), reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
@@ -251,7 +251,7 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
-        metrics=newest_row(client, run_id), store=store, latest=store.get("durable"), best=best,
+        metrics=newest_row(client, run_id), store=store, latest=store.get("durable"), best=store.get("best"),
         evaluation=newest, failure=flow.failure,
     )  # fmt: skip
 

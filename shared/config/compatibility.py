@@ -357,6 +357,17 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
                 )
     if not learners:
         raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
+    taught = {learner.policy for learner in learners.values()}
+    if run.checkpoint.best_by not in ("all", *taught):
+        raise ValueError(
+            f"checkpoint.best_by: {run.checkpoint.best_by!r} is no learner's policy, and so has no rating; the "
+            f"learners' are {', '.join(sorted(taught))}"
+        )
+    if left_out := sorted(name for name, its in run.policies.items() if its.trainable and name not in taught):
+        raise ValueError(
+            f"league.learners has {', '.join(learners)}, and so policies.{left_out[0]} would not learn: name it in "
+            f"league.learners too, or set policies.{left_out[0]}.trainable=false"
+        )
     if league.swap_every is not None and len(learners) < 2:
         raise ValueError(
             f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from coordinator.lifecycle.preparation import create_flow
 from shared.errors import RunNotFound
 from shared.protocol.events import record_evaluation
 from shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
+from shared.protocol.keys import RunKeys
 from shared.storage.checkpoint_store import FINISHED, STATUS, CheckpointStore
 from shared.storage.object_store import FileStore
 from tests.conftest import MakeRole, minimal_config
@@ -94,12 +96,14 @@ def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
         record_evaluation(role.redis, role.run_id, name, scores)
     newest = {"checkpoint": "15_Step-960.ckpt", "version": 15, "mean_return": 99.0}
     record_evaluation(role.redis, role.run_id, "15_Step-960.ckpt", newest)
+    told = {"durable": "10_Step-640.ckpt", "best": "5_Step-320.ckpt"}
+    role.redis.set(RunKeys(role.run_id).store_status, json.dumps(told))
     status = live_status(role.redis, role.run_id)
     trainer.stop("stopped")
     assert status.fleet is None, "no worker is there"
     assert (status.state, status.live, status.desired_workers) == ("running", True, 3)
     assert (status.env_steps, status.updates, status.episodes) == (640, 10, 4)
-    assert status.best == "5_Step-320.ckpt"
+    assert (status.latest, status.best) == ("10_Step-640.ckpt", "5_Step-320.ckpt"), "as the trainer keeps them"
     assert status.evaluation == newest, "the newest score, which nothing has confirmed"
     assert status.flow == {"in_flight": 0, "window": 4, "max_policy_lag": 1}
     plain = status.as_dict()

@@ -15,7 +15,12 @@ from tests.support.environments import CHASE, CHASE_POLICIES, Chase
 from tests.support.games import MODULE
 
 POLICIES = CHASE_POLICIES["policies"] | {"exploiter": {}}
-EXPLOITER = {"learners": {"a": {"policy": "prey"}, "b": {"policy": "exploiter", "plays": ["hunter"]}}}
+FROZEN = {name: {"trainable": False} for name in ("hunter", "prey")}
+EXPLOITER = {
+    "learners": {
+        "a": {"policy": "prey"}, "b": {"policy": "exploiter", "plays": ["hunter"]}, "c": {"policy": "hunter"},
+    }
+}  # fmt: skip
 
 
 class Three(Chase):
@@ -33,7 +38,7 @@ def test_each_agent_is_a_side_and_an_exploiter_has_the_spaces_and_slots_of_whose
     found = described({})
     assert found.seats == {"hunter": "hunter", "prey": "prey"}
     found = described(EXPLOITER, policies=POLICIES)
-    assert found.seats == {"prey": "prey", "exploiter": "hunter"}
+    assert found.seats == {"prey": "prey", "exploiter": "hunter", "hunter": "hunter"}
     assert found.policies["exploiter"] == found.policies["hunter"] != found.policies["prey"]
     assert [found.slots(policy) for policy in ("hunter", "prey", "exploiter")] == [1, 1, 1]
     assert EnvironmentDescription.from_dict(found.as_dict()) == found
@@ -45,11 +50,13 @@ def test_each_agent_is_a_side_and_an_exploiter_has_the_spaces_and_slots_of_whose
         ({"sides": [["cat"], ["dog"]]}, {},
          r"league.sides names \['dog'\], but the environment has \['cat', 'mouse'\]"),
         ({"sides": [["cat"], ["mouse", "dog"]]}, {}, r"names \['dog'\]"),
-        ({"learners": {"a": {"policy": "exploiter"}}}, {"policies": POLICIES},
+        ({"learners": {"a": {"policy": "exploiter"}}}, {"policies": POLICIES | FROZEN},
          "'exploiter' would take the seats of 'exploiter', to which no agent is mapped"),
-        ({"learners": {"a": {"policy": "prey", "plays": ["hunter"]}}}, {},
+        ({"learners": {"a": {"policy": "prey", "plays": ["hunter"]}}}, {"policies": FROZEN | {"prey": {}}},
          "'prey' plays in the seats of 'hunter', and has agents of its own"),
-        ({"learners": {"a": {"policy": "prey"}}}, {"policies": POLICIES}, r"policies \['exploiter'\] have no agent"),
+        ({"learners": {"a": {"policy": "prey"}}},
+         {"policies": POLICIES | {"hunter": {"trainable": False}, "exploiter": {"trainable": False}}},
+         r"policies \['exploiter'\] have no agent"),
     ],
 )  # fmt: skip
 def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
@@ -94,7 +101,7 @@ def test_a_team_s_critic_of_a_learner_in_the_seats_of_another_has_as_many_agents
     three = CHASE | {"id": f"{__name__}:Three"}
     agents = {"cat": "hunter", "mouse": "prey", "vole": "prey"}
     league = {"learners": {"a": {"policy": "exploiter", "plays": ["prey"]}}, "sides": [["cat"], ["mouse", "vole"]]}
-    policies = POLICIES | {"exploiter": {"critic_observes": "team"}, "hunter": {"trainable": False}}
+    policies = POLICIES | {"exploiter": {"critic_observes": "team"}, **FROZEN}
     config = minimal_config(environment=three, agents=agents, policies=policies, league=league)
     description = describe_environment(config)
     made = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)

@@ -72,6 +72,12 @@ def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_si
             league_config(both, PAIR, **sections)
     ppo = {"policies": {"main": {}, "exploiter": {"algorithm": {"name": "ppo"}}}}
     assert league_config(learners, PAIR, algorithm={"name": "dqn"}, **ppo).league is not None
+    with pytest.raises(ConfigError, match=r"learners has main, and so policies\.exploiter would not learn: name it in"):
+        league_config({"learners": {"main": {"policy": "main"}}}, PAIR)
+    frozen = {"policies": {"main": {}, "exploiter": {"trainable": False}}}
+    assert league_config({"learners": {"main": {"policy": "main"}}}, PAIR, **frozen).league is not None
+    with pytest.raises(ConfigError, match=r"best_by: 'exploiter' is no learner's policy, and so has no rating; .*main"):
+        league_config({}, PAIR, checkpoint={"best_by": "exploiter"}, **frozen)
     with pytest.raises(ConfigError, match="=gymnasium: it needs several agents"):
         league_config({}, environment={"id": "CartPole-v1"})
     assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"

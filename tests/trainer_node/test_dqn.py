@@ -104,13 +104,15 @@ def test_gradient_steps_are_those_that_the_env_steps_ask_for_and_heat_up_asks_fo
     assert counts == [3, 4, 3, 4, 4, 3] and dqn.done == int(0.3 * 72)
 
 
-def test_where_nobody_has_acted_yet_what_is_due_is_made_up_for() -> None:
+def test_before_the_first_of_its_agents_is_born_it_owes_no_gradient_steps() -> None:
+    """Else one that comes after a million env steps would do a million in one update, with a handful of rows."""
     dqn = make_dqn()
     absent, present = streamed(1, absent=1.1)[0], streamed(1)[0]
     metrics = dqn.update([absent], Counters(env_steps=5))
     assert metrics["train/gradient_steps"] == 0 and metrics["train/replay_buffer_transitions"] == 0
     assert "train/loss" not in metrics
-    assert dqn.update([present], Counters(env_steps=9, updates=1))["train/gradient_steps"] == 9
+    assert dqn.update([present], Counters(env_steps=9, updates=1))["train/gradient_steps"] == 4
+    assert dqn.update([absent], Counters(env_steps=12, updates=2))["train/gradient_steps"] == 3, "it has rows now"
 
 
 def test_the_target_network_follows_every_so_many_gradient_steps() -> None:

@@ -242,7 +242,8 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
         "snapshot": {"min_games": 6},
     }
     for result, games in ((1.0, 8), (0.0, 40)):
-        league, policies = league_of(league_config(settings, PAIR))
+        still = {"main": {"hidden_sizes": [4], "trainable": False}, "exploiter": {"hidden_sizes": [4]}}
+        league, policies = league_of(league_config(settings, PAIR, policies=still))
         begun = [0]
         for number in range(games):
             league.take(record(table_of(league), number, result))

@@ -189,6 +189,7 @@ class CheckpointWriter:
         self._noticed: dict[str, dict[str, Any]] = {}
         """The evaluations that pointer and status file reflect."""
         self._durable: str | None = None
+        self._best: str | None = None
         self._outage: dict[str, Any] = {}
         """The store, or a Redis shard, fails, as `status` shows it; empty while they work."""
         self._pauses = growing_pauses()
@@ -316,8 +317,9 @@ class CheckpointWriter:
         return True
 
     def _write_status(self, news: dict[str, Any]) -> None:
-        """`store_status`: the newest durable checkpoint, an export that failed, and what is being tried or fails."""
+        """`store_status`: newest durable and best checkpoint, a failed export, and what is being tried or fails."""
         status: dict[str, Any] = {"durable": self._durable} if self._durable else {}
+        status |= {"best": self._best} if self._best else {}
         status |= ({"export": self._exporter.told} if self._exporter.told else {}) | news
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys, keys.store_status, "SET", json.dumps(status))
@@ -395,6 +397,7 @@ class CheckpointWriter:
         moved = Pointer(latest=newest, best=best, final=last, epoch=epoch, manifest_sha256=sha)
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
+        self._best = best
         playing = checkpoint_in_evaluation(self._role.redis, self._role.run_id)
         removed = retention.prune(self._checkpoints, inventory, moved, self._role.config.checkpoint, {playing})
         if removed and self.recorder is not None:  # else none of them is recorded yet

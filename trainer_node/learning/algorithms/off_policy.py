@@ -130,7 +130,10 @@ class OffPolicy(PolicyLearner):
         if self.signals.streams:
             self.signals.look(experience, self._tensors(experience))
         self.cloning.begin(counters)
-        history = [lesson.metrics for lesson in self._lessons(counters)]
+        due = int(counters.env_steps * self._config.gradient_steps_per_env_step)
+        if not len(self.replay_buffer) and not any(item.columns["mask"].any() for item in experience):
+            self.done = due  # its agents are not born yet: for that time no steps are owed
+        history = [lesson.metrics for lesson in self._lessons(counters, due)]
         of_update = {
             "train/learning_rate": self._config.learning_rate.value(counters),
             "train/gradient_steps": len(history),
@@ -138,7 +141,7 @@ class OffPolicy(PolicyLearner):
         }
         return mean_terms(history, self.shard.total) | self.cloning.metrics | of_update
 
-    def _lessons(self, counters: Counters) -> Iterable[Lesson]:
+    def _lessons(self, counters: Counters, due: int) -> Iterable[Lesson]:
         if not len(self.replay_buffer):  # nothing was acted yet: what is due is made up for
             return
         config, seed = self._config, update_seed(self._setting.seed, counters.updates)
@@ -146,7 +149,7 @@ class OffPolicy(PolicyLearner):
         beta, rewards = config.replay_buffer.importance(counters), self._setting.rewards
         wanted: dict[str, Any] = {"gamma": config.gamma, "n_step": config.n_step, "beta": beta}
         as_now, generators = None if rewards is None else rewards.scaled, self.signals.generators(counters.updates)
-        for _ in range(int(counters.env_steps * config.gradient_steps_per_env_step) - self.done):
+        for _ in range(due - self.done):
             drawn = self.replay_buffer.sample(config.minibatch_size, drawing, as_now=as_now, **wanted)
             batch, paid = self.on_device(drawn), dict[str, Tensor]()
             if self.signals.streams:
