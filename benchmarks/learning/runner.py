@@ -22,10 +22,9 @@ from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
 from coordinator.catalog.checkpoint_lookup import evaluate
 from coordinator.run import Run
-from shared.league.players import read_player
+from shared.league.players import LEAGUE, read_player
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.storage.checkpoint_store import FINISHED
-from trainer_node.checkpointing.snapshot import LEAGUE
 from trainer_node.learning.league import LeagueState
 
 _SIGNAL = "rollout/ep_rew_mean"

@@ -14,11 +14,11 @@ from rollout_worker.playing import play_sides, playable
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
+from shared.league.players import LEAGUE
 from shared.league.table import PlayerRef, sides_of
 from shared.policies.registry import build_policies
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore
-from trainer_node.checkpointing.snapshot import LEAGUE
 from trainer_node.learning.league import LeagueState, standings, wilson
 
 

@@ -3,20 +3,21 @@
 What is found stands in the run's config, and so in its store and in its hash: a resume has the same players.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.catalog.checkpoint_lookup import find_checkpoint
+from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.league import FixedPlayerConfig, LeagueConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from shared.league.players import PLAYERS, write_player
+from shared.league.players import LEAGUE, snapshots_in, write_player
 from shared.league.players import read_player as stored_player
-from shared.league.table import PlayerKind, PlayerRef, player_hash, snapshot_id
+from shared.league.table import PlayerKind, PlayerRef, player_hash
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install, misfit
 from shared.storage.object_store import ObjectStore
@@ -129,7 +130,7 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
-    if policy_id not in policies and (sha256 := _snapshot(found.store.store, policy_id)):
+    if policy_id not in policies and (sha256 := _snapshot(found, policy_id)):
         return stored_player(found.store.store, sha256)
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
@@ -140,12 +141,17 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     return policies[policy_id]
 
 
-def _snapshot(store: ObjectStore, player: str) -> str | None:
-    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with."""
-    hashes = [key.removeprefix(PLAYERS) for key in store.keys(PLAYERS)] if "-" in player else []
-    policy_id = player.rpartition("-")[0]
-    found = [sha256 for sha256 in hashes if snapshot_id(policy_id, sha256).startswith(player)]
-    return found[0] if len(found) == 1 else None
+def _snapshot(found: Found, player: str) -> str | None:
+    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with.
+
+    As the newest checkpoint has the league, else an older one: the store may still have who has left it.
+    """
+    for name in dict.fromkeys((*reversed(found.store.names()), found.name)) if "-" in player else ():
+        with contextlib.suppress(CheckpointError, ValueError, KeyError):
+            snapshots = snapshots_in(found.store.load(name, only=LEAGUE).objects[LEAGUE])
+            if its := [sha256 for player_id, sha256 in snapshots.items() if player_id.startswith(player)]:
+                return its[0] if len(its) == 1 else None
+    return None
 
 
 def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:

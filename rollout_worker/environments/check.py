@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from rollout_worker.environments.action_masks import KEY, count_choices, from_in
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make, make_native
 from rollout_worker.environments.pettingzoo_env import OneAtATime
-from rollout_worker.environments.vector_env import pick
+from rollout_worker.environments.vector_env import OUTCOME, pick
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
 from shared.config.sections import RunPolicyConfig
@@ -322,6 +322,10 @@ class Check:
         else:
             self._infos = info
             each = info.values() if self._many else [info]
+            if no_dicts := [agent for agent, its in info.items() if self._many and not isinstance(its, dict)]:
+                found = f"step() returned {_shown(info[no_dicts[0]])} as the info of {no_dicts[0]}"
+                self._report.fatal(found, "a dict for each agent", "return {} where there is nothing to say")
+            self._check_outcomes(each)
             self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
             if not self._masked and any(isinstance(its, dict) and KEY in its for its in each):
                 self._mask_untaken = self._config.environment.action_mask == "auto"
@@ -335,6 +339,14 @@ class Check:
         on = [agent for agent in actions if not over[agent] and agent in left]
         new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
         return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
+
+    def _check_outcomes(self, infos: Iterable[Mapping[str, Any]]) -> None:
+        """Whether a league can judge a match by what is told of it."""
+        told = [its[OUTCOME] for its in infos if OUTCOME in its] if self._config.league is not None else []
+        for outcome in told:
+            if not 0 <= vector_env.scalar(OUTCOME, outcome).get(OUTCOME, -1) <= 1:
+                found = f"step() returned {_shown(outcome)} as info[{OUTCOME!r}]"
+                self._report.add(WRONG, found, "a number from 0 (lost) to 1 (won)", "else the sides' returns decide")
 
     def _check_info(self, played: int) -> None:
         """Whether each column of `environment.info_columns` was told at all."""

@@ -68,6 +68,11 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
         ) from None
     for agent, pair in found.items():
+        if not isinstance(agent, str):
+            raise EnvironmentUnusable(
+                f"{config.environment.id}: possible_agents names an agent {agent!r} ({type(agent).__name__}); expected "
+                f"text, by which agents and policies are told apart; name it such as 'agent_{agent}'"
+            )
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):
                 whose = f" of {agent}" if config.environment.several_agents else ""

@@ -109,7 +109,8 @@ class Parallel:
                     break  # it is not the episode that it was: the successor compares, and will see
                 with NamedFailures("step", self._first + index):
                     self._step_one(index, self._nested(actions), self._blank())
-        return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
+        with NamedFailures("reset"):  # such as of what fits in no column
+            return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
 
     @property
     def position(self) -> Position:
@@ -159,7 +160,7 @@ class Parallel:
         if not choices:
             return observation
         none = {} if agent in live else {KEY: np.zeros(choices, np.int8)}  # nobody acts, so it need not tell one
-        return from_info(observation, {**none, **info}, choices)
+        return from_info(observation, {**none, **_told(agent, info)}, choices)
 
     @NamedFailures("step")  # such as of what it returned and fits in no column
     def step(self, actions: Mapping[str, Columns]) -> Step:
@@ -203,7 +204,7 @@ class Parallel:
                 episode.over.add(agent)
         for agent in infos.keys() & (self._places.keys() - acting.keys()):  # of who has fallen before
             if infos[agent]:
-                episode.infos[agent] = {**episode.infos.get(agent, {}), **infos[agent]}
+                episode.infos[agent] = {**episode.infos.get(agent, {}), **_told(agent, infos[agent])}
         episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
@@ -224,7 +225,7 @@ class Parallel:
             raise KeyError(f"no last observation of {agent}")
         if (terminated or truncated) and observation is not None:
             finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
-        episode.infos[agent] = dict(info)
+        episode.infos[agent] = _told(agent, info)
         if not (names := self._description.info_columns):
             return
         for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
@@ -346,7 +347,7 @@ class Turns(Parallel):
             else:  # before its first turn
                 episode.returns[agent] += float(reward)
                 if terminated or truncated:
-                    episode.infos[agent] = dict(info)
+                    episode.infos[agent] = _told(agent, info)
             if not (terminated or truncated):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return
@@ -377,6 +378,13 @@ class Turns(Parallel):
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
 """PettingZoo's wrappers hand each of these on, and a turn reads many: they are read where they are held."""
+
+
+def _told(agent: str, info: Any) -> dict[str, Any]:
+    """A copy of an agent's `info`; raises `TypeError` where it is none."""
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the info of {agent} is {info!r:.60}; expected a dict, such as {{}}")
+    return dict(info)
 
 
 def _last(env: Any, game: Any, agent: str) -> Any:
@@ -413,10 +421,11 @@ class OneAtATime:
         return (seen, *outcomes, infos)
 
     def _turn(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        infos: dict[str, Any] = {}
         while self._env.agents:
             agent = self._env.agent_selection
-            observation, _, terminated, truncated, info = self._env.last()
+            observation, _, terminated, truncated, infos[agent] = self._env.last()
             if not (terminated or truncated):
-                return {agent: observation}, {agent: info}
+                return {agent: observation}, infos
             self._env.step(None)
-        return {}, {}
+        return {}, infos

@@ -19,6 +19,8 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription, Lea
 
 SUCCESS = ("is_success", "success")
 """How environments name the success of an episode in `info`."""
+OUTCOME = "outcome"
+"""How they name an agent's share in a match's end in `info`, from 0 to 1."""
 GREEDILY = 2
 """In `PolicyStep.acts`: it is to act, and by the best action."""
 

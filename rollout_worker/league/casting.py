@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_worker.environments.vector_env import OUTCOME
 from rollout_worker.league.opponents import Forfeit, Network, Opponents, Player, Random
 from rollout_worker.league.stacked import Stacked
 from shared.errors import EnvironmentFailure, PlayerUnusable
@@ -22,7 +23,6 @@ from shared.league.table import MatchTable, PlayerRef
 from shared.policies.policy import Policy
 
 _LOGGER = logging.getLogger("stagecoach.worker")
-_OUTCOME = "outcome"
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
 
 
@@ -201,7 +201,7 @@ class Casting:
         """The record of an episode that has ended, with its match."""
         match, said = self.matches[environment], self._forfeits[environment]
         assert match is not None
-        named = [[f"{agent}.{_OUTCOME}" for agent in side] for side in self._table.sides]
+        named = [[f"{agent}.{OUTCOME}" for agent in side] for side in self._table.sides]
         told = [[record.metrics[name] for name in side if name in record.metrics] for side in named]
         odd = [value for side in told for value in side if not 0 <= value <= 1]
         by_environment = not odd and all(told)  # by some agent of each side: others may have fallen before
@@ -222,7 +222,7 @@ class Casting:
         if self._draws == _ALL_DRAWS:
             self._tell(
                 f"all of the first {_ALL_DRAWS} matches of a worker are draws, so ratings mean nothing: tell "
-                f"info[{_OUTCOME!r}], or pay the sides differently"
+                f"info[{OUTCOME!r}], or pay the sides differently"
             )
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 
@@ -230,13 +230,13 @@ class Casting:
         """How a match is judged, in words."""
         returns = "by comparing the sides' returns"
         if odd:
-            return f"{returns}, since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
+            return f"{returns}, since info[{OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
         if all(told):
-            return f"by the environment's info[{_OUTCOME!r}]"
+            return f"by the environment's info[{OUTCOME!r}]"
         if not any(told):
-            return returns
+            return f"{returns}, since no agent was told a number in info[{OUTCOME!r}]"
         side = list(self._table.sides[[bool(its) for its in told].index(False)])
-        return f"{returns}, since none of side {side} was told a number in info[{_OUTCOME!r}]"
+        return f"{returns}, since none of side {side} was told a number in info[{OUTCOME!r}]"
 
 
 def _compared(returns: Sequence[float]) -> tuple[float, ...]:

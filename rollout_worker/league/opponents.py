@@ -81,7 +81,8 @@ class Function(Player):
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
         (row,) = rows.tolist()
-        seen = self._spaces.observation.own.nest("obs", {name: array[row] for name, array in observations.items()})
+        own = {name: array[row].copy() for name, array in observations.items()}  # it may write into it
+        seen = self._spaces.observation.own.nest("obs", own)
         random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
         try:
             columns = self._spaces.action.flatten("action", self._function(seen, random))

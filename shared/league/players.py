@@ -5,6 +5,7 @@ They never change, so writing one again is harmless, and a reader may keep what 
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from shared.errors import ObjectMissing, PlayerUnusable
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from shared.storage.object_store import ObjectStore
 
 PLAYERS = "league/players/"
+LEAGUE = "trainer/league.json"
+"""Of a checkpoint: all that the league is (`trainer_node/learning/league.py: LeagueState`)."""
 
 
 def write_player(store: ObjectStore, data: bytes) -> str:
@@ -38,3 +41,8 @@ def read_player(store: ObjectStore, sha256: str) -> bytes:
             f"back, or resume from a checkpoint without it"
         )
     return data
+
+
+def snapshots_in(league: bytes) -> dict[str, str]:
+    """Player id → SHA-256 of the snapshots in a checkpoint's league; raises `ValueError` or `KeyError`."""
+    return {snapshot["id"]: snapshot["sha256"] for snapshot in json.loads(league)["snapshots"]}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import Array, Columns
-from shared.league.players import PLAYERS
+from shared.league.players import LEAGUE, PLAYERS, snapshots_in
 from shared.league.table import SNAPSHOT
 from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
@@ -213,13 +213,23 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     path = Path(str(checkpoint).removeprefix("file://")).expanduser()
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
-    snapshots = embedded.glob(f"{PLAYERS}{policy_id.rpartition('-')[2]}*") if SNAPSHOT.fullmatch(policy_id) else ()
-    for candidate in (path, path / _FILE, path / policy_id / _FILE, *snapshots):
+    snapshots = _snapshots(embedded) if SNAPSHOT.fullmatch(policy_id) else {}
+    player = [embedded / PLAYERS / snapshots[policy_id]] if policy_id in snapshots else []
+    for candidate in (path, path / _FILE, path / policy_id / _FILE, *player):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
     there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
+
+
+def _snapshots(run: Path) -> dict[str, str]:
+    """Player id → SHA-256 of those in the leagues of its checkpoints."""
+    found = dict[str, str]()
+    for league in (run / CHECKPOINTS).glob(f"*/*/{LEAGUE}"):
+        with contextlib.suppress(ValueError, KeyError):
+            found |= snapshots_in(league.read_bytes())
+    return found
 
 
 def _elsewhere(asked: str, path: Path) -> str:

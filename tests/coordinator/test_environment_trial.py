@@ -15,6 +15,7 @@ from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import MODULE as WORKING
+from tests.support.games import MODULE as GAMES
 
 UNEQUAL = "wrong: two episodes with the seed 0 and equal actions are not the same"
 OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"
@@ -77,6 +78,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["fatal: step() ended its process with SIGKILL", "no license found"],
     ),
     "several agents": ({"id": f"{WORKING}:Twins", "api": "pettingzoo"}, []),
+    "an agent's info": (
+        {"id": f"{GAMES}:Odd", "api": "pettingzoo", "kwargs": {"kind": "wordy"}},
+        ["fatal: step() returned str 'x' as the info of "],
+    ),
     "an agent": (
         {"id": "SilentMouse", "api": "pettingzoo", "kwargs": {"counts": False}},
         ["fatal: step() returned None as reward for mouse",
@@ -159,6 +164,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an unknown one": (
         {"id": "classic/rpss_v2", "api": "pettingzoo"}, ["no environment 'classic/rpss_v2'", "classic/rps-v2"],
     ),
+    "numbers for names": (
+        {"id": f"{GAMES}:Odd", "api": "pettingzoo", "kwargs": {"kind": "numbered"}},
+        ["possible_agents names an agent 1 (int); expected text", "name it such as 'agent_1'"],
+    ),
     "not of PettingZoo": ({"id": f"{MODULE}:Good", "api": "pettingzoo"}, ["is a gymnasium.Env: set environment.api="]),
 }  # fmt: skip
 
@@ -177,6 +186,13 @@ def test_what_raises_now_and_then_may_train_and_doctor_tells() -> None:
     assert found.refuse(raises, strict=False).agents == {"default": "default"}
     with pytest.raises(EnvironmentUnusable, match="step\\(\\) raised ValueError: the gripper is stuck"):
         found.refuse(raises, strict=True)
+
+
+def test_an_outcome_that_judges_no_match_is_told_where_there_is_a_league() -> None:
+    told_five = {"api": "pettingzoo", "id": f"{GAMES}:Nim", "kwargs": {"tells": True, "outcome": 5.0}}
+    for league, words in ((None, ""), ({}, "wrong: step() returned float 5.0 as info['outcome']")):
+        config = minimal_config(environment=told_five, league=league)
+        assert told(try_environment(config, 40, whole=True)) == words
 
 
 def test_steps_that_take_long_are_left_out_and_this_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

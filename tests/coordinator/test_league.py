@@ -21,7 +21,7 @@ from coordinator.page.server import serve
 from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
-from shared.errors import ConfigError
+from shared.errors import CheckpointNotFound, ConfigError
 from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
@@ -95,7 +95,8 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
     two = {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
     first = played(chase({}, rollout=two), "first")
     said = [event.text for event in first.events() if "are judged" in event.text]
-    assert said == ["outcomes of matches are judged by comparing the sides' returns"], "once, not by each worker"
+    judged = "outcomes of matches are judged by comparing the sides' returns, since no agent was told a number in info"
+    assert said == [f"{judged}['outcome']"], "once, not by each worker"
     second = played(chase({}, initialize_from="first/latest"), "second")
     (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store
     checkpoint = second.checkpoint_store().load(begun)
@@ -200,6 +201,10 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert games[1] | {"first": ""} == games[3] | {"first": ""}
     (path,) = run.config.runs_dir.glob("cats/s3/*/cats")
     assert load_policy(path, snapshot).version >= 0
+    other = f"hunter-{snapshot.rpartition('-')[2]}"
+    check_refused(stagecoach("match", f"cats#{other}", "random"), f"has no policy '{other}'; choose one: cats#hunter")
+    with pytest.raises(CheckpointNotFound, match=f"no policy '{other}'"):
+        load_policy(path, other)
     wrong = stagecoach("match", "cats#nobody", "random")
     check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
     check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")

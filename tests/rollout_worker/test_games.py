@@ -225,9 +225,11 @@ def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(ki
         ("blind", "step: 'no observation of"), ("empty", "reset: no agent is to act; expected one"),
         ("strange", "step: 'agents has dee; expected names of possible_agents alone'"),
         ("unpaid", "environment . raised KeyError in step: 'no reward for (ann|bob|cy); expected one for each agent"),
+        ("wordy", "environment . raised TypeError in step: the info of (ann|bob|cy) is 'x'; expected a dict"),
+        ("wide", "environment raised ValueError in reset: could not broadcast"),
     ],
 )  # fmt: skip
-def test_an_agent_that_observes_nothing_has_no_reward_or_is_unknown_is_an_error(kind: str, says: str) -> None:
+def test_an_agent_of_which_something_is_missing_or_odd_is_an_error(kind: str, says: str) -> None:
     with pytest.raises(EnvironmentFailure, match=says):
         Stage({"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": kind}}).sample(20)
 

@@ -97,6 +97,9 @@ def store(tmp_path: Any) -> FileStore:
     return FileStore(tmp_path, "run")
 
 
+NOT_TOLD = "by comparing the sides' returns, since no agent was told a number in info['outcome']"
+
+
 def fixed(**sources: str) -> dict[str, PlayerRef]:
     kinds = {"random": "random"}
     return {name: PlayerRef(kinds.get(its, "function"), "", its, ("default",)) for name, its in sources.items()}  # type: ignore[arg-type]
@@ -129,7 +132,7 @@ def test_an_outcome_is_what_the_learner_was_paid(store: FileStore) -> None:
             assert record.match is not None
             agents = ["first", "second"]
             assert [(record.agent_returns[name] + 1) / 2 for name in agents] == list(record.match.outcome)
-        how = "by the environment's info['outcome']" if tells else "by comparing the sides' returns"
+        how = "by the environment's info['outcome']" if tells else NOT_TOLD
         assert season.told == [f"outcomes of matches are judged {how}"]
 
 
@@ -154,7 +157,7 @@ def test_matches_that_are_all_draws_are_told(store: FileStore) -> None:
     season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=pairs, league=PAIRS)
     season.sample(400)
     judged, drawn = season.told
-    assert judged == "outcomes of matches are judged by comparing the sides' returns"
+    assert judged == f"outcomes of matches are judged {NOT_TOLD}"
     assert drawn.startswith("all of the first 100 matches of a worker are draws") and "tell info['outcome']" in drawn
 
 
@@ -196,6 +199,7 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
         ("raises", "ValueError: no move comes to mind"),
         ("takes_too_many", "its action 7 is none of the space"),
         ("takes_half", "ValueError: 0.5 is none of a discrete space's choices"),
+        ("cheats", "its action [2] is illegal"),
     ],
 )
 def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
@@ -207,6 +211,12 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
     assert f"a match is lost by forfeit, script: {says}" in caplog.text
     assert caplog.text.count("lost by forfeit") == len(records).bit_length() > 2, "the 1st, 2nd, 4th, 8th … of them"
+
+
+def test_a_scripted_player_may_write_into_what_it_observes(store: FileStore) -> None:
+    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:crosses_out"), snapshots=0)
+    matches = [record.match for record in season.sample(60).episodes]
+    assert matches and not any(match and match.forfeit for match in matches)
 
 
 def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> None:

@@ -223,17 +223,35 @@ def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> 
     return 7
 
 
+def cheats(observation: dict[str, Any], random: np.random.Generator) -> int:
+    """Makes all legal, and takes the last."""
+    observation["action_mask"][:] = 1
+    return 2
+
+
+def crosses_out(observation: dict[str, Any], random: np.random.Generator) -> int:
+    """Takes a legal one, and marks it as taken."""
+    (first, *_) = np.flatnonzero(observation["action_mask"])
+    observation["action_mask"][first] = 0
+    return int(first)
+
+
 class Odd(AllAtOnce):
-    """As `AllAtOnce`, but with agents that observe nothing, have no reward or are unknown, or none at the start."""
+    """As `AllAtOnce`, but with agents that observe nothing or too much, have no reward or no `info`, are unknown or no
+    text, or none at the start."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
+        if kind == "numbered":
+            self.possible_agents: list[Any] = [1, 2]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         seen, infos = super().reset(seed, options)
         if self._kind == "empty":
             self.agents = []
+        if self._kind == "wide":
+            seen = {agent: np.zeros(5, np.float32) for agent in seen}
         return seen, infos
 
     def step(self, actions: dict[str, Any]) -> Any:
@@ -241,6 +259,8 @@ class Odd(AllAtOnce):
         if self._kind == "strange":
             self.agents = [*self.agents, "dee"]
             seen["dee"] = self.seen("ann")
+        if self._kind == "wordy":
+            others[-1] = dict.fromkeys(others[-1], "x")
         if self._kind == "unpaid":  # but those that have left without a word
             others[0] = {agent: its for agent, its in others[0].items() if agent not in self.agents}
         return {

@@ -12,7 +12,7 @@ from coordinator.catalog.league import league_of
 from coordinator.catalog.run_metrics import last_row
 from rollout_worker.evaluator import Evaluator
 from shared.errors import PlayerUnusable, StoreUnavailable
-from shared.league.players import PLAYERS, read_player
+from shared.league.players import LEAGUE, PLAYERS, read_player
 from shared.league.table import MatchTable
 from shared.protocol.events import read_evaluations
 from shared.protocol.policy_board import PolicyBoard, version_of
@@ -20,7 +20,7 @@ from shared.storage.metric_log import TRAIN
 from shared.storage.object_store import FileStore
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
-from trainer_node.checkpointing.snapshot import LEAGUE, POLICY
+from trainer_node.checkpointing.snapshot import POLICY
 from trainer_node.metrics.recorder import evaluation_row
 
 LEAGUE_OF_TWO: dict[str, Any] = {

@@ -24,6 +24,7 @@ from shared.experience.counters import Counters, Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.log_entry import START, id_order
 from shared.experience.spaces import Columns
+from shared.league.players import LEAGUE
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
 from shared.protocol.ledger import Ledger
@@ -38,7 +39,7 @@ _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
 _EPISODES = TypeAdapter(list[EpisodeRecord])
-LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
+INITIAL = "trainer/{}.initial.safetensors"
 _CURRICULUM = "trainer/curriculum.json"
 
 
