@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ from coordinator.catalog.status import Status
 from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import Exit, PrintableConsole, console
 from coordinator.cli.profile_and_bench import show_profile
-from coordinator.lifecycle.supervisor import Outcome
+from coordinator.lifecycle.supervisor import Outcome, coordinator_thread
 from coordinator.run import Run
 from shared.errors import StagecoachError, UserError
 from shared.printable import complain, printable
@@ -28,6 +30,8 @@ from shared.runtime.process import tell_of_exits
 _HISTORY = 10
 """Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
+_ENDS_WITHIN_SECONDS = 10.0
+"""A run that is abandoned; an environment that hangs in this process (`--inline`) may keep it for ever."""
 _INTERRUPTED = b"interrupted: what was started is being ended\n"
 
 
@@ -70,6 +74,7 @@ def supervise(
     received: list[int] = []
     roles_start = there = asked = False
     away_since = float("inf")
+    abandoned: float | None = None
 
     def on_signal(number: int, _: Any) -> None:
         received.append(number)
@@ -114,7 +119,7 @@ def supervise(
         return time.monotonic() - away_since > grace
 
     def ended() -> bool:
-        nonlocal asked
+        nonlocal asked, abandoned
         listen()  # again: each joining of Ray, also of one that is started anew, puts a handler of its own for SIGTERM
         if received and not asked:
             with contextlib.suppress(StagecoachError, redis.RedisError):  # ending, or Redis is slow: tried again
@@ -123,6 +128,10 @@ def supervise(
                 console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
         if len(received) > 1 or (received and given_up()):
             run.abandon()
+            abandoned = abandoned or time.monotonic()
+        if abandoned is not None and not run.ended and time.monotonic() - abandoned > _ENDS_WITHIN_SECONDS:
+            abandoned = float("inf")
+            console.text(f"it does not end{_place_of(run.run_id)}; Ctrl-C once more leaves that as it is")
         return run.ended
 
     if background:
@@ -134,6 +143,14 @@ def supervise(
     view.show(ended)
     outcome = run.wait()
     _conclude(run, outcome)
+
+
+def _place_of(run_id: str) -> str:
+    """Where the thread is that supervises the run and, with `--inline`, is all its roles."""
+    thread = next((its for its in threading.enumerate() if its.name == coordinator_thread(run_id)), None)
+    frame = sys._current_frames().get(thread.ident or 0) if thread else None
+    found = traceback.extract_stack(frame)[-1] if frame else None
+    return f": it is at {found.filename}:{found.lineno}, in {found.name}" if found else ""
 
 
 def _conclude(run: Run, outcome: Outcome) -> None:

@@ -55,6 +55,11 @@ class Outcome:
         return self.end.failure is FailureKind.ENVIRONMENT
 
 
+def coordinator_thread(run_id: str) -> str:
+    """The name of the thread that supervises a run."""
+    return f"coordinator-{run_id}"
+
+
 class Coordinator:
     """One start of a run in this process: its services, its roles, and the thread that supervises them.
 
@@ -123,7 +128,7 @@ class Coordinator:
         except BaseException:
             running.close()
             raise
-        name = f"coordinator-{folder.run_id}"
+        name = coordinator_thread(folder.run_id)
         threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
 
     def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:

@@ -122,6 +122,22 @@ def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_
     assert len(rows) == 1 + goal, "every version has one row, also those that were learned twice"
 
 
+def test_an_environment_that_hangs_in_the_one_process_is_named_and_left_by_a_third_signal(
+    terminal: CommandLine,
+) -> None:
+    hangs = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(terminal.folder / "tally"), "times": 1}}
+    path = terminal.write_config(environment=hangs, stop_at=FOR_EVER)
+    process = terminal.module("coordinator", "train", path, "--run-id", RUN, "--inline", environ=AT_HOME)
+    terminal.wait_until("the environment to hang", lambda: (terminal.folder / "tally").exists())
+    for answer in ("Ctrl-C again", "it does not end: it is at "):
+        process.send_signal(signal.SIGINT)
+        terminal.wait_until(answer, lambda answer=answer: answer in terminal.output(process))  # type: ignore[misc]
+    assert "environments.py:" in terminal.output(process) and "in hang" in terminal.output(process)
+    process.send_signal(signal.SIGINT)
+    assert terminal.ended(process).code == 130
+    terminal.wait_until("Redis and S3 to end", lambda: not terminal.left())
+
+
 @pytest.mark.parametrize("when", ["its services start", "its roles start"])
 def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
     """Before the run is announced its folder goes again; afterwards it ends as any run does."""
