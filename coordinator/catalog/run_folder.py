@@ -98,7 +98,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
     return run_id
 
 
-CREDENTIALS, IMPORT_PATH = "credentials.json", "import_path.json"
+CREDENTIALS, IMPORT_PATH, _BEGUN = "credentials.json", "import_path.json", "begun"
 _LOCK_TRIES = 10
 _SECRETS = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]])
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -243,6 +243,12 @@ class RunFolder:
         content = {"address": asdict(address), "import_path": import_path}
         with replacing(self.path / SERVICES) as file:
             file.write(json.dumps(content, indent=1).encode())
+        (self.path / _BEGUN).touch()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a coordinator of this machine has ever had the run prepared: what is missing then was lost."""
+        return (self.path / _BEGUN).exists()
 
     def forget_services(self) -> None:
         (self.path / SERVICES).unlink(missing_ok=True)

@@ -139,7 +139,8 @@ def _continue(
     try:
         if not made_here:
             folder.lock()
-        coordinator = Coordinator(folder, config, partial(prepare, before=before, begin=begin), inline, begun)
+        prepared = partial(prepare, before=before, begin=None if folder.begun else begin)
+        coordinator = Coordinator(folder, config, prepared, inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()
         raise

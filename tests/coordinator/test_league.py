@@ -251,3 +251,11 @@ def test_a_run_that_was_killed_while_it_was_prepared_continues_as_if_it_had_not_
     stores = [its.checkpoint_store() for its in (run, undisturbed)]
     hunters = [store.load(store.resolve("latest")).objects["hunter/policy.safetensors"] for store in stores]
     assert hunters[0] == hunters[1]
+
+
+def test_a_run_whose_store_was_lost_does_not_begin_anew(chase: MakeConfig) -> None:
+    run = played(chase({}), "lost")
+    for name in ("s3", "redis"):
+        shutil.rmtree(run.folder.path / name)
+    outcome = Run.resume("lost", run.config.runs_dir, overrides=("stop_at.updates=4",), inline=True).wait(60)
+    assert outcome.reason == "failed: the store has no run 'lost' (environment.json is missing)"
