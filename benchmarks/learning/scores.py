@@ -48,9 +48,9 @@ def rock_paper_scissors(policy: DeployedPolicy, snapshots: Snapshots) -> float:
 
 
 def rock_paper_scissors_cycle(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """The exploitability of the worst of the current strategy and the last snapshots: a control has it high, since it
-    runs in circles, which a single moment may not show."""
-    each = [policy, *snapshots()[-10:]]
+    """The exploitability of the worst of the current strategy and all snapshots: a control has it high at some point,
+    since it runs in circles, which a single moment may not show."""
+    each = [policy, *snapshots()]
     return max(judges.throws_exploitability(judges.throws(judges.strategy(one))) for one in each)
 
 
