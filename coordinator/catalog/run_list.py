@@ -35,7 +35,7 @@ def _row_from_files(path: Path) -> RunRow | None:
         counts = (finished.get("counters") or {}).get("train") or (entries[-1] if entries else {})
         best = next((entry["evaluation"] for entry in entries if entry["name"] == kept.get("best")), None) or {}
         confirmed = best.get("confirmation") or {}
-        rank = confirmed.get("ranking", confirmed.get("mean_return"))
+        rank = confirmed.get("ranking", confirmed.get("mean_return"))  # `events.ranking`, but import-free
         score = None if rank is None else float(rank)
         state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
         reason = str(finished.get("reason", INTERRUPTED_REASON))

@@ -22,8 +22,7 @@ from shared.protocol.ledger import Ledger, LedgerLine
 from shared.storage.checkpoint_store import MARKS, Manifest
 from shared.storage.export_record import Export, ExportedPolicy, read_export
 
-_CONFIRMED = "confirmed"
-_COLUMNS = ("checkpoint", "env steps", "return", "evaluated", _CONFIRMED, "KiB")
+_COLUMNS = ("checkpoint", "env steps", "return", "evaluated")
 _MARKS = ", ".join(MARKS)
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help=f"A checkpoint's name, or {_MARKS}.")]
 app = typer.Typer(rich_markup_mode="markdown")
@@ -39,7 +38,7 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
         console.json([{**entry, "export": exports[entry["name"]]} for entry in entries])
         return
     ranked = any("ranking" in (entry["evaluation"] or {}) for entry in entries)  # a league's rating, or best_by
-    titles = [("ranked by" if ranked else title) if title == _CONFIRMED else title for title in _COLUMNS]
+    titles = *_COLUMNS, "ranked by" if ranked else "confirmed", "KiB"
     columns = [*(Column(title, no_wrap=True) for title in titles), Column("marks", overflow="fold")]
     table = Table(*columns, **NARROW)
     for entry in entries:

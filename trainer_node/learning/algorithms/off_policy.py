@@ -142,7 +142,7 @@ class OffPolicy(PolicyLearner):
         return mean_terms(history, self.shard.total) | self.cloning.metrics | of_update
 
     def _lessons(self, counters: Counters, due: int) -> Iterable[Lesson]:
-        if not len(self.replay_buffer):  # nothing was acted yet: what is due is made up for
+        if not len(self.replay_buffer):  # nothing that was acted can be drawn yet: what is due is made up for
             return
         config, seed = self._config, update_seed(self._setting.seed, counters.updates)
         drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
