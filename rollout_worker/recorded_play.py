@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollout_worker.environments.description import describe
-from rollout_worker.environments.factory import make
+from rollout_worker.environments.factory import make_environment
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment
 from shared.config.run_config import Config
 from shared.errors import UserError
@@ -38,7 +38,7 @@ def record_play(
             "--record is for one person and so for one agent; play without environment.hierarchy, and write down "
             "several agents by a program (OFFLINE.md)"
         )
-    made = make(config.environment, render_mode="rgb_array")
+    made = make_environment(config.environment, render_mode="rgb_array")
     action = made.action_space
     if not isinstance(action, gym.spaces.Discrete):
         raise UserError(f"keys choose among the actions of a Discrete space, found {action}; write down by a program")

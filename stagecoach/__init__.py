@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coordinator.run import Run
+    from rollout_worker.environments.factory import make_environment
     from rollout_worker.exploration.base import Exploration
     from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
     from shared.config.algorithms.off_policy import SACConfig
@@ -62,8 +63,8 @@ __all__ = [
     "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
     "Exploration", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer", "Run",
     "SACConfig", "Setting", "Shard",
-    "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy", "read_experience",
-    "register_policy", "side_by_side", "update_seed",
+    "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
+    "make_environment", "read_experience", "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.environments.factory import evaluation_environment, make_environment
 from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from rollout_worker.playing import evaluate_policies
 from shared.config.environment import WrapperConfig
@@ -195,7 +195,7 @@ def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
     """Settings of an evaluation by one environment that draws; raises `EnvironmentUnusable` where it cannot."""
     kwargs = {**config.evaluation.kwargs, "render_mode": mode}
     try:
-        with closing(make(evaluation_environment(config), **kwargs)) as made:
+        with closing(make_environment(evaluation_environment(config), **kwargs)) as made:
             problem = _not_drawing(made, mode)
     except Exception as error:
         problem = with_extra(headline(error))

@@ -27,7 +27,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, count_choices, from_info
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
-from rollout_worker.environments.factory import is_factory, make, make_native
+from rollout_worker.environments.factory import is_factory, make_environment, make_native
 from rollout_worker.environments.pettingzoo_env import OneAtATime
 from rollout_worker.environments.vector_env import OUTCOME, pick
 from shared.config.loading import parse_config
@@ -206,7 +206,7 @@ class Check:
         environment = self._config.environment
         if is_factory(environment.id):  # a limit of ours around it would fail in place of what it wraps
             environment = environment.model_copy(update={"max_episode_steps": None})
-        return self._report.calling("its start (__init__)", lambda: make(environment))
+        return self._report.calling("its start (__init__)", lambda: make_environment(environment))
 
     def _play(self, steps: int) -> tuple[bool, int]:
         """Random actions; whether an episode has ended, and how many steps were done."""

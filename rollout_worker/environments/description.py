@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
 from rollout_worker.environments.critic_state import state_space
-from rollout_worker.environments.factory import evaluation_environment, make, parameterized
+from rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
 from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
@@ -22,7 +22,7 @@ SINGLE_AGENT = "default"
 
 def describe_environment(config: Config) -> EnvironmentDescription:
     """What `describe` returns and raises, of an environment that is made for this, and closed."""
-    env = make(config.environment)
+    env = make_environment(config.environment)
     try:
         found = describe(config, env)
         env = _try_parameters(config, env)

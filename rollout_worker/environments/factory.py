@@ -31,7 +31,7 @@ T = TypeVar("T")
 def make_vector(
     config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None = None
 ) -> VectorEnvironment:
-    """The vectorized environment of the config, whose episodes get `parameters`; raises what `make` raises."""
+    """The vectorized environment of the config, whose episodes get `parameters`; raises as `make_environment` does."""
     if config.several_agents and config.vectorization == "async":
         one, count = config.model_copy(update={"num_envs": 1}), config.num_envs
         made = [partial(_several, one, description, first=index) for index in range(count)]
@@ -55,12 +55,14 @@ def _several(
 ) -> VectorEnvironment:
     kind = LevelTurns if config.hierarchy else Turns if description.in_turns else Parallel
     giving = [parameterized(config) for _ in range(config.num_envs)]
-    return kind([make(config) for _ in range(config.num_envs)], config, description, parameters, giving, first)
+    return kind(
+        [make_environment(config) for _ in range(config.num_envs)], config, description, parameters, giving, first
+    )
 
 
 def parameterized(config: EnvironmentConfig) -> Parameterized:
     """What gives one environment its parameters."""
-    return Parameterized(config.parameters_by, lambda values: make(config, **values))
+    return Parameterized(config.parameters_by, lambda values: make_environment(config, **values))
 
 
 def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:
@@ -77,12 +79,13 @@ def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment
 
 
 def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
-    return GuardedEnvironment(make(config), index, config.info_columns, parameterized(config))
+    return GuardedEnvironment(make_environment(config), index, config.info_columns, parameterized(config))
 
 
-def make(config: EnvironmentConfig, **overrides: Any) -> Any:
-    """One environment (a gymnasium `Env` or a PettingZoo parallel environment), wrapped as configured.
+def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
+    """One environment as a run has it: wrapped, with masks in its observations, with its levels or options.
 
+    A gymnasium `Env` or one of PettingZoo; levels and options are played as an AEC environment of PettingZoo.
     `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
     """
     kwargs = {**config.kwargs, **overrides}

@@ -8,7 +8,7 @@ of subgoals) follows from the seed of the environment's episode.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -113,7 +113,7 @@ def _as_many(given: Numbers, count: int, field: str) -> Array:
 
 
 class GameOfOne:
-    """A Gymnasium environment as a game in turns, with the methods of PettingZoo's AEC environments that `Turns` calls.
+    """A Gymnasium environment as a game in turns, with the methods of PettingZoo's AEC environments that are called.
     Of those in `agents` the last one acts."""
 
     metadata = {"name": "hierarchy", "is_parallelizable": False}
@@ -124,7 +124,7 @@ class GameOfOne:
         self._bare = not isinstance(env.observation_space, spaces.Dict)
 
     def __getattr__(self, name: str) -> Any:
-        """What it does not have itself (`render`, `close`, `agent_iter` …) is the environment's."""
+        """What it does not have itself (`render`, `close` …) is the environment's."""
         if name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
@@ -148,6 +148,11 @@ class GameOfOne:
         names = self.possible_agents
         self.rewards, self._cumulative_rewards = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         self.terminations, self.truncations = dict.fromkeys(names, False), dict.fromkeys(names, False)
+
+    def agent_iter(self) -> Iterator[str]:
+        """Whose turn it is, until the episode is over, as in PettingZoo."""
+        while self.agents:
+            yield self.agent_selection
 
     def last(self) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         agent = self.agent_selection

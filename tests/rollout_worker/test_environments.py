@@ -20,7 +20,13 @@ import pytest
 
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
-from rollout_worker.environments.factory import evaluation_environment, is_factory, make, make_native, make_vector
+from rollout_worker.environments.factory import (
+    evaluation_environment,
+    is_factory,
+    make_environment,
+    make_native,
+    make_vector,
+)
 from rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure, EnvironmentUnusable
@@ -401,7 +407,7 @@ def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str)
 
 
 def test_evaluation_plays_single_ones_by_their_seeds(fake: list[FakePool]) -> None:
-    env = make(evaluation_environment(config_of(envpool(max_episode_steps=9))), render_mode="rgb_array")
+    env = make_environment(evaluation_environment(config_of(envpool(max_episode_steps=9))), render_mode="rgb_array")
     assert env.reset(seed=5)[0].tolist() == [5, 0] and env.reset()[0].tolist() == [5, 0]
     observation, reward, terminated, truncated, info = env.step(1)
     assert observation.tolist() == [5, 1] and (reward, terminated, truncated) == (2.0, False, False)

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.environments.factory import make_environment
+from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
 from rollout_worker.exploration.noise import GaussianNoise
 from rollout_worker.playing import evaluate_policies
 from shared.errors import ConfigError
 from shared.experience.spaces import Array, Columns
+from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from tests.conftest import minimal_config
-from tests.support.levels import THREE, PlainLevels, corridor, listed, off_policy, recorded
+from tests.support.levels import THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options
 from tests.support.stage import Stage, same
 
 
@@ -152,6 +154,23 @@ def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
         "middle",
         "bottom",
     }
+
+
+@pytest.mark.parametrize("sections", [off_policy(), with_options()], ids=["levels", "options"])
+def test_a_program_plays_it_in_turns_as_an_evaluation_does(sections: dict[str, Any]) -> None:
+    config = minimal_config(**sections)
+    policies = Stage(sections["environment"], **{k: v for k, v in sections.items() if k != "environment"}).policies
+    played = evaluate_policies(config, describe_environment(config), policies, seed=7, episodes=1)
+    deployed = {name: DeployedPolicy(policy, 0) for name, policy in policies.items()}
+    game = make_environment(config.environment)
+    game.reset(seed=episode_seed(7, 0))
+    turns = 0
+    for agent in game.agent_iter():
+        seen, _, terminated, truncated, _ = game.last()
+        over = terminated or truncated
+        game.step(None if over else deployed[config.policy_of(agent)].act(seen))
+        turns += not over
+    assert (game.episode_return, turns) == (played[0].episode_return, played[0].length)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

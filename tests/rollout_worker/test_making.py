@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.environments.factory import is_factory, make, make_native
+from rollout_worker.environments.factory import is_factory, make_environment, make_native
 from shared.config.environment import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
 from shared.experience.spaces import EnvironmentDescription
@@ -56,7 +56,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
 def test_what_cannot_be_made_is_told_in_one_line(fields: dict[str, Any], message: str) -> None:
     kind = ConfigError if "sync or async" in message or "native cannot" in message else EnvironmentUnusable
     with pytest.raises(kind, match=message) as caught:
-        (make_native if "vectorization" in fields else make)(environment(**fields))
+        (make_native if "vectorization" in fields else make_environment)(environment(**fields))
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
@@ -66,22 +66,22 @@ def test_a_module_with_an_error_of_its_own_is_told_in_one_line(tmp_path: Any, mo
     monkeypatch.syspath_prepend(tmp_path)
     for name, found in {"users_broken_module": "SyntaxError", "users_raising_module": "license expired"}.items():
         with pytest.raises(EnvironmentUnusable, match=found):
-            make(environment(id=f"{name}:make"))
+            make_environment(environment(id=f"{name}:make"))
 
 
 def test_a_registered_environment_a_factory_and_a_class_are_made() -> None:
-    registered = make(environment(id="CartPole-v1", max_episode_steps=7))
+    registered = make_environment(environment(id="CartPole-v1", max_episode_steps=7))
     assert registered.spec.max_episode_steps == 7
-    made = make(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}))
+    made = make_environment(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}))
     assert isinstance(made, Counting) and made.length == 9
-    assert make(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}), length=5).length == 5
-    limited = make(environment(id=f"{MODULE}:Counting", max_episode_steps=2))
+    assert make_environment(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}), length=5).length == 5
+    limited = make_environment(environment(id=f"{MODULE}:Counting", max_episode_steps=2))
     assert isinstance(limited, gym.wrappers.TimeLimit)
 
 
 def test_wrappers_stand_around_the_environment_with_their_arguments() -> None:
     paths: list[Any] = [{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 4.0}}, f"{MODULE}:AddOne"]
-    env = make(environment(id=f"{MODULE}:Counting", wrappers=paths))
+    env = make_environment(environment(id=f"{MODULE}:Counting", wrappers=paths))
     assert isinstance(env, AddOne) and isinstance(env.env, AddOne) and isinstance(env.unwrapped, Counting)
     env.reset(seed=1)
     assert env.step(0)[1] == 1 + 4 + 1
@@ -137,4 +137,4 @@ def test_agents_and_policies_that_do_not_fit_are_told(sections: dict[str, Any], 
 def test_a_game_without_pettingzoo_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
     with pytest.raises(EnvironmentUnusable, match=r"needs PettingZoo .*; pip install 'stagecoach\[games\]' brings it"):
-        make(environment(id="classic/tictactoe-v3", api="pettingzoo"))
+        make_environment(environment(id="classic/tictactoe-v3", api="pettingzoo"))

@@ -12,7 +12,7 @@ import torch
 
 from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make
+from rollout_worker.environments.factory import make_environment
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.playing import evaluate_policies
@@ -134,7 +134,7 @@ def ahead(before: Any, action: Any, after: Any, info: Any) -> float:
 
 def counter(*rewards: str) -> Any:
     options = {"rewards": [f"{__name__}:ahead", *rewards], "lengths": [1, 3]}
-    game = make(
+    game = make_environment(
         minimal_config(environment={"id": f"{__name__}:Counter", "hierarchy": {"options": options}}).environment
     )
     game.reset(seed=0)

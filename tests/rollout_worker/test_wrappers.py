@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from coordinator.lifecycle.validation import check
-from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.environments.factory import evaluation_environment, make_environment
 from rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
 from shared.config.environment import EnvironmentConfig
 from shared.config.loading import load_config
@@ -176,7 +176,7 @@ class Fourfold(gym.Wrapper[Any, Any, Any, Any]):
 )
 def test_the_limit_of_an_episode_counts_the_agents_steps(id_: str, wrappers: list[str], steps: int) -> None:
     data = {"id": id_, "wrappers": wrappers, "max_episode_steps": steps}
-    env = make(EnvironmentConfig.model_validate(data))
+    env = make_environment(EnvironmentConfig.model_validate(data))
     env.reset(seed=1)
     action = env.action_space.sample() * 0  # moves nothing, so that no life is lost
     assert [env.step(action)[2:4] for _ in range(steps)] == [(False, False)] * (steps - 1) + [(False, True)]
@@ -186,7 +186,7 @@ def breakout(config: EnvironmentConfig, **changes: Any) -> Any:
     """The example's environment; ALE's own frames, where opencv is not there to make them small."""
     wrappers = [wrapper for wrapper in config.wrappers if wrapper.path.startswith("rollout_worker.")]
     kwargs = config.kwargs | {"frameskip": 4}
-    return make(config.model_copy(update={"wrappers": tuple(wrappers), "kwargs": kwargs} | changes))
+    return make_environment(config.model_copy(update={"wrappers": tuple(wrappers), "kwargs": kwargs} | changes))
 
 
 def lives_of_a_game(env: Any) -> list[int]:
@@ -218,7 +218,7 @@ def test_the_example_sees_stacked_frames_in_both() -> None:
     pytest.importorskip("cv2", reason="the preprocessing needs opencv, 150 MB that only the extra `atari` installs")
     config = load_config(BREAKOUT, environ={})
     check(config)
-    env = make(config.environment)
+    env = make_environment(config.environment)
     observation, _ = env.reset(seed=1)
     assert observation.shape == (4, 84, 84) and env.observation_space.contains(observation)
 
@@ -237,7 +237,7 @@ def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
     kwargs |= {"action": "box"} if name in ("RescaleAction", "DiscretizeAction") else {}
     factory = f"{__name__}:{kind}"
     config = EnvironmentConfig.model_validate({"id": factory, "kwargs": kwargs, "wrappers": [wrapper]})
-    env = make(config)
+    env = make_environment(config)
     observation, _ = env.reset(seed=1)
     assert env.observation_space.contains(observation)
     env.step(env.action_space.sample())

@@ -13,7 +13,7 @@ import pytest
 from coordinator.catalog.checkpoint_lookup import require_recorder
 from coordinator.cli.curves.plot import require_matplotlib
 from coordinator.lifecycle.ray_job import job_client
-from rollout_worker.environments.factory import make
+from rollout_worker.environments.factory import make_environment
 from shared.config.environment import EnvironmentConfig
 from shared.config.sections import MetricsConfig
 from shared.datasets.read import read_hdf5
@@ -27,7 +27,7 @@ NOTHING = EnvironmentDescription({}, {})
 
 
 def environment(name: str, **kwargs: str) -> Callable[[], object]:
-    return lambda: make(EnvironmentConfig(id=name, kwargs=kwargs))
+    return lambda: make_environment(EnvironmentConfig(id=name, kwargs=kwargs))
 
 
 ASKED: dict[str, tuple[str, Callable[[], object]]] = {
