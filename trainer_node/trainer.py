@@ -55,7 +55,7 @@ class Trainer:
         self._metrics = UpdateMetrics(role.config, self.learner, self.state.description)
         run_folder = incarnation.run_folder
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
-        began = incarnation.epoch, self.version, self.learner.counters.train.env_steps
+        began = incarnation.epoch, self.version, self.learner.counters.train.env_steps, recovery.parent
         self.recorder = Recorder(role.redis, role.run_id, role.config, folder, self.state.writer.store, began)
         incarnation.closing.callback(self.recorder.close)
         self.state.writer.recorder = self.recorder

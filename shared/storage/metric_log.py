@@ -7,6 +7,7 @@ which cover the same rows: a crash in between leaves both, and one is read.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ TEST_ENV_STEPS, TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
 """Of an evaluation's row: what all evaluations through it have played."""
 FORMAT = 1
 _FOLDER = "metrics/"
-_NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(-?\d+)")
+_NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(-?\d+)(?:_(-?\d+))?")
 _MERGED = 8
 """So many segments of one size become one of the next: n rows are written about log8(n) times."""
 _LARGEST_ROWS = 1 << 16
@@ -82,9 +83,11 @@ class Segment:
     env_steps: int
     first: int
     last: int
+    parent: int
+    """The version that the one where its trainer began was trained from: whose rows it continues."""
 
     def key(self, stream: str) -> str:
-        name = f"{self.epoch}_{self.version}_{self.env_steps}_{self.first}_{self.last}"
+        name = f"{self.epoch}_{self.version}_{self.env_steps}_{self.first}_{self.last}_{self.parent}"
         return f"{_FOLDER}{stream}/{name}/rows.safetensors"
 
     @property
@@ -114,9 +117,13 @@ def decode(blob: bytes, key: str) -> Rows:
 class MetricStream:
     """One stream, as the trainer of one epoch writes it. `append` may be called by another thread than `write`."""
 
-    def __init__(self, store: ObjectStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int) -> None:
+    def __init__(
+        self, store: ObjectStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int,
+        parent: int | None = None,
+    ) -> None:  # fmt: skip
+        """Begins at this version, which was trained from `parent` (else: is continued itself), and these env steps."""
         self._store, self._run_id, self._stream = store, run_id, stream
-        self._began = (epoch, version, env_steps)
+        self._began, self._parent = (epoch, version, env_steps), version if parent is None else parent
         self._pending: list[tuple[str, Mapping[str, float]]] = []
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
@@ -163,7 +170,7 @@ class MetricStream:
                 self._store.delete(key)
 
     def _put(self, rows: Rows, first: int) -> Segment:
-        segment = Segment(*self._began, first, first + len(rows) - 1)
+        segment = Segment(*self._began, first, first + len(rows) - 1, self._parent)
         self._store.put(segment.key(self._stream), encode(self._run_id, self._stream, rows))
         return segment
 
@@ -179,7 +186,7 @@ class MetricStream:
 def segments(store: ObjectStore, stream: str) -> list[Segment]:
     """All of a stream, in the order of its rows; of those that cover the same rows the longest first."""
     matches = [_NAME.fullmatch(name) for name in store.folders(f"{_FOLDER}{stream}/")]
-    found = [Segment(*map(int, match.groups())) for match in matches if match]
+    found = [Segment(*map(int, match.groups(default=match[2]))) for match in matches if match]
     return sorted(found, key=lambda segment: (segment.epoch, segment.first, -segment.last))
 
 
@@ -211,6 +218,7 @@ def _read(
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     found = segments(store, stream)
     epoch, covered = after
+    ends = _ends(found)
     for segment in found:
         if segment.epoch < epoch or (segment.epoch == epoch and segment.last <= covered):
             continue
@@ -231,7 +239,7 @@ def _read(
             continue
         covered = segment.last
         if stream in _VOIDED:  # a score, and what has happened, stay, whatever was undone since
-            rows = _kept(rows, [later for later in found if later.epoch > epoch])
+            rows = _through(ends.get(epoch), rows)
         yield (epoch, covered), rows
 
 
@@ -241,11 +249,23 @@ def _cut_off(segment: Segment, found: Sequence[Segment]) -> bool:
     return [other for other in ours if other.first <= segment.first and other.last >= segment.last] == [segment]
 
 
-def _kept(rows: Rows, later: Sequence[Segment]) -> Rows:
-    """Without what is beyond the beginning of a newer trainer."""
-    if not later or not len(rows):
+def _ends(found: Sequence[Segment]) -> dict[int, tuple[float, float]]:
+    """Epoch → through which version and env steps its rows count; of those alone that the newest one continues."""
+    began = {segment.epoch: segment for segment in found}
+    ends, at, older = {}, (math.inf, math.inf), list(began)
+    while older:
+        first = began[max(older)]
+        ends[first.epoch] = at
+        at = min(at[0], first.version), min(at[1], first.env_steps)
+        older = [epoch for epoch, its in began.items() if epoch < first.epoch and its.version <= first.parent]
+    return ends
+
+
+def _through(end: tuple[float, float] | None, rows: Rows) -> Rows:
+    """Without what was undone; `end` None is of a trainer whose work is not continued."""
+    if not len(rows) or end == (math.inf, math.inf):
         return rows
-    version, env_steps = min(item.version for item in later), min(item.env_steps for item in later)
+    version, env_steps = end or (-math.inf, -math.inf)
     kept = (rows.columns[VERSION] <= version) & (rows.columns[ENV_STEPS] <= env_steps)
     labels = [label for label, keep in zip(rows.labels, kept, strict=True) if keep]
     return Rows({name: array[kept] for name, array in rows.columns.items()}, labels)

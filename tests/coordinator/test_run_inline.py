@@ -24,9 +24,9 @@ from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.run import Run
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
-from shared.storage.checkpoint_store import checkpoint_name
+from shared.storage.checkpoint_store import checkpoint_name, checkpoint_version
 from shared.storage.due_evaluations import DueEvaluation, read_due_evaluation
-from shared.storage.metric_log import Rows
+from shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
 from shared.storage.object_store import ObjectStore
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
@@ -290,6 +290,12 @@ def test_an_interrupted_run_is_not_resumed_for_a_goal_that_it_has_passed(config:
         Run.resume("a", made.runs_dir, ("stop_at.updates=1",), inline=True)
 
 
+def curve(run: Run) -> list[float]:
+    """The env steps of all rows of training."""
+    found = read(run.checkpoint_store().store, TRAIN)
+    return [row[ENV_STEPS] for _, rows in found for _, row in rows.named()]
+
+
 @pytest.mark.parametrize("archive", some_quick(["all", "off"], "all"))
 def test_an_older_checkpoint_is_gone_back_to_with_its_whole_replay_buffer_or_not_at_all(
     config: MakeConfig, archive: str
@@ -305,10 +311,15 @@ def test_an_older_checkpoint_is_gone_back_to_with_its_whole_replay_buffer_or_not
     finish(Run.start(made, "a", inline=True))  # so that it has this checkpoint, however slow the disk is
     run = Run.resume("a", made.runs_dir, ("stop_at.updates=40",), inline=True)
     finish(run)
-    assert old in {entry["name"] for entry in run.checkpoints()}
+    names = [entry["name"] for entry in run.checkpoints()]
+    assert old in names
     if archive == "all":
         outcome = finish(Run.resume("a", made.runs_dir, ("stop_at.updates=12",), inline=True, origin=old))
         assert outcome.status.ledger["total"]["balances"]
+        assert curve(run) == [16 * update for update in range(1, 13)]
+        newest = max(names, key=lambda name: checkpoint_version(name) or 0)
+        finish(Run.resume("a", made.runs_dir, ("stop_at.updates=42",), inline=True, origin=newest))
+        assert curve(run) == [16 * update for update in range(1, 43)], "the first line again"
         return
     before = contents(objects(run))
     with pytest.raises(UserError, match=rf"resume --from {old}: .*nothing was changed, choose another checkpoint"):

@@ -190,6 +190,24 @@ def test_what_is_undone_stays_as_a_score_and_as_an_event_and_goes_as_a_row_of_tr
         assert numbers(trainers.store, stream) == ([1, 2, 3, 4, 5] if stays else [1, 2, 5]), stream
 
 
+def test_a_return_to_a_line_that_was_left_shows_its_rows_and_not_those_of_the_line_between() -> None:
+    store = MemoryStore()
+
+    def work(epoch: int, version: int, env_steps: int, parent: int, rows: int) -> list[float]:
+        stream = MetricStream(store, RUN, TRAIN, epoch, version, env_steps, parent)
+        for number in range(1, rows + 1):
+            stream.append({VERSION: version + number, ENV_STEPS: env_steps + 10 * number, "number": version + number})
+        stream.write()
+        return numbers(store, TRAIN)
+
+    assert work(1, 0, 0, 0, 8) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert work(2, 20, 40, 4, 5) == [1, 2, 3, 4, 21, 22, 23, 24, 25], "back to version 4"
+    assert work(3, 23, 70, 20, 1) == [1, 2, 3, 4, 21, 22, 23, 24], "killed after the checkpoint 23"
+    assert work(4, 40, 70, 7, 2) == [1, 2, 3, 4, 5, 6, 7, 41, 42], "to version 7 of the first line"
+    assert work(5, 60, 60, 22, 1) == [1, 2, 3, 4, 21, 22, 61], "to version 22 of the second one"
+    assert work(6, 80, 20, 2, 1) == [1, 2, 81], "to what all have in common"
+
+
 def test_rows_are_what_was_appended_names_labels_and_values_alike(any_store: ObjectStore) -> None:
     stream = MetricStream(any_store, RUN, EPISODES, 3, -1, 0)
     rows: list[tuple[str, Row]] = [
@@ -226,7 +244,7 @@ def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
     (key,) = trainers.store.objects
     for blob in damaged():
         trainers.store.objects[key] = blob
-        with pytest.raises(MetricsDamaged, match=r"metrics/train/1_0_0_0_1/rows\.safetensors cannot be read"):
+        with pytest.raises(MetricsDamaged, match=r"metrics/train/1_0_0_0_1_0/rows\.safetensors cannot be read"):
             numbers(trainers.store, TRAIN)
     monkeypatch.setattr(metric_log, "FORMAT", 2)
     blob = encode(RUN, TRAIN, Rows.of([]))
@@ -239,7 +257,7 @@ def test_a_damaged_segment_is_left_out_by_who_asks_for_it_and_stops_no_trainer()
     trainers = Trainers(TRAIN)
     for _ in range(4):
         trainers.work(1, None, False)
-    trainers.store.objects["metrics/train/1_0_0_1_1/rows.safetensors"] = b"garbage"
+    trainers.store.objects["metrics/train/1_0_0_1_1_0/rows.safetensors"] = b"garbage"
     for _ in range(20):  # what would be merged with it, and what comes after
         trainers.stream.append({VERSION: 9.0, ENV_STEPS: 90.0, "number": 9.0})
         trainers.stream.write()

@@ -55,6 +55,8 @@ class Recovery:
         self.accounting = RedisAccounting(self._role, incarnation.epoch)
         self.accounting.begin()
         self.state = TrainerState(incarnation, description, self.accounting)
+        self.parent = 0
+        """The version that the checkpoint it began from was trained from."""
         self.redis_checked = 0.0
         """When Redis was last found to be the process that the accounting was matched with."""
         self._match_redis()
@@ -99,6 +101,7 @@ class Recovery:
         state, archive = self.state, self._role.archive()
         restored = self.incarnation.with_store(lambda: restore_learner(state.learner, checkpoint, archive, self._log))
         state.version, state.lineage = restored.version, restored.lineage
+        self.parent = checkpoint.manifest.provenance["policy_versions"][0]
         state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
         state.restore_left(checkpoint.manifest.provenance.get("players", ()))

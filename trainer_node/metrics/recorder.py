@@ -61,9 +61,10 @@ class Recorder:
 
     def __init__(
         self, client: redis.Redis, run_id: str, config: Config, folder: Path | None, store: ObjectStore,
-        began: tuple[int, int, int],
+        began: tuple[int, int, int, int],
     ) -> None:  # fmt: skip
-        """Begins at this epoch, policy version and env steps; what older trainers recorded beyond them is void."""
+        """Begins at this epoch, policy version, env steps and parent's version; what older trainers recorded beyond, or
+        on another line, is void."""
         self._redis, self._run_id, self._store = client, run_id, store
         self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
         self._evaluated: set[str] | None = None

@@ -229,7 +229,7 @@ def test_a_million_rows_are_reduced_before_they_are_sent(runs_dir: Path, visitor
         first = part * rows // parts
         numbers: Array = np.arange(first, first + rows // parts, dtype=np.float64)
         columns = {ENV_STEPS: numbers, VERSION: numbers, UNIX_TIME: 1e9 + numbers, "rollout/ep_rew_mean": numbers % 500}
-        segment = Segment(1000, 10**6, 10**6, first, first + len(numbers) - 1)
+        segment = Segment(1000, 10**6, 10**6, first, first + len(numbers) - 1, 10**6)
         store.put(segment.key(TRAIN), encode("a", TRAIN, Rows(columns, [""] * len(numbers))))
     with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/a")

@@ -72,7 +72,7 @@ class Recording:
     def begin(self, *writers: Any, version: int = 0, env_steps: int = 0, folder: bool = True) -> Recorder:
         self.epoch += 1
         config: Config = minimal_config(metrics={"writers": list(writers)})
-        place, began = self.folder if folder else None, (self.epoch, version, env_steps)
+        place, began = self.folder if folder else None, (self.epoch, version, env_steps, version)
         self.open.append(Recorder(self.client, self.run_id, config, place, self.store, began))
         return self.open[-1]
 
