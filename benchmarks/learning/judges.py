@@ -257,6 +257,12 @@ def minimax(observation: Any, random: np.random.Generator) -> int:
     return int(random.choice(safe or list(legal)))
 
 
+def careless(observation: Any, random: np.random.Generator) -> int:
+    """Plays connect four as `minimax` does, but every other move at random: a scripted player that has threats where
+    that one has none."""
+    return random_player(observation, random) if random.random() < 0.5 else minimax(observation, random)
+
+
 def match(make: Callable[[], AECEnv], player: Player, other: Player, pairs: int, seed: int = 0) -> tuple[int, int, int]:
     """Won, drawn and lost of `2 * pairs` games; both games of a pair have the same seed and swapped seats."""
     env, results = make(), [0, 0, 0]
