@@ -79,7 +79,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
     }
     if (best_by := config.checkpoint.best_by) != "all" and (best_by in policies or not policies):
-        scores["ranking"] = events.policy_return(scores, best_by)
+        scores |= {"ranking": events.policy_return(scores, best_by), "ranked_by": f"return of {best_by}"}
     return scores
 
 
@@ -257,14 +257,14 @@ class Evaluator:
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
 
-    def _rated(self, ratings: Mapping[str, Any]) -> dict[str, float]:
+    def _rated(self, ratings: Mapping[str, Any]) -> dict[str, Any]:
         """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner."""
         learners, best_by = self._context.config.league_learners, self._context.config.checkpoint.best_by
         if not learners:
             return {}
         known = {learner.policy for learner in learners.values()}
         whose = best_by if best_by in known else first_learner(learners).policy
-        return {"ranking": float(ratings[whose]["rating"])}
+        return {"ranking": float(ratings[whose]["rating"]), "ranked_by": f"rating of {whose}"}
 
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]

@@ -9,6 +9,7 @@ import torch
 
 from rollout_worker.environments.factory import evaluation_environment, make_vector
 from rollout_worker.environments.parameters import EpisodeParameters
+from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
@@ -132,20 +133,22 @@ def play_sides(
     (mine, theirs), table, played = players, MatchTable(sides, seats, {}, dict(players)), {}
     for side in playable(seats, *fits):
         lineup = [mine if other == side else theirs for other in range(len(seats))]
-        played[side] = play_match(config, description, table, lineup, opponents, policies, games, seed, watchdog)
+        seeds = seed, episode_seed(seed, 1 + side)  # what is drawn on another side is not the same again
+        played[side] = play_match(config, description, table, lineup, opponents, policies, games, seeds, watchdog)
     return played
 
 
 @torch.inference_mode()
 def play_match(
     config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str],
-    opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int, watchdog: Watchdog | None = None,
+    opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
+    watchdog: Watchdog | None = None,
 ) -> tuple[MatchRecord, ...]:  # fmt: skip
-    """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. The same seed has the
-    same starts, whoever plays. `policies` are any of these spaces, by policy id."""
+    """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. `seeds`: of the starts,
+    which are the same whoever plays, and of what is drawn then. `policies` are any of these spaces, by policy id."""
     copies = evaluation_environment(config, games).num_envs
     casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
-    generator.manual_seed(seed)
+    generator.manual_seed(seeds[1])
 
     def act(group: str, observations: Columns, acts: Array) -> Columns:
         actions = no_actions(description.policies[group].action, len(acts))
@@ -162,6 +165,14 @@ def play_match(
         casting.seat(index, Match("", 0, tuple(lineup)))
 
     records = _play(
-        config, description, seed, games, act, begun=begun, stepped=stepped, judged=casting.judged, watchdog=watchdog
+        config,
+        description,
+        seeds[0],
+        games,
+        act,
+        begun=begun,
+        stepped=stepped,
+        judged=casting.judged,
+        watchdog=watchdog,
     )
     return tuple(record.match for record in records if record.match is not None)

@@ -53,6 +53,10 @@ def printable_data(data: Any) -> Any:
     return data
 
 
+_NAMED = 4
+"""So many returns, of agents or policies, stand behind their sum."""
+
+
 def counted(number: int | None, noun: str) -> str:
     """`1 episode`, `1,200 episodes`; `– episodes` where the number is unknown."""
     return f"{'–' if number is None else f'{number:,}'} {noun}{'' if number == 1 else 's'}"
@@ -64,14 +68,27 @@ def figure(value: float | None) -> str:
 
 
 def score_in_words(scores: Mapping[str, Any], second: bool = True) -> str:
-    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a `second` evaluation found, if there was one."""
+    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a `second` evaluation found, if there was one; with how
+    a league's learners did against its fixed players."""
     again = scores.get("confirmation") if second else None
     found = f", and {_spread(again)} from as many other starts" if again else ""
-    return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{found}"
+    won = ", ".join(f"{rate:.0%} of {pair}" for pair, rate in scores.get("win_rates", {}).items())
+    won = f"; won {won}" if won else ""
+    return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{found}{won}"
 
 
 def _spread(scores: Mapping[str, Any]) -> str:
-    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}{success_in_words(scores)}"
+    spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}"
+    each = each_in_words(scores.get("policies", {}), scores.get("agents", {}))
+    return f"{spread}{each}{success_in_words(scores)}"
+
+
+def each_in_words(policies: Mapping[str, Any], agents: Mapping[str, Any]) -> str:
+    """` (cat 4.27, mouse -4.27)`, to stand behind the sum of returns: of policies, else of the two sides of a game."""
+    returns = policies or (agents if len(agents) == 2 else {})
+    named = [f"{name} {figure(its)}" for name, its in sorted(returns.items())]
+    more = ", …" if len(named) > _NAMED else ""
+    return f" ({', '.join(named[:_NAMED])}{more})" if len(named) > 1 else ""
 
 
 def success_in_words(scores: Mapping[str, Any]) -> str:

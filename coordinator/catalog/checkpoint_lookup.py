@@ -23,6 +23,7 @@ from shared.config.run_config import Config
 from shared.config.sections import EvaluationConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
 from shared.policies.serialization import decode_policy
+from shared.runtime.launch import RESOLVED_CONFIG
 from shared.runtime.user_code import extend_imports, install, with_extra
 from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
 from shared.storage.object_store import FileStore
@@ -60,9 +61,11 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
         return _in_folder(folder.parent.parent, folder.name)
     if (folder / CHECKPOINTS).is_dir():
         return _in_folder(folder)
-    if folder.is_dir():
+    if (folder / RESOLVED_CONFIG).is_file():  # of a run of this machine
+        target, runs_dir = folder.name, folder.parent
+    elif folder.is_dir():
         raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
-    if separator or target.startswith(("/", ".", "~")):
+    elif separator or target.startswith(("/", ".", "~")):
         raise CheckpointNotFound(f"there is no folder {folder}; expected {_EXPECTED}")
     run_id, _, name = target.partition("/")
     run = RunFolder.find(run_id, runs_dir)

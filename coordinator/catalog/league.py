@@ -75,8 +75,9 @@ def match(
     played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
     if not played:
         raise UserError(
-            f"{first} and {second} cannot play each other: their spaces fit the seats {_named(fits['first'])} and "
-            f"{_named(fits['second'])} of {_named(set(seats))} in {config.environment.id}; name players of one game"
+            f"{first} and {second} cannot play each other in {config.environment.id}, whose seats are "
+            f"{', '.join(sorted(set(seats)))}: {first} fits {_named(fits['first'])}, {second} fits "
+            f"{_named(fits['second'])}; name players of one game"
         )
     by_side: list[dict[str, Any]] = []
     for side, matches in played.items():
@@ -89,7 +90,7 @@ def match(
 
 
 def _named(seats: set[str]) -> str:
-    return ", ".join(sorted(seats)) or "of no policy"
+    return ", ".join(sorted(seats)) or "none"
 
 
 def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> tuple[Config, EnvironmentDescription]:

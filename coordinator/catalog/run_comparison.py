@@ -29,6 +29,8 @@ class RunResult:
     best: float | None
     """Of the best checkpoint, as a second evaluation confirmed it."""
     best_checkpoint: str | None
+    ranked_by: str
+    """What `best` is where it is no mean return of all agents, in words."""
     last: float | None
     """Of the newest policy that was evaluated."""
     evaluations: int
@@ -56,10 +58,11 @@ def result_of(run: Run) -> RunResult:
     begin = next((row for rows in run.metrics() for _, row in rows.named()), dict[str, float]())
     end = run.last_metrics()[1]
     seconds = end[UNIX_TIME] - begin[UNIX_TIME] if begin and UNIX_TIME in end else 0.0
+    scores = (best or {}).get("evaluation") or {}
     return RunResult(
         run_id=run.run_id, seed=run.config.seed, state=status.state, reason=status.reason,
-        best=confirmed_return(best["evaluation"]) if best and best["evaluation"] else None,
-        best_checkpoint=best["name"] if best else None, last=newest[1], evaluations=count,
+        best=confirmed_return(scores), best_checkpoint=best["name"] if best else None,
+        ranked_by=(scores.get("confirmation") or {}).get("ranked_by", ""), last=newest[1], evaluations=count,
         training_return=end.get("rollout/ep_rew_mean"), env_steps=status.env_steps, updates=status.updates,
         episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
         env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,

@@ -11,13 +11,15 @@ from shared.errors import StagecoachError
 
 @dataclass(frozen=True)
 class RunRow:
-    """What `stagecoach runs` shows of a run; `best` is what confirmed its best checkpoint: mean return, or rank."""
+    """What `stagecoach runs` shows of a run; `best` is what confirmed its best checkpoint: mean return, or what it is
+    `ranked_by`, in words."""
 
     run_id: str
     state: RunStatus
     env_steps: int
     best: float | None
     reason: str
+    ranked_by: str = ""
 
 
 def list_runs(runs_dir: Path) -> list[RunRow]:
@@ -39,7 +41,8 @@ def _row_from_files(path: Path) -> RunRow | None:
         score = None if rank is None else float(rank)
         state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
         reason = str(finished.get("reason", INTERRUPTED_REASON))
-        return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason)
+        by = str(confirmed.get("ranked_by", ""))
+        return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason, by)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -55,8 +58,9 @@ def row_from_servers(path: Path) -> RunRow:
         handle = Run.attach(path.name, path.parent)
         found = handle.status()
         best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
-        score = confirmed_return(best["evaluation"]) if best and best["evaluation"] else None
-        return RunRow(path.name, found.state, found.env_steps, score, found.reason)
+        scores = (best or {}).get("evaluation") or {}
+        score, by = confirmed_return(scores), (scores.get("confirmation") or {}).get("ranked_by", "")
+        return RunRow(path.name, found.state, found.env_steps, score, found.reason, by)
     except (StagecoachError, redis.RedisError, OSError) as error:  # one that is just ending, or being deleted
         return RunRow(path.name, RunStatus.UNREADABLE, 0, None, str(error))
 

@@ -37,8 +37,9 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     if as_json:
         console.json([{**entry, "export": exports[entry["name"]]} for entry in entries])
         return
-    ranked = any("ranking" in (entry["evaluation"] or {}) for entry in entries)  # a league's rating, or best_by
-    titles = *_COLUMNS, "ranked by" if ranked else "confirmed", "KiB"
+    ranked = [entry["evaluation"] for entry in entries if "ranking" in (entry["evaluation"] or {})]
+    by = ranked[-1].get("ranked_by") or "ranked by" if ranked else "confirmed"  # a league's rating, or best_by
+    titles = *_COLUMNS, by, "KiB"
     columns = [*(Column(title, no_wrap=True) for title in titles), Column("marks", overflow="fold")]
     table = Table(*columns, **NARROW)
     for entry in entries:

@@ -210,7 +210,12 @@ def _print(name: str, trial: "Trial", steps: int) -> None:
 
 def _leaves(space: Any) -> str:
     parts = (
-        (leaf.path or leaf.kind, str(leaf.shape or ""), str(leaf.dtype), "(mask)" if leaf.mask else "")
+        (
+            leaf.path or leaf.kind,
+            f"of {', '.join(map(str, leaf.nvec))}" if leaf.nvec else str(leaf.shape or ""),
+            str(leaf.dtype),
+            "(mask)" if leaf.mask else "",
+        )
         for leaf in space.leaves
     )
     return ", ".join(" ".join(filter(None, part)) for part in parts)

@@ -26,7 +26,7 @@ _PLAYER = (
     "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
     "module:function, or random."
 )
-_COLUMNS = ("kind", "rating", "±", "Elo", "matches", "forfeits")
+_COLUMNS = ("kind", "rating", "±", "Elo", "matches")
 _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
@@ -47,12 +47,13 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         return
     several = len({row["seat"] for row in found["players"]}) > 1
     player, title = Column("player", overflow="fold"), f"league at {found['checkpoint']}; ± is three deviations"
-    table = Table(player, *_COLUMNS, title=title, **NARROW)  # so a snapshot's name fits 80 columns
+    troubled = ("forfeits",) if any(row["forfeits"] for row in found["players"]) else ()
+    table = Table(player, *_COLUMNS, *troubled, title=title, **NARROW)  # so a snapshot's name fits 80 columns
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]
         numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
         kind = row["kind"] if row["env_steps"] is None else f"at {row['env_steps']:,}"
-        table.add_row(name, kind, *numbers, f"{row['forfeits']:,}")
+        table.add_row(name, kind, *numbers, *(f"{row[column]:,}" for column in troubled))
     console.print(table)
     console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
 
@@ -60,10 +61,11 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
 def _matrix(found: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    rows, order = found["payoff"], [row["player"] for row in found["players"]]
+    rows = found["payoff"]
+    order = [row["player"] for row in sorted(found["players"], key=lambda row: row["kind"] != "fixed")]
     met = {opponent for row in rows.values() for opponent in row}
     columns = [player for player in dict.fromkeys(order) if player in met]
-    most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
+    most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)  # fixed players first, then the best
     more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
     columns = columns[:most]
     table = Table("wins against", *columns, title=f"win rates and their 95 % intervals{more}")
@@ -106,7 +108,8 @@ def match(
     total = (
         f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
     )
-    console.text(total, *lines)
+    again = "with --greedy a game may repeat another one of the same start; the interval takes all for different games"
+    console.text(total, *lines, *([again] if greedy else []))
 
 
 def _counts(row: Mapping[str, Any]) -> str:

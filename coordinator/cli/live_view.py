@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -21,7 +21,7 @@ from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import StagecoachError
-from shared.printable import counted, figure, score_in_words, success_in_words, unnamed
+from shared.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from shared.protocol.events import Event
 from shared.protocol.heartbeat import Beat
 from shared.runtime.failure import reason_in_words
@@ -106,7 +106,7 @@ def _progress(status: Status, config: Config) -> Table | Text:
     return Text(f"{status.env_steps} env steps")
 
 
-_RATING, _LESSON = "league/rating/", "curriculum/lesson/"
+_RATING, _LESSON, _EACH = "league/rating/", "curriculum/lesson/", "rollout/ep_rew_mean/"
 
 
 def metrics_table(status: Status) -> Table:
@@ -121,8 +121,7 @@ def metrics_table(status: Status) -> Table:
     workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
     table.add_row("state", state, "workers", workers)
     table.add_row("speed", f"{metrics.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
-    mean_return, lag = (figure(metrics.get(name)) for name in ("rollout/ep_rew_mean", "policy/lag_mean"))
-    table.add_row("return", mean_return, "policy lag", lag)
+    table.add_row("return", _returns(metrics), "policy lag", figure(metrics.get("policy/lag_mean")))
     table.add_row("evaluated", _evaluated(status), "checkpoint", status.latest or "–")
     for policy_id in sorted(name.removeprefix(_RATING) for name in metrics if name.startswith(_RATING)):
         rating, elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("rating", "elo", "win_rate"))
@@ -133,11 +132,18 @@ def metrics_table(status: Status) -> Table:
     return table
 
 
+def _returns(metrics: Mapping[str, float | None]) -> str:
+    """The mean return of all agents together, and of each policy, or agent, where there are several."""
+    told = {name.removeprefix(_EACH): its for name, its in metrics.items() if name.startswith(_EACH)}
+    policies = {name: its for name, its in told.items() if f"time/transitions/{name}" in metrics}
+    return figure(metrics.get(_EACH.rstrip("/"))) + each_in_words(policies, told)
+
+
 def _evaluated(status: Status) -> str:
     if not status.evaluates:
         return "nothing (evaluation.episodes=0)"
     scores = status.evaluation
-    return f"{figure(scores['mean_return'])}{success_in_words(scores)} ({scores['checkpoint']})" if scores else "–"
+    return f"{score_in_words(scores, second=False)}, {scores['checkpoint']}" if scores else "–"
 
 
 def one_line(status: Status) -> str:
@@ -146,10 +152,13 @@ def one_line(status: Status) -> str:
         return f"{status.state:<11} {status.reason}"
     metrics = status.metrics
     scores = status.evaluation
-    score = f" · evaluated {figure(scores['mean_return'])}{success_in_words(scores)}" if scores else ""
+    each = each_in_words(scores.get("policies", {}), scores.get("agents", {})) if scores else ""
+    score = f" · evaluated {figure(scores['mean_return'])}{each}{success_in_words(scores)}" if scores else ""
+    rated = [name for name in metrics if name.startswith(_RATING)]
+    rating = "".join(f" · rating of {name.removeprefix(_RATING)} {figure(metrics[name])}" for name in sorted(rated))
     return (
         f"{status.state:<11} {status.env_steps:,} env steps · {metrics.get('time/fps') or 0:,.0f}/s · "
-        f"return {figure(metrics.get('rollout/ep_rew_mean'))} · version {status.version} · "
+        f"return {_returns(metrics)}{rating} · version {status.version} · "
         f"lag {figure(metrics.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
     )
 
@@ -160,7 +169,8 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))  # no path is cut: it is copied
     table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
-        for title, text in scores_of_note(run.checkpoints(), run.run_id, run.config.evaluation.enabled):
+        evaluates, league = run.config.evaluation.enabled, run.config.league is not None
+        for title, text in scores_of_note(run.checkpoints(), run.run_id, evaluates, league):
             table.add_row(title, text)
     numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
     table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
@@ -175,7 +185,9 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
-def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True) -> Iterator[tuple[str, str]]:
+def scores_of_note(
+    entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True, league: bool = False
+) -> Iterator[tuple[str, str]]:
     """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
 
     A run that is stopped does not wait for its evaluator, so the last one may have no score.
@@ -188,14 +200,16 @@ def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bo
     if scores := last.get("evaluation"):
         yield "last", f"{_score(scores)}, {last['name']} (the last)"
     elif last:
-        hint = f"`stagecoach evaluate {run_id}/{last['name']}` plays it"
+        played = f"`stagecoach evaluate {run_id}/{last['name']}` plays it"
+        hint = f"`stagecoach league {run_id}` has its ratings" if league else played
         why = "was not evaluated before the run ended" if evaluates else "has no score, with evaluation.episodes=0"
         yield "last", f"{last['name']} {why}; {hint}"
 
 
 def _score(scores: dict[str, Any]) -> str:
     ranked = scores.get("ranking")  # by checkpoint.best_by, or a league's rating
-    rank = "" if ranked is None else f"ranked by {figure(ranked)}; all agents together "
+    by = scores.get("ranked_by") or "ranked by"
+    rank = "" if ranked is None else f"{by} {figure(ranked)}; all agents together "
     return f"{rank}{score_in_words(scores, second=False)}"
 
 

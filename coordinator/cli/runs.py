@@ -30,7 +30,8 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
     table = Table("run", "state", "env steps", "best", "reason")
     for row in rows:
         reason = reason_in_words(row.reason.partition("\n")[0])
-        table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), reason)
+        best = f"{figure(row.best)}{f' ({row.ranked_by})' if row.ranked_by else ''}"
+        table.add_row(row.run_id, row.state, f"{row.env_steps:,}", best, reason)
     if as_json:
         console.json(rows)
     else:

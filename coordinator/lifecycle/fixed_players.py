@@ -13,9 +13,9 @@ from pathlib import Path
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.league import FixedPlayerConfig, LeagueConfig
 from shared.config.run_config import Config
-from shared.errors import CheckpointError, ConfigError, UserError
+from shared.errors import CheckpointError, ConfigError, RunNotFound, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from shared.league.players import LEAGUE, snapshots_in, write_player
+from shared.league.players import LEAGUE, named_so, snapshots_in, write_player
 from shared.league.players import read_player as stored_player
 from shared.league.table import PlayerKind, PlayerRef, player_hash
 from shared.policies.serialization import decode_policy
@@ -125,12 +125,14 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
         objects = found.store.load(found.name, only=_POLICY_FILE).objects
     except OSError as error:
         raise ConfigError(f"{field} cannot be read: {error.strerror}; expected an ONNX file") from None
+    except RunNotFound as error:
+        raise ConfigError(f"{field}: {error}; a scripted player is module:function") from None
     except (CheckpointError, UserError) as error:
         raise ConfigError(f"{field}: {error}") from None
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
-    if policy_id not in policies and (sha256 := _snapshot(found, policy_id)):
+    if policy_id not in policies and (sha256 := _snapshot(field, found, policy_id)):
         return stored_player(found.store.store, sha256)
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
@@ -141,16 +143,19 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     return policies[policy_id]
 
 
-def _snapshot(found: Found, player: str) -> str | None:
-    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with.
+def _snapshot(field: str, found: Found, player: str) -> str | None:
+    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with; raises
+    `ConfigError` where several do.
 
     As the newest checkpoint has the league, else an older one: the store may still have who has left it.
     """
     for name in dict.fromkeys((*reversed(found.store.names()), found.name)) if "-" in player else ():
         with contextlib.suppress(CheckpointError, ValueError, KeyError):
             snapshots = snapshots_in(found.store.load(name, only=LEAGUE).objects[LEAGUE])
-            if its := [sha256 for player_id, sha256 in snapshots.items() if player_id.startswith(player)]:
-                return its[0] if len(its) == 1 else None
+            if its := named_so(player, snapshots):
+                if len(its) > 1:
+                    raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
+                return snapshots[its[0]]
     return None
 
 

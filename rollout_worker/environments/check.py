@@ -194,6 +194,11 @@ class Check:
         except StagecoachError as error:
             self._report.tell({"error": type(error).__name__, "text": str(error)})
             raise Unsteppable from None
+        reads = getattr(getattr(self._env, "unwrapped", self._env), "reset_options", None)
+        if environment.parameters and environment.parameters_by == "options" and reads is None:
+            found = "environment.parameters are given by reset(options=…), and it does not say which of them it reads"
+            remedy = "add it, or use environment.parameters_by: attributes, or rebuild"
+            self._report.add(NOTE, found, "an attribute reset_options, a list of their names", remedy)
         for agent in description.agents:
             observed, done = self._env.observation_space, self._env.action_space
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)

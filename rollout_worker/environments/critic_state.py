@@ -20,7 +20,8 @@ def state_space(env: Any, observed: Mapping[str, spaces.Space[Any]]) -> spaces.D
 def with_state(env: Any, observations: Mapping[str, Any], absent: Mapping[str, Any], who: Iterable[str]) -> Any:
     """Observations of all agents there are; those of `who` as pairs of their own and the state. `absent`: what each
     agent that is not there is taken to observe."""
-    seen = env.state() if _tells(env) else {**absent, **observations}
-    numbers = {agent: number for number, agent in enumerate(absent) if agent in observations}
+    told = {agent: observation for agent, observation in observations.items() if observation is not None}
+    seen = env.state() if _tells(env) else {**absent, **told}
+    numbers = {agent: number for number, agent in enumerate(absent) if agent in told}
     states = {agent: {"agent": number, "seen": seen} for agent, number in numbers.items()}
     return {**observations, **{agent: (observations[agent], states[agent]) for agent in who if agent in states}}

@@ -346,6 +346,7 @@ class Turns(Parallel):
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
             else:  # before its first turn
                 episode.returns[agent] += float(reward)
+                episode.first_over |= bool(terminated or truncated)
                 if terminated or truncated:
                     episode.infos[agent] = _told(agent, info)
             if not (terminated or truncated):
@@ -354,10 +355,13 @@ class Turns(Parallel):
             env.step(None)
 
     def _untold(self, index: int, game: Any, agents: Set[str], made: Mapping[str, _Made]) -> None:
-        """Their last turns, of which the game has not told them before it ended or dropped them."""
+        """Their last turns, of which the game has not told them before it ended or dropped them: they have terminated,
+        unless the game says that they are truncated alone."""
         for agent in sorted(agents):
-            reward = float(game._cumulative_rewards.get(agent, 0.0))
-            self._acted(index, agent, (reward, True, False, None), game.infos.get(agent, {}), made)
+            reward, info = float(game._cumulative_rewards.get(agent, 0.0)), game.infos.get(agent, {})
+            cut = bool(game.truncations.get(agent)) and not game.terminations.get(agent)
+            seen = self._with_mask(agent, self._envs[index].observe(agent), info, set()) if cut else None
+            self._acted(index, agent, (reward, not cut, cut, seen), info, made)
 
     def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""

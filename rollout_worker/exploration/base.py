@@ -54,7 +54,10 @@ def act_for(
     device, among = generator.device, torch.from_numpy(rows)
     if exploration.by_slot:
         tensors = {name: torch.from_numpy(array).to(device) for name, array in observations.items()}
+        before = policy.state if isinstance(policy, Stateful) else None
         chosen, params = exploration.act(policy, tensors, generator)
+        if isinstance(policy, Stateful) and before is not None:
+            policy.state = before.index_copy(0, among.to(device), policy.state[among])
         return {name: tensor[among].cpu().numpy() for name, tensor in chosen.items()}, params[among]
     tensors = {name: torch.from_numpy(array[rows]).to(device) for name, array in observations.items()}
     if isinstance(policy, Stateful):

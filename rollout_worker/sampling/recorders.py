@@ -86,24 +86,28 @@ class PartRecorder(Recorder):
             array[...] = 0
         shape = self.columns["reward"].shape
         self._numbers = np.full(shape, -1, np.int64)
-        """Which of all parameters each row's action was drawn from."""
+        """Which of all parameters each row's action was drawn from; -1: of none."""
         self._count = 0
         self._mine = np.zeros(shape[1], np.bool_)
 
-    def _numbered(self, params: Tensor) -> Array:
+    def _numbered(self, params: Tensor, drawn: Array) -> Array:
         self._params.append(params)
         self._count += len(params)
-        return np.arange(self._count - len(params), self._count)
+        return np.where(drawn, np.arange(self._count - len(params), self._count), -1)
 
     def acted_by(
-        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, states: Array | None
-    ) -> None:
-        """The slots `rows` `[R]` acted in this step (and no others); all but `states` `[S, …]` are `[R, …]`."""
+        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,
+        states: Array | None,
+    ) -> None:  # fmt: skip
+        """The slots `rows` `[R]` acted in this step (and no others); all but `states` `[S, …]` are `[R, …]`.
+
+        Where an action was not `drawn` from `params`, its log-probability is not known.
+        """
         self._mine[:] = False
         self._mine[rows] = True
         for name, array in (*observations.items(), *actions.items()):
             self.columns[name][step, rows] = array
-        self._numbers[step, rows] = self._numbered(params)
+        self._numbers[step, rows] = self._numbered(params, drawn)
 
     def stepped(self, step: int, result: PolicyStep) -> None:
         ours = self._mine[result.final_slots]
@@ -121,8 +125,9 @@ class PartRecorder(Recorder):
                 array[blank] = 0
         if there.any():
             actions = {name: array[there] for name, array in self._actions()}
-            params = torch.cat(self._params)[torch.from_numpy(self._numbers[there])]
-            columns["log_prob"][there] = _log_prob(policy, exploration, params, actions)
+            numbers = self._numbers[there]
+            params = torch.cat(self._params)[torch.from_numpy(numbers)]
+            columns["log_prob"][there] = np.where(numbers < 0, np.nan, _log_prob(policy, exploration, params, actions))
         return self._closed(bootstrap)
 
 
@@ -144,12 +149,13 @@ class TurnRecorder(PartRecorder):
         """It is noted when each slot first acts: until then an episode may end."""
 
     def acted_by(
-        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, states: Array | None
-    ) -> None:
+        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,
+        states: Array | None,
+    ) -> None:  # fmt: skip
         self._mine[rows] = True
         for name, array in (*observations.items(), *actions.items()):
             self._held[name][rows] = array
-        self._held_numbers[rows] = self._numbered(params)
+        self._held_numbers[rows] = self._numbered(params, drawn)
         if states is not None:
             first = rows[self._filled[rows] == 0]
             self.columns[STATE][first] = states[first]

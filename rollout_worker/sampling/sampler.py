@@ -18,7 +18,7 @@ from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Columns, EnvironmentDescription
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.league.table import MatchTable
 from shared.policies.actor_critic import Stateful, with_states
 from shared.policies.policy import Policy
@@ -174,15 +174,18 @@ class Sampler:
         for part in everyone if self._casting is None else self._casting.parts(group, rows):
             if part.player in policies:
                 policy, its = policies[part.player], part.rows[part.learns]
-                states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
+                before = policy.state if isinstance(policy, Stateful) else None
                 picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
                 if (tested := self._acts[group][part.rows] == GREEDILY).any():
-                    for name, array in act_for(_BEST, policy, now, part.rows[tested], self._generator)[0].items():
+                    best = self._best(policy, before, now, part.rows[tested])
+                    for name, array in best.items():
                         picked[name][tested] = array
                 seen = {name: array[its] for name, array in now.items()}
                 done = {name: array[part.learns] for name, array in picked.items()}
                 learning = torch.from_numpy(part.learns).to(params.device)
-                recorders[part.player].acted_by(step, its, seen, done, params[learning], states)
+                states = None if before is None else before.cpu().numpy()
+                drawn = ~tested[part.learns]
+                recorders[part.player].acted_by(step, its, seen, done, params[learning], drawn, states)
                 for name, array in picked.items():
                     actions[name][part.rows] = array
             else:
@@ -190,6 +193,13 @@ class Sampler:
         if self._casting is not None:
             self._casting.act(opponents, group, now, policies[group], self._generator, actions)
         return actions
+
+    def _best(self, policy: Policy, before: torch.Tensor | None, now: Columns, rows: Array) -> Columns:
+        """The best actions of the slots `rows`, from the states `before` an exploration acted for them."""
+        if isinstance(policy, Stateful) and before is not None:
+            slots = torch.from_numpy(rows).to(self._device)
+            policy.state = policy.state.index_copy(0, slots, before[slots])
+        return act_for(_BEST, policy, now, rows, self._generator)[0]
 
     def _begin_all(self, explorations: Sequence[Exploration]) -> None:
         """Tells of the episodes that go on; the first ones of all begin only now, since a league's table was needed."""

@@ -100,7 +100,10 @@ def _check_parameters(run: ConfigFields) -> None:
                 if criterion.policy not in (rated := sorted(its.policy for its in run.league_learners.values())):
                     raise ValueError(f"{where}: {criterion.policy!r} has no rating; the learners have: {rated}")
             elif criterion.policy and criterion.policy not in run.policies:
-                raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
+                raise ValueError(
+                    f"{where}: a lesson's policy (ML-Agents' behavior), {criterion.policy!r}, is none; policies has "
+                    f"{sorted(run.policies)}"
+                )
         replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
         replayable = replayable and environment.hierarchy is None
         if entry.replay is not None and not (replayable and len(run.policies) == 1):
@@ -339,6 +342,12 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
             raise ValueError(
                 f"league.learners.{name}.policy={learner.policy!r} is frozen (policies.{learner.policy}.trainable="
                 f"false) and cannot learn; set that to true, or take it from league.learners"
+            )
+        alone = len(run.policies) == 1 or {*run.agents.values()} == {learner.policy}
+        if alone and learner.reset is not None and learner.reset.win_rate is not None:
+            raise ValueError(
+                f"league.learners.{name}.reset.win_rate counts matches against the current weights of others, and all "
+                f"agents have its own policy {learner.policy!r}; use reset.or_after"
             )
         algorithm = run.policies[learner.policy].algorithm or run.algorithm
         if getattr(algorithm, "replay_buffer", None) is None:

@@ -13,6 +13,9 @@ from shared.printable import counted, printable
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARACTERS = 200
+_ML_AGENTS = {
+    "self_play", "save_steps", "team_change", "swap_steps", "play_against_latest_model_ratio", "initial_elo"
+}  # fmt: skip
 _SCALED = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmMgGbB]?)\s*")
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
@@ -163,7 +166,9 @@ def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
     field, value = section_tag(place.owner)
     having = [section_tag(section)[1] for section in place.rivals if name in section.model_fields]
     elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
-    if having:
+    if name in _ML_AGENTS:
+        hint = "ML-Agents' words for self-play are translated in docs/LEAGUE.md (`league:`)"
+    elif having:
         hint = f"{value} has no such field, but {', '.join(having)}: is {parent}{field} right?"
     elif guesses := difflib.get_close_matches(name, beside, n=1, cutoff=0.6):
         hint = f"did you mean {parent}{guesses[0]}?"

@@ -46,7 +46,7 @@ class Episode:
 
 class Recording:
     def __init__(self, spaces: PolicySpaces, episodes: Sequence[Episode], where: str) -> None:
-        """Raises `DatasetError` where there is no step."""
+        """Raises `DatasetError` where there is no step, or an action that its own mask forbids."""
         kept = [episode for episode in episodes if len(episode)]
         if not kept:
             raise DatasetError(f"{where} holds no transition; expected at least one")
@@ -63,6 +63,28 @@ class Recording:
         self._last_known = np.array([episode.last_known for episode in kept])
         self.records = tuple(episode.record for episode in kept)
         self._info_columns = tuple(kept[0].info)
+        self._check_legal(lengths)
+
+    def _check_legal(self, lengths: Array) -> None:
+        rows = np.arange(len(self)) + np.repeat(np.arange(len(lengths)), lengths)
+        masks = [self.columns[name][rows].reshape(len(self), -1) for name in self.spaces.observation.mask_columns]
+        if not masks:
+            return
+        legal = np.concatenate(masks, axis=1) > 0
+        legal |= ~legal.any(axis=1, keepdims=True)  # none at all: it is not known (shared/policies/masks.py)
+        first = 0
+        for leaf in self.spaces.action.leaves:
+            name = leaf.column("action")
+            for number, count in enumerate(leaf.nvec):
+                chosen = self.columns[name].reshape(len(self), -1)[:, number].astype(np.int64)
+                if len(wrong := np.flatnonzero(~legal[np.arange(len(self)), first + chosen])):
+                    episode = int(np.repeat(np.arange(len(lengths)), lengths)[wrong[0]])
+                    raise DatasetError(
+                        f"{self.where}: {name} is {chosen[wrong[0]] + (leaf.starts().flat[number])} in step "
+                        f"{wrong[0] - self._starts[episode]} of episode {episode} (counted from 0), which the action "
+                        f"mask observed there forbids, as in {len(wrong)} steps in all; leave those episodes out"
+                    )
+                first += count
 
     def __len__(self) -> int:
         return len(self.columns["reward"])

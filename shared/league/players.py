@@ -6,6 +6,7 @@ They never change, so writing one again is harmless, and a reader may keep what 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shared.errors import ObjectMissing, PlayerUnusable
@@ -41,6 +42,11 @@ def read_player(store: ObjectStore, sha256: str) -> bytes:
             f"back, or resume from a checkpoint without it"
         )
     return data
+
+
+def named_so(asked: str, snapshots: Collection[str]) -> list[str]:
+    """The snapshots that are meant by a player id, or by the beginning of one."""
+    return [player for player in snapshots if player == asked] or [its for its in snapshots if its.startswith(asked)]
 
 
 def snapshots_in(league: bytes) -> dict[str, str]:

@@ -22,10 +22,14 @@ class Heads(Policy):
     distribution: ActionDistribution
 
     def __init__(
-        self, spaces: PolicySpaces, config: PolicyConfig, *, agents: int = 0, normalize_values: bool = False
-    ) -> None:
-        """`agents` of a centralized critic's team, 0 where each critic sees its own agent's observations."""
-        asked = {"agents": agents, "normalize_values": normalize_values}
+        self, spaces: PolicySpaces, config: PolicyConfig, *, agents: int = 0, normalize_values: bool = False,
+        without_value: bool = False,
+    ) -> None:  # fmt: skip
+        """`agents` of a centralized critic's team, 0 where each critic sees its own agent's observations.
+
+        `without_value`: the algorithm does not learn what the value's head says.
+        """
+        asked = {"agents": agents, "normalize_values": normalize_values, "without_value": without_value}
         super().__init__(spaces, config, **{name: value for name, value in asked.items() if value})
         self.agents = agents
         self.distribution = ActionDistribution(spaces.action)
@@ -39,8 +43,9 @@ class Heads(Policy):
         return names + (team_columns(self.spaces.observation) if self.agents else ())
 
     def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
-        """None where the critic sees a team."""
-        if self.agents:
+        """None where the critic sees more than its agent, or has learned nothing."""
+        observation = self.spaces.observation
+        if self.agents or observation.own is not observation or self.network.get("without_value"):
             return {}
         value = self.value(observations, state) if self.state_size else self.value(observations)
         return {"value": value if self.value_scale is None else self.value_scale.restored(value)}

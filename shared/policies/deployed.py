@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import Array, Columns
-from shared.league.players import LEAGUE, PLAYERS, snapshots_in
-from shared.league.table import SNAPSHOT
+from shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
 from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
@@ -203,7 +202,8 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
-    newest; there `policy_id` may also be a snapshot of its league, as `stagecoach league` names it. Raises
+    newest; there `policy_id` may also be a snapshot of its league, as `stagecoach league` names it, or what the name
+    of only one begins with. Raises
     `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
     """
     if isinstance(checkpoint, bytes):
@@ -213,13 +213,19 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     path = Path(str(checkpoint).removeprefix("file://")).expanduser()
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
-    snapshots = _snapshots(embedded) if SNAPSHOT.fullmatch(policy_id) else {}
-    player = [embedded / PLAYERS / snapshots[policy_id]] if policy_id in snapshots else []
+    snapshots = _snapshots(embedded) if "-" in policy_id else {}
+    named = [] if (path / policy_id / _FILE).is_file() else named_so(policy_id, snapshots)
+    if len(named) > 1:
+        raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
+    player = [embedded / PLAYERS / snapshots[name] for name in named]
     for candidate in (path, path / _FILE, path / policy_id / _FILE, *player):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
-    there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    there = f"give policy_id=, one of {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    there += ", or a snapshot that `stagecoach league` lists" if (embedded / PLAYERS).is_dir() else ""
+    if not path.exists():
+        raise CheckpointNotFound(f"there is no {path}; {there}")
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
 
 

@@ -19,12 +19,13 @@ from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
 from shared.policies.actor_critic import Core
 from shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
-from shared.policies.masks import masked
+from shared.policies.masks import ILLEGAL, masked
 from shared.policies.policy import Policy
 
 Head = Literal["expected", "c51", "qr"]
 _NEVER = math.log(1e-38)
 _SIGMA = 0.5
+_RESCALING = 1e-3
 
 
 class BestChoice:
@@ -103,12 +104,16 @@ class QNetwork(Policy):
     def __init__(
         self, spaces: PolicySpaces, config: PolicyConfig, *, head: Head = "expected", dueling: bool = False,
         noisy: bool = False, atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0, quantiles: int = 200,
-        heads: int = 1, prior_scale: float = 0.0,
+        heads: int = 1, prior_scale: float = 0.0, rescaled: bool = False,
     ) -> None:  # fmt: skip
-        """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`; several `heads` cannot be noisy."""
+        """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`; several `heads` cannot be noisy.
+
+        `rescaled`: it learns h of the values, not the values.
+        """
         given = {"atoms": atoms, "v_min": v_min, "v_max": v_max} if head == "c51" else {}
         given |= {"quantiles": quantiles} if head == "qr" else {}
         given |= {"heads": heads, "prior_scale": prior_scale} if heads > 1 else {}
+        given |= {"rescaled": True} if rescaled else {}
         super().__init__(spaces, config, head=head, dueling=dueling, noisy=noisy, **given)
         self.choices = _choices(spaces.action)
         self.head = head
@@ -180,7 +185,9 @@ class QNetwork(Policy):
         return self._together(self.head_values(observations, self.draw_noise(generator)))
 
     def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
-        values = self.action_parameters(observations)
+        values, _ = self.step(observations, state)
+        if self.network.get("rescaled"):
+            values = unscaled(values).clamp_min(ILLEGAL)
         return {"value": values.amax(dim=1), "action_values": values}
 
     def _together(self, values: Tensor) -> Tensor:
@@ -207,6 +214,18 @@ class RecurrentQNetwork(Core, QNetwork):
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         raise NotImplementedError(f"a policy of kind {self.kind} has no values for observations alone")
+
+
+def rescaled(values: Tensor) -> Tensor:
+    """h (Pohlen et al. 2018, proposition A.2): sign(x)(√(|x| + 1) − 1) + ε x."""
+    return values.sign() * ((values.abs() + 1).sqrt() - 1) + _RESCALING * values
+
+
+def unscaled(values: Tensor) -> Tensor:
+    """h⁻¹; in float64, since of small values float32 leaves little."""
+    size = values.double().abs()
+    root = ((1 + 4 * _RESCALING * (size + 1 + _RESCALING)).sqrt() - 1) / (2 * _RESCALING)
+    return (values.sign() * (root.square() - 1)).to(values.dtype)
 
 
 def _choices(action: SpaceSpec) -> int:

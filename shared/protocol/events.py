@@ -42,6 +42,8 @@ class _Returns(BaseModel, extra="allow"):
     policies: dict[str, float] = {}
     ranking: float | None = None
     """What ranks it where that is not the mean return (`checkpoint.best_by`)."""
+    ranked_by: str = ""
+    """What that is, in words."""
 
 
 class _Scores(_Returns):

@@ -99,8 +99,8 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
     except (Exception, SystemExit) as failed:
         said, at = with_extra(str(failed)), place(failed)
         if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
-            raise error(f"{field}={path} cannot be imported: it {raised(failed)}{_clash()}") from failed
-        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
+            raise error(f"{field}={path} cannot be imported: it {raised(failed)}{_clash(path, said)}") from failed
+        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash(path, said)}") from None
 
 
 def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
@@ -132,11 +132,12 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {with_extra(str(error))}{place(error)}"
 
 
-def _clash() -> str:
-    """Which modules of the user cannot be imported because Stagecoach has packages of that name."""
+def _clash(*told: str) -> str:
+    """Which modules of the user cannot be imported because Stagecoach has packages of that name: of those `told` of."""
+    words = set(re.findall(r"\w+", " ".join(told)))
     for folder in (Path(entry or ".").resolve() for entry in sys.path):
         files = {name: (folder / f"{name}.py", folder / name / "__init__.py") for name in PACKAGES}
-        found = [name for name, places in files.items() if any(place.is_file() for place in places)]
+        found = [name for name, its in files.items() if name in words and any(place.is_file() for place in its)]
         if found and folder != SOURCE:
             return f". Stagecoach has packages of its own called {', '.join(found)}; rename yours in {folder}"
     return ""

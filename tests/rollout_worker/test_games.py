@@ -24,6 +24,7 @@ from shared.errors import EnvironmentFailure
 from shared.experience import fragment
 from shared.experience.fragment import Fragment, kept_rows
 from shared.experience.spaces import Columns
+from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
@@ -283,6 +284,36 @@ def test_who_was_dropped_without_a_word_and_is_born_again_has_ended_before() -> 
 def test_an_episode_that_ends_with_any_agent_ends_with_one_that_leaves_without_a_word() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Leaver", "num_envs": 1, "episode_ends": "any"})
     assert [its.length for its in stage.sample(8).episodes] == [2, 2, 2, 2]
+
+
+def test_whom_the_game_truncates_is_bootstrapped_from_also_where_it_ends_with_that() -> None:
+    kept, cleared = (
+        Stage({"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "kwargs": {"clears": clears}}).sample(9)
+        for clears in (False, True)
+    )
+    assert same(cleared, kept)
+    columns = cleared.columns["default"]
+    assert np.flatnonzero(columns["truncated"].any(axis=1)).tolist() == [1] and not columns["terminated"].any()
+    assert columns["final_obs"][:3, 1].tolist() == [6.0] * 3
+
+
+@pytest.mark.parametrize(("ends", "length"), [("any", 1), ("all", 6)])
+def test_an_episode_that_ends_with_any_agent_ends_with_one_that_has_not_acted_yet(ends: str, length: int) -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "kwargs": {"dies": True}}
+    assert {its.length for its in Stage(game | {"episode_ends": ends}).sample(14).episodes} == {length}
+
+
+def test_a_critic_of_the_state_sees_zeros_of_who_has_died_and_observes_none() -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": "none_at_death"}, "num_envs": 1}
+    columns = Stage(game, policies={"default": {"critic_observes": "state"}}).sample(6).columns["default"]
+    assert columns["terminated"].any()
+
+
+def test_a_policy_whose_critic_sees_the_state_does_not_know_a_value() -> None:
+    policies = {"default": {"critic_observes": "state"}}
+    policy = Stage({"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}, policies=policies).policies["default"]
+    seen = DeployedPolicy(policy, 0).inspect(np.zeros(3, np.float32))
+    assert seen.value is None and seen.probabilities is not None
 
 
 def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:

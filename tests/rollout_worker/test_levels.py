@@ -16,6 +16,7 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import make_environment
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
+from rollout_worker.exploration.discrete import EpsilonGreedy
 from rollout_worker.exploration.noise import GaussianNoise
 from rollout_worker.playing import evaluate_policies
 from shared.errors import ConfigError
@@ -23,7 +24,7 @@ from shared.experience.spaces import Array, Columns
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from tests.conftest import minimal_config
-from tests.support.levels import THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options
+from tests.support.levels import CORRIDOR, THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options
 from tests.support.stage import Stage, same
 
 
@@ -154,6 +155,27 @@ def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
         "middle",
         "bottom",
     }
+
+
+def test_what_is_tested_follows_from_the_state_that_the_level_had_and_has_no_probability() -> None:
+    levels = [{"policy": "top", "threshold": 0.5}, {"policy": "low", "every": 5, "threshold": 0.4}]
+    environment = corridor(levels, test_subgoals=0.4, num_envs=1, kwargs=CORRIDOR | {"choices": True})
+    policies = {"top": {"core": "none"}, "low": {"core": "gru", "algorithm": {"name": "r2d2"}}}
+    stage = Stage(environment, algorithm={"name": "td3"}, policies=policies, rollout={"fragment_steps": 40})
+    low, exploring = stage.policies["low"], {"top": GaussianNoise(0.1, None), "low": EpsilonGreedy(0.0)}
+    with torch.no_grad():
+        for weights in low.parameters():
+            weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(weights.numel())) / 2)
+        columns = stage.sampler.sample(stage.policies, exploring, 120).columns["low"]
+        state = torch.from_numpy(columns["state_in"])
+        over = torch.from_numpy(columns["terminated"] | columns["truncated"]).unsqueeze(2)
+        for row in range(int(columns["mask"].sum())):
+            seen = {name: torch.from_numpy(array[row]) for name, array in columns.items() if name.startswith("obs")}
+            values, state = low.step(seen, state)
+            assert values.argmax(dim=1).tolist() == columns["action"][row].tolist(), row
+            state = state.masked_fill(over[row], 0.0)
+    known = columns["log_prob"][columns["mask"]]
+    assert 0 < np.isnan(known).sum() < len(known)
 
 
 @pytest.mark.parametrize("sections", [off_policy(), with_options()], ids=["levels", "options"])

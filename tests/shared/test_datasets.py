@@ -399,6 +399,20 @@ def test_an_hdf5_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
         read(path, DESCRIPTION)
 
 
+def test_an_action_that_its_own_mask_forbids_is_named() -> None:
+    mask = Leaf("action_mask", "box", (4,), "int8", low=(0.0,), high=(1.0,), mask=True)
+    spaces = PolicySpaces(SpaceSpec((*BOX.leaves, mask), {"tuple": [0, 1]}), CHOICE)
+    recorded = episodes(spaces, (5, 3), "tt")
+    for episode in recorded:
+        episode.observations["obs.action_mask"][:] = 1
+        episode.observations["obs.action_mask"][-1] = 0  # after the end nothing is legal
+    assert len(Recording(spaces, recorded, "data")) == 8
+    recorded[1].observations["obs.action_mask"][1:, recorded[1].actions["action"][1]] = 0
+    chosen = recorded[1].actions["action"][1] + 1
+    with pytest.raises(DatasetError, match=rf"action is {chosen} in step 1 of episode 1 .*, which the action mask"):
+        Recording(spaces, recorded, "data")
+
+
 def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for name, message in (

@@ -17,8 +17,9 @@ from rollout_worker.environments.description import describe_space
 from shared.config.sections import PolicyConfig
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import PolicySpaces
+from shared.policies.actor_critic import ActorCritic
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.policies.q_network import QNetwork
+from shared.policies.q_network import QNetwork, RecurrentQNetwork, unscaled
 from shared.policies.serialization import encode_policy
 from shared.storage.checkpoint_store import (
     CHECKPOINTS,
@@ -239,6 +240,24 @@ def test_a_q_network_tells_the_value_of_each_choice() -> None:
     assert seen.action_values is not None and seen.probabilities is None
     assert seen.value == seen.action_values.max()
     assert policy.act(observe("box")) - ACTIONS["discrete"].start == seen.action_values.argmax()  # type: ignore[attr-defined]
+
+
+def test_a_recurrent_q_network_tells_values_in_the_units_of_rewards() -> None:
+    spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
+    config = PolicyConfig(core="gru", share_encoder=True)
+    plain, learned = (RecurrentQNetwork(spaces, config, rescaled=rescaled) for rescaled in (False, True))
+    learned.load_state_dict(plain.state_dict())
+    first, second = (DeployedPolicy(its, 1).inspect(observe("box")) for its in (plain, learned))
+    assert first.action_values is not None and second.action_values is not None
+    np.testing.assert_allclose(second.action_values, unscaled(torch.from_numpy(first.action_values)).numpy(), rtol=1e-5)
+    assert second.value == second.action_values.max()
+
+
+@pytest.mark.parametrize("unknown", [{"without_value": True}, {"agents": 2}])
+def test_a_value_that_is_not_learned_from_what_the_agent_observes_is_not_told(unknown: dict[str, Any]) -> None:
+    spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
+    seen = DeployedPolicy(ActorCritic(spaces, PolicyConfig(), **unknown), 1).inspect(observe("box"))
+    assert seen.value is None and seen.probabilities is not None
 
 
 def test_hidden_state_is_told_and_set_again_and_asking_does_not_move_it() -> None:

@@ -43,6 +43,8 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"learners": {"a": {"policy": "main", "plays": ["main", "b"]}}}, "takes the seats of one policy; name one"),
         ({"learners": {"a": {"policy": "main"}, "b": {"policy": "main"}}}, r"\['main'\] learn more than once"),
         ({"learners": {"a": {"policy": "main", "reset": {}}}}, "reset is empty"),
+        ({"learners": {"a": {"policy": "main", "reset": {"win_rate": 0.6}}}},
+         "a.reset.win_rate counts matches against .* others, and all agents have its own policy 'main'"),
         ({"snapshot": {"every": None}}, "none is ever taken"),
         ({"snapshot": {"every": "5 updates"}}, "snapshot.every: '5 updates' counts a learner's own play"),
         ({"snapshot": {"every": "0 episodes"}}, "snapshot.every: expected at least 1"),

@@ -263,9 +263,8 @@ class Odd(AllAtOnce):
             others[-1] = dict.fromkeys(others[-1], "x")
         if self._kind == "unpaid":  # but those that have left without a word
             others[0] = {agent: its for agent, its in others[0].items() if agent not in self.agents}
-        return {
-            agent: None if self._kind == "blind" and agent in self.agents else its for agent, its in seen.items()
-        }, *others
+        unseen = {"blind": {*self.agents}, "none_at_death": {agent for agent, over in others[1].items() if over}}
+        return {agent: None if agent in unseen.get(self._kind, ()) else its for agent, its in seen.items()}, *others
 
 
 class Telling(InTurns):
@@ -388,6 +387,30 @@ class Struck(InTurns):
         self.steps += 1
         self.terminations[NAMES[0]] = self.steps >= 2
         self.agent_selection = NAMES[self.steps % 3]
+
+
+class OutOfTime(Struck):
+    """Truncates all after six turns; `clears`: and has no agents any more. `dies`: with the third of them dead before
+    its first turn."""
+
+    def __init__(self, clears: bool = False, dies: bool = False) -> None:
+        super().__init__()
+        self._clears, self._dies = clears, dies
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent] or self.truncations[agent]:
+            self.agents.remove(agent)
+            self._choose()
+            return
+        self._cumulative_rewards[agent] = 0.0
+        self.steps += 1
+        self.after = self.agents[(self.agents.index(agent) + 1) % len(self.agents)]
+        self.terminations[NAMES[2]] |= self._dies and self.steps == 1
+        if self.steps == 6:
+            self.truncations = dict.fromkeys(self.agents, True)
+            self.agents = [] if self._clears else self.agents
+        self._choose()
 
 
 class Dropped(Struck):

@@ -20,12 +20,12 @@ from shared.config.replay_buffer import PrioritizedReplay
 from shared.config.section import Schedule
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
+from shared.policies.q_network import rescaled, unscaled
 from shared.policies.registry import build_policies
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.learning.algorithms import make, move_apart, weights
 from tests.support.learning.experience import acted, received
-from trainer_node.learning.algorithms.r2d2 import rescaled, unscaled
 from trainer_node.learning.building_blocks.interface import Experience, Setting
 from trainer_node.learning.learner import make_algorithm
 

@@ -98,6 +98,8 @@ class League:
         self.left: list[str] = []
         """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
         self._told: set[str] = set()
+        self._why: dict[str, str] = {}
+        """Player → why it forfeited last."""
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
 
@@ -119,7 +121,9 @@ class League:
         standing, own = self.state.learners[match.learner], match.players[match.side]
         standing.played.env_steps += record.length
         standing.played.episodes += 1
-        if (player := match.forfeit.partition(":")[0]) in match.players:
+        player, _, why = match.forfeit.partition(": ")
+        if player in match.players:
+            self._why[player] = why
             self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
         for side, player in enumerate(match.players):
             if side == match.side:
@@ -315,7 +319,7 @@ class League:
             if count > allowed and player not in self._told:
                 self._told.add(player)
                 found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
-                lines.append(f"{found}: it raises, or chooses what it may not; the workers' logs say more")
+                lines.append(f"{found}, the last one: {self._why.get(player, 'it raised, or chose what it may not')}")
         return lines
 
 

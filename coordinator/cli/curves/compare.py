@@ -42,7 +42,8 @@ def compare(
 
 def _rows(result: "RunResult") -> list[tuple[str, str]]:
     state = f"{result.state}: {reason_in_words(result.reason)}" if result.reason else result.state
-    best = f"{figure(result.best)} ({result.best_checkpoint})" if result.best is not None else "–"
+    by = f", {result.ranked_by}" if result.ranked_by else ""
+    best = f"{figure(result.best)}{by} ({result.best_checkpoint})" if result.best is not None else "–"
     return [
         ("state", state),
         ("best score", best),

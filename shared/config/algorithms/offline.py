@@ -26,6 +26,10 @@ class BCConfig(BatchOfUpdate):
     adam_epsilon: float = Field(1e-8, gt=0)
     """Adam's ε; 1e-8 as in its paper."""
 
+    def network(self) -> dict[str, Any]:
+        """Its critic learns nothing."""
+        return {"without_value": True}
+
 
 class IQLConfig(OffPolicyConfig):
     """Implicit Q-learning (Kostrikov et al. 2022): learns from data without asking for actions that are not in them."""

@@ -156,6 +156,10 @@ class R2D2Config(QLearningConfig):
     rescale_values: bool = True
     """Learn h(Q) = sign(Q)(√(|Q| + 1) − 1) + ε Q, ε = 0.001, in place of clipping rewards."""
 
+    def network(self) -> dict[str, Any]:
+        """Whether its values are h(Q)."""
+        return super().network() | ({"rescaled": True} if self.rescale_values else {})
+
     def sequences(self, fragment_steps: int) -> int:
         """How many a minibatch has: as many whole fragments of a slot as make its transitions, but one at least."""
         return max(1, self.minibatch_size // fragment_steps)

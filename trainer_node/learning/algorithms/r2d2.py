@@ -12,14 +12,12 @@ from torch import Tensor
 
 from shared.config.algorithms.q_learning import R2D2Config
 from shared.config.replay_buffer import PrioritizedReplay
-from shared.policies.q_network import RecurrentQNetwork
+from shared.policies.q_network import RecurrentQNetwork, rescaled, unscaled
 from trainer_node.learning.algorithms.dqn import DQN
 from trainer_node.learning.algorithms.off_policy import Lesson
 from trainer_node.learning.building_blocks.interface import Setting
 from trainer_node.learning.building_blocks.optimization import to_device
 from trainer_node.learning.replay_buffers.sequences import PrioritizedSequences, SequenceBatch, SequenceReplayBuffer
-
-_RESCALING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -131,15 +129,3 @@ class R2D2(DQN):
     def after(self, network: RecurrentQNetwork, batch: Sequences, states: Tensor) -> Tensor:
         """`[T · B, A]`: this network's values of what each step led to; its hidden states after the steps are given."""
         return network.values(batch.next_observations, network.state_after(batch.next_observations, states))
-
-
-def rescaled(values: Tensor) -> Tensor:
-    """h (Pohlen et al. 2018, proposition A.2): sign(x)(√(|x| + 1) − 1) + ε x."""
-    return values.sign() * ((values.abs() + 1).sqrt() - 1) + _RESCALING * values
-
-
-def unscaled(values: Tensor) -> Tensor:
-    """h⁻¹; in float64, since of small values float32 leaves little."""
-    size = values.double().abs()
-    root = ((1 + 4 * _RESCALING * (size + 1 + _RESCALING)).sqrt() - 1) / (2 * _RESCALING)
-    return (values.sign() * (root.square() - 1)).to(values.dtype)
