@@ -377,6 +377,8 @@ class Turns(Parallel):
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
+            elif agent not in episode.live:  # it had no turn, but may have been paid
+                episode.returns[agent] += float(game._cumulative_rewards.get(agent, 0.0))
         episode.live = set()
 
 

@@ -303,6 +303,13 @@ def test_an_episode_that_ends_with_any_agent_ends_with_one_that_has_not_acted_ye
     assert {its.length for its in Stage(game | {"episode_ends": ends}).sample(14).episodes} == {length}
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_what_an_agent_was_paid_before_its_first_turn_is_in_its_return_at_the_limit_too(limit: int) -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "max_episode_steps": limit}
+    (first, *_) = Stage(game).sample(6).episodes
+    assert {*first.agent_returns.values()} == {float(limit)} and first.length == limit
+
+
 def test_a_critic_of_the_state_sees_zeros_of_who_has_died_and_observes_none() -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": "none_at_death"}, "num_envs": 1}
     columns = Stage(game, policies={"default": {"critic_observes": "state"}}).sample(6).columns["default"]

@@ -390,7 +390,7 @@ class Struck(InTurns):
 
 
 class OutOfTime(Struck):
-    """Truncates all after six turns; `clears`: and has no agents any more. `dies`: with the third of them dead before
+    """Pays all in each turn, truncates them after six; `clears`: and has no agents any more. `dies`: with the third of them dead before
     its first turn."""
 
     def __init__(self, clears: bool = False, dies: bool = False) -> None:
@@ -405,6 +405,8 @@ class OutOfTime(Struck):
             return
         self._cumulative_rewards[agent] = 0.0
         self.steps += 1
+        for name in self.agents:
+            self._cumulative_rewards[name] += 1.0
         self.after = self.agents[(self.agents.index(agent) + 1) % len(self.agents)]
         self.terminations[NAMES[2]] |= self._dies and self.steps == 1
         if self.steps == 6:
