@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 from _pytest.config import create_terminal_writer
+from hypothesis import settings
 
 from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
 from shared.config.loading import parse_config
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from tests.support.command_line import CommandLine
 
 logging.getLogger("stagecoach").propagate = True
+settings.register_profile("stagecoach", deadline=None)  # how fast a machine is makes no test fail
+settings.load_profile("stagecoach")
 for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all children; tests say how wide theirs is
     os.environ.pop(_name, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kit.check import compare
@@ -73,7 +73,6 @@ def test_what_is_compared_is_measured_in_turns_after_a_round_that_does_not_count
     assert samples == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12))
 def test_the_interquartile_mean_drops_a_quarter_at_each_end(scores: list[float]) -> None:
     left = list(scores)

@@ -282,7 +282,7 @@ def test_nothing_is_learned_twice_and_the_ledger_balances(
     run_state_machine_as_test(
         Configured,
         settings=settings(
-            max_examples=25, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+            max_examples=25, stateful_step_count=50, derandomize=True, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -51,7 +51,7 @@ amounts = st.integers(0, 4).map(float)
 machine = st.fixed_dictionaries({"CPU": amounts, "GPU": st.integers(0, 1).map(float)})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(machine, max_size=3), st.lists(machine, max_size=2), st.integers(1, 2), st.integers(0, 1))
 def test_room_is_what_the_best_of_all_placements_leaves(
     machines: list[dict[str, float]], roles: list[dict[str, float]], cpus: int, gpus: int

@@ -132,7 +132,7 @@ def in_calls(role: RunContext, name: bytes, value: bytes) -> None:
 def test_no_reader_falls_over_what_somebody_wrote(
     role: RunContext, write: Callable[[RunContext, bytes, bytes], None], values: st.SearchStrategy[bytes]
 ) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(ROLES, values)
     def check(name: bytes, value: bytes) -> None:
         role.redis.delete(RunKeys(role.run_id).heartbeats)

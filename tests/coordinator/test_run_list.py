@@ -42,7 +42,7 @@ def folder(ended_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     status = store / "rated" / "training_status.json"
     told = json.loads(status.read_text())
     for entry in told["checkpoints"]:
-        entry["evaluation"]["confirmation"] = entry["evaluation"] | {"ranking": 24.5}
+        entry["evaluation"]["confirmation"] = entry["evaluation"] | {"ranking": 24.5, "ranked_by": "rating of main"}
     status.write_text(json.dumps(told))
     return folder
 
@@ -51,8 +51,8 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
     rows = {row.run_id: row for row in list_runs(folder / "runs")}
     assert (rows["a"].state, rows["cut-off"].state) == ("finished", "interrupted")
     assert rows["a"].best is not None and rows["a"].env_steps > 0
-    assert rows["rated"].best == 24.5
-    assert set(asdict(rows["a"])) == {"run_id", "state", "env_steps", "best", "reason"}
+    assert (rows["rated"].best, rows["rated"].ranked_by) == (24.5, "rating of main")
+    assert set(asdict(rows["a"])) == {"run_id", "state", "env_steps", "best", "reason", "ranked_by"}
     assert rows == {name: row_from_servers(folder / "runs" / name) for name in rows}
 
 

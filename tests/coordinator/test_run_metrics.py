@@ -23,7 +23,7 @@ def row(number: int, **more: float) -> Row:
     return {ENV_STEPS: 10.0 * number, UNIX_TIME: 1e9 + number, VERSION: float(number), **more}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.lists(st.lists(st.none() | st.integers(-50, 50), max_size=30), max_size=8), st.booleans())
 def test_bins_are_what_numpy_computes_of_all_rows(points: int, parts: list[list[int | None]], late_name: bool) -> None:
     bins, rows = Bins(points), list[Row]()

@@ -126,7 +126,7 @@ def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
     ("environment", "plain"), [(TURNS, plain_turns), (AT_ONCE, plain_steps)], ids=["turns", "at once"]
 )
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(1, 3))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_each_transition_is_that_of_a_plain_loop(
     environment: dict[str, Any], plain: Any, seed: int, steps: int, copies: int
 ) -> None:
@@ -364,7 +364,7 @@ STATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("told", [True, False], ids=["its own", "of observations"])
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: bool, seed: int) -> None:
     name = "Told" if told else "AllAtOnce"
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 1}, seed=seed, **STATES)

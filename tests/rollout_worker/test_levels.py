@@ -43,7 +43,7 @@ class ByRule(Exploration):
 
 @pytest.mark.parametrize("levels", [THREE, [THREE[0], THREE[2]]], ids=["three", "two"])
 @given(st.integers(0, 2**32 - 1), st.integers(12, 40), st.integers(1, 2))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_each_transition_is_that_of_a_plain_loop(
     levels: list[dict[str, Any]], seed: int, steps: int, copies: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
@@ -45,7 +45,6 @@ def only_entry(role: RunContext) -> dict[bytes, bytes]:
     return dict(entry)
 
 
-@settings(deadline=None)
 @given(words, words, st.integers(0, 2**40))
 def test_a_place_comes_back_as_it_was_and_what_is_none_is_none(shard: str, field: str, size: int) -> None:
     place = BodyPlace(shard, field, size)

@@ -504,7 +504,7 @@ FIELDS = st.sampled_from([*Manifest.model_fields])
     | st.dictionaries(st.text() | st.sampled_from(["..", "a/..", "/a", "\0"]), JSON_VALUES, max_size=3),
 )
 @settings(
-    max_examples=150, deadline=None, derandomize=True, database=None,
+    max_examples=150, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 def test_whatever_stands_in_a_manifests_place_is_damage_or_can_be_looked_through(

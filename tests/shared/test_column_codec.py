@@ -64,7 +64,7 @@ def with_finals(
     return {"p/obs": array, "p/final_obs": last, "p/final_index": index}
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(
     shape=st.fixed_dictionaries({
         "steps": st.integers(1, 12), "slots": st.integers(1, 4), "stack": st.integers(1, 5), "resets": st.floats(0, 1),
@@ -85,7 +85,7 @@ def test_of_last_observations_only_the_newest_frames_are_sent() -> None:
     assert "p/final_obs" in assert_lossless(with_finals(fresh=True), "none")
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(
     array=st.sampled_from([np.uint8, np.bool_, np.float32, np.int64]).flatmap(
         lambda dtype: arrays_of.arrays(dtype, arrays_of.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=3))
@@ -210,7 +210,7 @@ any_arrays = st.sampled_from(DTYPES).flatmap(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(
     arrays=st.dictionaries(TEXTS.filter(lambda name: name != "__metadata__"), any_arrays, max_size=3),
     header=st.dictionaries(TEXTS, json_values(allow_nan=False), max_size=3),

@@ -312,7 +312,7 @@ plain_values = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(kwargs=st.dictionaries(st.text(max_size=5), plain_values, max_size=3))
 def test_environment_arguments_come_back_from_a_dump_as_they_were(
     kwargs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

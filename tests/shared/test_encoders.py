@@ -191,7 +191,7 @@ def as_bytes(moments: RunningMoments) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in moments.state_dict().items()}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 99), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6))
 def test_moments_are_those_of_all_data_together(seed: int, sizes: list[int]) -> None:
     parts = batches(seed, sizes)

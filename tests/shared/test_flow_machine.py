@@ -474,7 +474,7 @@ def play(**attributes: Any) -> None:
     run_state_machine_as_test(
         type("Configured", (Protocol,), attributes),
         settings=settings(
-            max_examples=15, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+            max_examples=15, stateful_step_count=50, derandomize=True, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

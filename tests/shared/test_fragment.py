@@ -37,7 +37,7 @@ GOLDEN_INFO = GOLDEN.with_name("fragment-3-info.bin")
 GOLDEN_STATE = GOLDEN.with_name("fragment-3-state.bin")
 GOLDEN_BEFORE = GOLDEN.with_name("fragment-2.bin")
 RUN = "run-1"
-FUZZ = settings(deadline=None, derandomize=True, max_examples=60)
+FUZZ = settings(derandomize=True, max_examples=60)
 
 
 def assert_same(found: Fragment, expected: Fragment) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DropReason, Fenced
@@ -33,7 +33,6 @@ def role(make_role: MakeRole) -> RunContext:
     return make_role(small_config(fragments_per_update=4))
 
 
-@settings(deadline=None)
 @given(ledgers)
 def test_json_and_back_as_equal_text_whatever_came_first(ledger: Ledger) -> None:
     text = ledger.as_json()

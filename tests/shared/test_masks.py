@@ -58,7 +58,7 @@ def drawn_masks(sizes: tuple[int, ...], rows: int, seed: int) -> np.ndarray[Any,
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_masked_distribution_is_that_over_the_legal_choices(sizes: tuple[int, ...], seed: int) -> None:
     spaces, rows = choices(sizes), 16
     mask = drawn_masks(sizes, rows, seed)
@@ -138,7 +138,7 @@ def test_an_environment_s_info_masks_as_an_observation_would() -> None:
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_mask_has_to_leave_an_option_of_each_choice(sizes: tuple[int, ...], seed: int) -> None:
     spaces, mask = choices(sizes), np.random.default_rng(seed).random((12, sum(sizes))) < 0.6
     ends = np.cumsum(sizes).tolist()

@@ -92,7 +92,7 @@ RESTART = st.floats(0, 1)
 ENOUGH_TO_MERGE = [(1, None, False)] * 20
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from([TRAIN, EVALUATIONS]), st.lists(st.lists(WORK, min_size=1, max_size=20) | RESTART, max_size=8))
 @example(TRAIN, [ENOUGH_TO_MERGE, 0.5, ENOUGH_TO_MERGE, 0.3, ENOUGH_TO_MERGE])
 @example(TRAIN, [ENOUGH_TO_MERGE[:7], [(1, 1, True), (1, None, False)], ENOUGH_TO_MERGE])

@@ -86,7 +86,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from([b"", bytes(ra
 
 
 @settings(
-    max_examples=6, deadline=None, derandomize=True, database=None,
+    max_examples=6, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(steps=STEPS)

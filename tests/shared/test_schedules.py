@@ -42,7 +42,7 @@ def test_each_kind_of_schedule_has_its_values(schedule: Any, counts: list[int], 
     assert made.least == min(values)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     kind=st.sampled_from(["linear", "exponential", "cosine", "piecewise"]),
     start=st.floats(1e-6, 1e6), end=st.floats(1e-6, 1e6), sign=st.sampled_from([1, -1]),
@@ -87,7 +87,7 @@ def test_what_is_no_schedule_is_refused_and_what_none_can_do_is_said(value: obje
         FIELD.validate_python(value)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(amount=st.integers(0, 10**15), unit=st.sampled_from(UNITS))
 def test_a_duration_reads_what_it_writes(amount: int, unit: Unit) -> None:
     assert parse_duration(str(Duration(amount, unit))) == Duration(amount, unit)

@@ -19,7 +19,7 @@ from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces,
 from tests.support.strategies import boxes, gymnasium_spaces
 
 NOTHING_WITHIN = spaces.Dict({"nothing": spaces.Dict({}), "something": spaces.Discrete(2)})
-FUZZ = settings(deadline=None, derandomize=True, max_examples=150)
+FUZZ = settings(derandomize=True, max_examples=150)
 
 
 def same(found: Any, expected: Any) -> bool:

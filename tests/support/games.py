@@ -390,8 +390,8 @@ class Struck(InTurns):
 
 
 class OutOfTime(Struck):
-    """Pays all in each turn, truncates them after six; `clears`: and has no agents any more. `dies`: with the third of them dead before
-    its first turn."""
+    """Pays all in each turn, truncates them after six; `clears`: and has no agents any more. `dies`: with the third of
+    them dead before its first turn."""
 
     def __init__(self, clears: bool = False, dies: bool = False) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def test_a_success_that_is_never_told_is_said_once() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()), max_size=60), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_fold_that_is_cut_anywhere_goes_on_from_its_state(episodes: list[Any], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(episodes)))
     whole, first, second = (curriculum({"length": {"lessons": LESSONS}}) for _ in range(3))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.experience.counters import Counters
@@ -38,7 +38,6 @@ def joint(algorithm: Any, seed: int) -> Batch:
     return drawn
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 3))
 def test_joint_transitions_are_those_of_one_environment_at_one_step(seed: int, agents: int, num_envs: int) -> None:
     """Every one in which somebody acts can be drawn, and no other."""
@@ -120,7 +119,6 @@ def test_values_and_targets_are_those_of_the_slow_form(name: str, double: bool, 
     assert lesson.metrics["train/q_value"].item() == pytest.approx(float(pairs[:, 0].mean()), rel=1e-3, abs=1e-4)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(0, AGENTS - 1))
 def test_what_is_better_for_an_agent_is_for_the_team(seed: int, agent: int) -> None:
     mixer = team_of("qmix").mixer

@@ -28,7 +28,7 @@ def stores(draw: st.DrawFn) -> tuple[list[str], dict[str, float], CheckpointConf
     return names, scores, draw(CONFIGS), draw(st.sets(some, max_size=3))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(stores())
 def test_the_last_the_best_every_mth_and_the_protected_stay_and_the_rest_goes(
     store: tuple[list[str], dict[str, float], CheckpointConfig, set[str]],

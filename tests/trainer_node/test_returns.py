@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.learning.slow_returns import COLUMNS, random_case
 
-quick = settings(max_examples=80, deadline=None, derandomize=True)
+quick = settings(max_examples=80, derandomize=True)
 sizes = given(seed=st.integers(0, 10_000), steps=st.integers(1, 12), slots=st.integers(1, 4))
 
 

@@ -55,7 +55,7 @@ class Collector:
         return scaled
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     order=st.lists(
         st.tuples(st.sampled_from(["worker-0:0", "worker-1:0"]), st.integers(0, 999)), min_size=1, max_size=6

@@ -17,7 +17,7 @@ from trainer_node.learning.building_blocks.interface import Experience
 from trainer_node.learning.replay_buffers.uniform import Batch, ReplayBuffer
 
 Memory = TypeVar("Memory", bound=ReplayBuffer)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=60, derandomize=True)
 shapes = given(
     seed=st.integers(0, 10_000), steps=st.integers(1, 7), slots=st.integers(1, 3), places=st.integers(1, 5),
     made=st.integers(1, 12),

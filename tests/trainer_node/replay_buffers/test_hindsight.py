@@ -117,7 +117,7 @@ def check(batch: Batch, steps: dict[int, Step], n: int, strategy: Strategy, ever
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("n", [1, 4])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     steps=st.integers(1, 6),

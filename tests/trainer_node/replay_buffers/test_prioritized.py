@@ -129,7 +129,7 @@ def expected(numbers: Array, shares: Array) -> list[int]:
     return found
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     seed=st.integers(0, 10_000), size=st.integers(1, 70), changes=st.integers(1, 5), whole=st.sampled_from([1, 8, 512])
 )
