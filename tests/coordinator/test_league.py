@@ -191,8 +191,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
     snapshot = next(row["player"] for row in found["players"] if row["kind"] == "snapshot" and row["seat"] == "prey")
     games = [
-        stagecoach("match", f"cats#{name}", "random", "--games", "4", *more, "--json").json()
-        for name in (snapshot, snapshot[:-3])
+        stagecoach("match", name, "random", "--games", "4", *more, "--json").json()
+        for name in (f"cats#{snapshot}", f"{run.folder.path}#{snapshot[:-3]}")
         for more in ((), ("--greedy",))
     ]
     assert games[0] | {"first": ""} == games[2] | {"first": ""} and games[0]["games"] == 4, (
@@ -200,7 +200,12 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     )
     assert games[1] | {"first": ""} == games[3] | {"first": ""}
     (path,) = run.config.runs_dir.glob("cats/s3/*/cats")
-    assert load_policy(path, snapshot).version >= 0
+    assert load_policy(path, snapshot).version == load_policy(run.folder.path, snapshot[:-3]).version
+    assert sum(row["kind"] == "snapshot" and row["seat"] == "prey" for row in found["players"]) > 1
+    check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
+    with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
+        load_policy(path, "prey-")
+    check_refused(stagecoach("match", "cats#hunter", "dogs"), "no run 'dogs'", "; a scripted player is module:function")
     other = f"hunter-{snapshot.rpartition('-')[2]}"
     check_refused(stagecoach("match", f"cats#{other}", "random"), f"has no policy '{other}'; choose one: cats#hunter")
     with pytest.raises(CheckpointNotFound, match=f"no policy '{other}'"):

@@ -328,6 +328,17 @@ def test_in_a_league_what_is_due_is_ranked_by_its_rating_before_there_is_a_check
     assert read_evaluations(role.redis, role.run_id)[name]["ranking"] == 7.25
 
 
+def test_what_is_drawn_on_one_side_of_a_match_is_not_drawn_again_on_the_other() -> None:
+    game = {"id": "benchmarks.learning.games:RockPaperScissors", "api": "pettingzoo"}
+    config = minimal_config(environment=game, league={})
+    dice, fits = PlayerRef("random", "", "random", ("default",)), (("default",), ("default",))
+    players, policies = {"a": dice, "b": dice}, policies_of(config)
+    description, opponents = describe_environment(config), Opponents(lambda sha256: b"")
+    one, again = (play_sides(config, description, players, fits, opponents, policies, 20, 5) for _ in range(2))
+    results = {side: [match.result(side) for match in matches] for side, matches in one.items()}
+    assert one == again and results[0] != results[1]
+
+
 def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = minimal_config(environment=NIM, league={}), set[str | None]()
     description = describe_environment(config)
