@@ -222,7 +222,8 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
-    there = f"give policy_id=, one of {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    there += "; give one as policy_id" if others and policy_id == "default" else ""
     there += ", or a snapshot that `stagecoach league` lists" if (embedded / PLAYERS).is_dir() else ""
     if not path.exists():
         raise CheckpointNotFound(f"there is no {path}; {there}")
