@@ -61,7 +61,7 @@ def test_it_is_loaded_from_a_checkpoint_of_one_or_several_policies_a_file_or_byt
     (folder / "prey").mkdir()
     (folder / "prey" / "policy.safetensors").write_bytes(policy_bytes(version=4))
     assert [load_policy(folder, policy_id).version for policy_id in ("hunter", "prey")] == [7, 4]
-    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*; it has hunter, prey; give one as policy_id$"):
+    with pytest.raises(CheckpointNotFound, match=r"'default' at .*; it has hunter, prey; give one as policy_id$"):
         load_policy(folder)
     with pytest.raises(CheckpointNotFound, match="nowhere"):
         load_policy(tmp_path / "nowhere")
