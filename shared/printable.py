@@ -72,8 +72,11 @@ def score_in_words(scores: Mapping[str, Any], second: bool = True) -> str:
     a league's learners did against its fixed players."""
     again = scores.get("confirmation") if second else None
     found = f", and {_spread(again)} from as many other starts" if again else ""
-    won = ", ".join(f"{rate:.0%} of {pair}" for pair, rate in scores.get("win_rates", {}).items())
-    won = f"; won {won}" if won else ""
+    rates = dict[str, list[str]]()
+    for pair, rate in scores.get("win_rates", {}).items():
+        learner, _, player = pair.partition("/")
+        rates.setdefault(learner, []).append(f"{rate:.0%} against {player}")
+    won = "".join(f"; {learner} won {', '.join(its)}" for learner, its in rates.items())
     return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{found}{won}"
 
 
@@ -85,7 +88,7 @@ def _spread(scores: Mapping[str, Any]) -> str:
 
 def each_in_words(policies: Mapping[str, Any], agents: Mapping[str, Any]) -> str:
     """` (cat 4.27, mouse -4.27)`, to stand behind the sum of returns: of policies, else of the two sides of a game."""
-    returns = policies or (agents if len(agents) == 2 else {})
+    returns = policies if len(policies) > 1 else agents if len(agents) == 2 else {}
     named = [f"{name} {figure(its)}" for name, its in sorted(returns.items())]
     more = ", …" if len(named) > _NAMED else ""
     return f" ({', '.join(named[:_NAMED])}{more})" if len(named) > 1 else ""

@@ -136,14 +136,20 @@ def _returns(metrics: Mapping[str, float | None]) -> str:
     """The mean return of all agents together, and of each policy, or agent, where there are several."""
     told = {name.removeprefix(_EACH): its for name, its in metrics.items() if name.startswith(_EACH)}
     policies = {name: its for name, its in told.items() if f"time/transitions/{name}" in metrics}
-    return figure(metrics.get(_EACH.rstrip("/"))) + each_in_words(policies, told)
+    agents = {name: its for name, its in told.items() if name not in policies}
+    return figure(metrics.get(_EACH.rstrip("/"))) + each_in_words(policies, agents)
 
 
 def _evaluated(status: Status) -> str:
     if not status.evaluates:
         return "nothing (evaluation.episodes=0)"
     scores = status.evaluation
-    return f"{score_in_words(scores, second=False)}, {scores['checkpoint']}" if scores else "–"
+    return f"{_evaluated_return(scores)} ({scores['checkpoint']})" if scores else "–"
+
+
+def _evaluated_return(scores: Mapping[str, Any]) -> str:
+    each = each_in_words(scores.get("policies", {}), scores.get("agents", {}))
+    return f"{figure(scores['mean_return'])}{each}{success_in_words(scores)}"
 
 
 def one_line(status: Status) -> str:
@@ -152,8 +158,7 @@ def one_line(status: Status) -> str:
         return f"{status.state:<11} {status.reason}"
     metrics = status.metrics
     scores = status.evaluation
-    each = each_in_words(scores.get("policies", {}), scores.get("agents", {})) if scores else ""
-    score = f" · evaluated {figure(scores['mean_return'])}{each}{success_in_words(scores)}" if scores else ""
+    score = f" · evaluated {_evaluated_return(scores)}" if scores else ""
     rated = [name for name in metrics if name.startswith(_RATING)]
     rating = "".join(f" · rating of {name.removeprefix(_RATING)} {figure(metrics[name])}" for name in sorted(rated))
     return (

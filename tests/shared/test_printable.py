@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -21,7 +22,7 @@ from rich.text import Text
 from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.preparation import create_flow
 from shared.errors import PACKAGES
-from shared.printable import complain, counted, printable, printable_data
+from shared.printable import complain, counted, printable, printable_data, score_in_words
 from shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, read_heartbeats
@@ -155,3 +156,15 @@ def test_one_is_no_plural() -> None:
     products = [path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")]
     plural = [f"{path.name}: {found}" for path in products for found in COUNTED.findall(path.read_text())]
     assert [line for line in plural if not line.startswith(("deployed.py", "recording.py"))] == []
+
+
+def test_a_score_tells_of_each_policy_or_side_and_of_what_a_league_has_won() -> None:
+    scores: dict[str, Any] = {"mean_return": 0.0, "std_return": 0.0, "episodes": 20}
+    assert score_in_words(scores | {"agents": {"agent": 0.0}}) == "0 ± 0 over 20 episodes"
+    sides = {"agents": {"b": -1.5, "a": 1.5}, "policies": {"main": 0.0}}
+    assert score_in_words(scores | sides) == "0 ± 0 (a 1.5, b -1.5) over 20 episodes"
+    policies = {f"p{number}": float(number) for number in range(6)}
+    assert score_in_words(scores | {"policies": policies}) == "0 ± 0 (p0 0, p1 1, p2 2, p3 3, …) over 20 episodes"
+    won = {"win_rates": {"main/careful": 0.25, "main/random": 0.5, "other/random": 1.0}}
+    told = "0 ± 0 over 20 episodes; main won 25% against careful, 50% against random; other won 100% against random"
+    assert score_in_words(scores | won) == told
