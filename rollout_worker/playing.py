@@ -145,7 +145,7 @@ def play_match(
     watchdog: Watchdog | None = None,
 ) -> tuple[MatchRecord, ...]:  # fmt: skip
     """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. `seeds`: of the starts,
-    which are the same whoever plays, and of what is drawn then. `policies` are any of these spaces, by policy id."""
+    which are the same for all players, and of what is drawn then. `policies` are any of these spaces, by policy id."""
     copies = evaluation_environment(config, games).num_envs
     casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
     generator.manual_seed(seeds[1])
