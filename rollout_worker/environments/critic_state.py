@@ -1,7 +1,7 @@
 """What critics see of the whole environment (`policies.<id>.critic_observes: state`): PettingZoo's `state()`, or what
 all agents observe where the environment has none."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from gymnasium import spaces
@@ -17,11 +17,24 @@ def state_space(env: Any, observed: Mapping[str, spaces.Space[Any]]) -> spaces.D
     return spaces.Dict({"agent": spaces.Discrete(len(observed)), "seen": seen})
 
 
-def with_state(env: Any, observations: Mapping[str, Any], absent: Mapping[str, Any], who: Iterable[str]) -> Any:
-    """Observations of all agents there are; those of `who` as pairs of their own and the state. `absent`: what each
-    agent that is not there is taken to observe."""
+def with_state(
+    env: Any, observations: Mapping[str, Any], absent: Mapping[str, Any], who: Iterable[str], live: Set[str],
+    cut: Set[str],
+) -> Any:  # fmt: skip
+    """Observations of all agents there are; those of `who` as pairs of their own and the state.
+
+    Without a state of the environment's own, it has what the `live` observe, who act next, and beside the last
+    observation of an agent also what those observe that are `cut`, truncated by this step; for others `absent`, what
+    an agent that is not there is taken to observe.
+    """
     told = {agent: observation for agent, observation in observations.items() if observation is not None}
-    seen = env.state() if _tells(env) else {**absent, **told}
-    numbers = {agent: number for number, agent in enumerate(absent) if agent in told}
-    states = {agent: {"agent": number, "seen": seen} for agent, number in numbers.items()}
+    now: Any = (
+        env.state() if _tells(env) else {agent: told[agent] if agent in live else absent[agent] for agent in absent}
+    )
+    last = now if _tells(env) else {**now, **{agent: told[agent] for agent in cut & told.keys()}}
+    states = {
+        agent: {"agent": number, "seen": now if agent in live else last}
+        for number, agent in enumerate(absent)
+        if agent in told
+    }
     return {**observations, **{agent: (observations[agent], states[agent]) for agent in who if agent in states}}

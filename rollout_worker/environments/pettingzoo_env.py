@@ -137,16 +137,18 @@ class Parallel:
     def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
         observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
-        episode.observations = self._seen(self._envs[index], observations, infos, episode.live)
+        episode.observations = self._seen(self._envs[index], observations, infos, episode.live, set())
         return episode
 
-    def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+    def _seen(
+        self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str], cut: Set[str]
+    ) -> dict[str, Any]:
         """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
         self._all_observe(live, observed)
         seen = dict(observed)
         if self._masks:
             seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
-        return with_state(env, seen, self._absent, self._states) if self._states else seen
+        return with_state(env, seen, self._absent, self._states, live, cut) if self._states else seen
 
     def _all_observe(self, live: Set[str], observations: Mapping[str, Any]) -> None:
         """Raises `KeyError` where one that is to act observes nothing, or is unknown and so has no policy."""
@@ -188,9 +190,9 @@ class Parallel:
             {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
         )
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
-        observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
+        there, last = set(env.agents), {agent for agent in ended if not terminated.get(agent)}
+        observations = self._seen(env, observed, infos, there - ended - episode.over, last)
         episode.length += 1
-        there = set(env.agents)
         cut = episode.length >= self._most_steps or (self._first_ends and bool(ended or acting.keys() - there))
         for agent in acting:
             truncation = bool(truncated.get(agent))

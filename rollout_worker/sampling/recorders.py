@@ -121,7 +121,7 @@ class PartRecorder(Recorder):
         columns, there = self.columns, self.columns["mask"]
         blank = ~kept_rows(columns)
         for name, array in columns.items():
-            if array.shape[:2] == there.shape and not name.startswith("bootstrap"):
+            if array.shape[:2] == there.shape and not name.startswith(("bootstrap", STATE)):  # which have no steps
                 array[blank] = 0
         if there.any():
             actions = {name: array[there] for name, array in self._actions()}

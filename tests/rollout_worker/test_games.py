@@ -6,7 +6,7 @@ import multiprocessing
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -24,11 +24,13 @@ from shared.errors import EnvironmentFailure
 from shared.experience import fragment
 from shared.experience.fragment import Fragment, kept_rows
 from shared.experience.spaces import Columns
+from shared.policies.actor_critic import RecurrentActorCritic
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
 from tests.support.stage import Stage, same
+from trainer_node.learning.building_blocks.batch import forward_pass, log_probs
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}
@@ -195,6 +197,24 @@ def test_a_successor_acts_what_its_predecessor_would_have(
         assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
         ahead = Stage(environment | {"num_envs": 3}, left=worker.left, **sections)
         assert same(ahead.sample(5), successor.sample(5))
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+@pytest.mark.parametrize("environment", [TURNS, AT_ONCE], ids=["turns", "at once"])
+def test_a_learner_computes_what_was_acted_though_steps_and_slots_are_as_many_as_a_core_remembers(
+    environment: dict[str, Any], steps: int
+) -> None:
+    core = {"core": "gru", "core_size": 6, "share_encoder": True}
+    stage = Stage(environment | {"num_envs": 2}, policies={"default": core})
+    policy = cast(RecurrentActorCritic, stage.policies["default"])
+    policy.head.weight.data.mul_(200)
+    for _ in range(4):
+        columns = {name: torch.from_numpy(array) for name, array in stage.sample(steps).columns["default"].items()}
+        assert columns["state_in"].shape == (6, 6)
+        with torch.no_grad():
+            params = forward_pass(policy, columns, with_params=True).params
+            again = log_probs(policy, columns, params)[columns["mask"]]
+        torch.testing.assert_close(again, columns["log_prob"][columns["mask"]])
 
 
 TWO: dict[str, Any] = {
@@ -370,7 +390,10 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 1}, seed=seed, **STATES)
     columns = stage.sample(12).columns
     assert not [column for column in columns["bob"] if "state()" in column], "its critic sees what it acts on"
-    its, masks = columns["default"], np.insert(columns["default"]["mask"], 1, columns["bob"]["mask"][:, 0], axis=1)
+    its = columns["default"]
+    masks, over, cut = (
+        np.insert(its[name], 1, columns["bob"][name][:, 0], axis=1) for name in ("mask", "terminated", "truncated")
+    )
     finals = [(step, slot, "final_", row) for row, (step, slot) in enumerate(its["final_index"])]
     acted = [(step, slot, "", (step, slot)) for step, slot in zip(*np.nonzero(its["mask"]), strict=True)]
     for step, slot, prefix, place in finals + acted:
@@ -384,5 +407,6 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
         for other, agent in enumerate(NAMES):
             found = seen[f"obs.state().seen.{agent}"].tolist()
             assert found in ([other, *moment], [0, 0, 0])
-            assert any(found) or not masks[step, other]
-            assert not any(found) or masks[max(step - 1, 0) : step + 1, other].any() or prefix or not step
+            if not prefix or masks[step, other]:
+                dead = over[step, other] and not cut[step, other] if prefix else not masks[step, other]
+                assert any(found) != dead, "who has died is not there, from that step on"
