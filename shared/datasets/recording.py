@@ -39,6 +39,8 @@ class Episode:
     before stands there again."""
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[L]`, float32, of the run's `environment.info_columns`; NaN where it is not known."""
+    begun: bool = True
+    """Whether the first row is where an episode begins."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -61,6 +63,7 @@ class Recording:
         self._starts, self._ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
         self._terminated = np.array([episode.terminated for episode in kept])
         self._last_known = np.array([episode.last_known for episode in kept])
+        self._begun = [episode.begun for episode in kept]
         self.records = tuple(episode.record for episode in kept)
         self._info_columns = tuple(kept[0].info)
         self._check_legal(lengths)
@@ -112,6 +115,7 @@ class Recording:
                 self.records[number],
                 bool(self._last_known[number]),
                 {name: self.columns[name][steps] for name in self._info_columns},
+                self._begun[number],
             )
 
     def pieces(self, steps: int) -> int:
@@ -253,13 +257,13 @@ def episodes_of(table: Table) -> Iterator[Episode]:
     first = 0
     for last in np.flatnonzero(bounds).tolist():
         rows = slice(first, last + 1)
-        known = bool(ends[last]) and (table.whole or first > 0)
-        record = EpisodeRecord(float(table.reward[rows].sum(dtype=np.float64)), last + 1 - first) if known else None
-        yield _episode(table, first, last, record)
+        begun = table.whole or first > 0
+        record = EpisodeRecord(float(table.reward[rows].sum(dtype=np.float64)), last + 1 - first)
+        yield _episode(table, first, last, record if begun and ends[last] else None, begun)
         first = last + 1
 
 
-def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) -> Episode:
+def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None, begun: bool) -> Episode:
     terminated = bool(table.terminated[last])
     told = table.next_obs if table.next_known is None or table.next_known[last] else None
     after, rows = slice(last, last + 1), slice(first, last + 1)
@@ -275,6 +279,7 @@ def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) 
         record,
         told is not None or not terminated,
         {name: array[steps] for name, array in table.info.items()},
+        begun,
     )
 
 

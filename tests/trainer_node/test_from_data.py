@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from rollout_worker.environments.description import describe_space
 from rollout_worker.evaluator import scores_of
@@ -23,6 +26,8 @@ from tests.support.game import NewGame
 from tests.support.learning.algorithms import BOXES, SEEN, make, move_apart, on_both_spaces
 from tests.support.learning.experience import minibatch, random_fragment
 from trainer_node.learning.algorithms.cql import CQL
+from trainer_node.learning.algorithms.iql import IQL
+from trainer_node.learning.algorithms.off_policy import Minibatch
 from trainer_node.learning.building_blocks.interface import Experience
 
 CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
@@ -78,6 +83,22 @@ def test_choices_and_boxes_may_be_nested() -> None:
     for update in range(3):
         metrics = algorithm.update([random_fragment(algorithm.policy, update)], Counters(env_steps=100, updates=update))
     assert algorithm.done == 10 and all(np.isfinite(value) for value in metrics.values())
+
+
+@on_both_spaces
+def test_each_loss_of_iql_counts_a_row_by_its_weight(described: PolicySpaces) -> None:
+    iql, batch = make("iql", described), minibatch(described)
+    assert isinstance(iql, IQL)
+    move_apart(iql.policy, iql.critics, iql.targets)
+    losses: list[Callable[[Minibatch], Tensor]] = [
+        lambda its: iql.policy_loss(its)[0],
+        lambda its: iql.critic_loss(its)[0],
+    ]
+    for loss in losses:
+        alone = [loss(replace(batch, weight=torch.eye(len(batch))[row])) for row in range(len(batch))]
+        torch.testing.assert_close(
+            loss(batch), sum(weight * its for weight, its in zip(batch.weight, alone, strict=True))
+        )
 
 
 # CQL

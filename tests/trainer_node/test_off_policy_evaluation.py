@@ -279,6 +279,25 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
         assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
 
 
+def test_only_what_is_recorded_from_its_beginning_tells_what_episodes_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an archive that lacks a worker's first fragment: CartPole begins within 0.05 of upright, and moves on."""
+    config = minimal_config(environment={"id": "CartPole-v1", "num_envs": 8})
+    description = describe_environment(config)
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    acting = {"default": policy_of(1.0)}
+    columns = [sampler.sample(acting, {"default": Sampling()}, steps).columns["default"] for steps in (4, 3, 60)]
+    write_archive(tmp_path, [fragment_of(its, seq) for seq, its in enumerate(columns) if seq])
+    source = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=20, episodes=1000)
+    assert source.figures("default", policy_of(1.0), 1) and source.episodes is not None
+    begun = source.episodes["default"]
+    assert len(begun) > 8 and all(np.abs(episode.observations["obs"][0]).max() <= 0.05 for episode in begun)
+    write_archive(tmp_path / "short", [fragment_of(columns[1], 1)])
+    source = evaluation_of(tmp_path / "short" / "a-run", every_updates=1)
+    assert not source.figures("default", policy_of(1.0), 1) and "no episode from its beginning" in caplog.text
+
+
 def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = evaluation_of(tmp_path / "gone.csv", every_updates=1)
     assert [source.figures("default", policy_of(1.0), update) for update in (1, 2)] == [{}, {}]

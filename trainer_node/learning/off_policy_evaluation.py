@@ -257,7 +257,11 @@ class DataEvaluation:
 
 
 def _chosen(recording: Recording, most: int) -> list[Episode]:
-    listed = list(recording.episodes())
+    """Evenly from all whose beginning is known."""
+    listed = [episode for episode in recording.episodes() if episode.begun]
+    if not listed:
+        _LOGGER.warning("no off-policy evaluation: the dataset has no episode from its beginning")
+        return []
     count = min(most, len(listed))
     chosen = [listed[number * len(listed) // count] for number in range(count)]
     if unknown := sum(bool(np.isnan(episode.log_prob).any()) for episode in chosen):

@@ -37,9 +37,9 @@ class IQL(WithCritics):
         params, value = self.policy.action_parameters_and_value(batch.observations)
         advantage = q - value
         side = torch.where(advantage > 0, config.expectile, 1 - config.expectile)
-        value_loss = (side * advantage.square()).mean()
+        value_loss = (batch.weight * side * advantage.square()).mean()
         weight = (config.inverse_temperature * advantage.detach()).exp().clamp_max(config.largest_weight)
-        policy_loss = -(weight * self.policy.distribution.log_prob(params, batch.actions)).mean()
+        policy_loss = -(batch.weight * weight * self.policy.distribution.log_prob(params, batch.actions)).mean()
         terms = {"train/value_loss": value_loss, "train/policy_loss": policy_loss}
         terms |= {"train/value_mean": value.mean(), "train/advantage_weight": weight.mean()}
         return value_loss + policy_loss, {name: term.detach() for name, term in terms.items()}
