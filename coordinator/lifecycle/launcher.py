@@ -122,7 +122,8 @@ def _check_same_learning(config: Config, before: Config) -> None:
     if config.hash() != before.hash():
         raise ConfigError(
             f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
-            f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
+            f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that, which "
+            f"may begin with what this one has learned (initialize_from)"
         )
 
 

@@ -53,7 +53,8 @@ class Casting:
         self._refs = dict(table.players)
         """Of all tables so far: an episode may outlast the table that it was drawn from."""
         self.matches: list[Match | None] = [None] * num_envs
-        self._forfeits: list[str] = [""] * num_envs
+        self._forfeits: list[dict[str, str]] = [{} for _ in range(num_envs)]
+        """Player → why it has lost the running match by forfeit, in the order in which they did."""
         self._forfeited: Counter[str] = Counter()
         self._judged: set[bool] = set()
         self._draws = 0
@@ -80,7 +81,7 @@ class Casting:
         for environment, match in enumerate(matches):
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
             self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
-            self._forfeits[environment] = match["forfeit"]
+            self._forfeits[environment] = dict(match["forfeits"])
         for name, array in states.items():
             if "@" in name:
                 mine = self._seats_of(name)
@@ -96,14 +97,14 @@ class Casting:
         return [
             vars(match)
             | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}
-            | {"forfeit": said}
-            for match, said in zip(self.matches, self._forfeits, strict=True)
+            | {"forfeits": lost}
+            for match, lost in zip(self.matches, self._forfeits, strict=True)
             if match is not None
         ]
 
     def seat(self, environment: int, match: Match) -> None:
         """An episode begins with this match. Where the learner meets its own current weights, both sides learn."""
-        self.matches[environment], self._forfeits[environment] = match, ""
+        self.matches[environment], self._forfeits[environment] = match, {}
         learner = match.players[match.side]
         for side, agents in enumerate(self._table.sides):
             for agent in agents:
@@ -187,19 +188,19 @@ class Casting:
             return player.act(observations, part.rows, generator)
         acted = []
         for row in part.rows:
-            environment, alone = int(row) % self._count, np.array([row])
+            alone, lost = np.array([row]), self._forfeits[int(row) % self._count]
             try:
-                if self._forfeits[environment]:
+                if part.player in lost:
                     raise Forfeit
                 acted.append(player.act(observations, alone, generator))
             except Forfeit as why:
-                self._forfeits[environment] = self._forfeits[environment] or f"{part.player}: {why}"
+                lost.setdefault(part.player, str(why))
                 acted.append(Random(policy).act(observations, alone, generator))
         return {name: np.concatenate([its[name] for its in acted]) for name in acted[0]}
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
         """The record of an episode that has ended, with its match."""
-        match, said = self.matches[environment], self._forfeits[environment]
+        match, lost = self.matches[environment], self._forfeits[environment]
         assert match is not None
         named = [[f"{agent}.{OUTCOME}" for agent in side] for side in self._table.sides]
         told = [[record.metrics[name] for name in side if name in record.metrics] for side in named]
@@ -209,14 +210,18 @@ class Casting:
             self._judged.add(by_environment)
             self._tell(f"outcomes of matches are judged {self._how(told, odd)}")
         if by_environment:
-            outcome = tuple(map(fmean, told))
+            scores = [*map(fmean, told)]
         else:
-            outcome = _compared([fmean(record.agent_returns[agent] for agent in side) for side in self._table.sides])
-        if loser := said.partition(":")[0]:
-            outcome = tuple(float(player != loser) for player in match.players)  # in each of its seats
+            scores = [fmean(record.agent_returns[agent] for agent in side) for side in self._table.sides]
+        if lost:  # it has lost to all others, in each of its seats; they are judged by what they did
+            scores = [-math.inf if its in lost else score for its, score in zip(match.players, scores, strict=True)]
+        shares = _compared(scores) if lost or not by_environment else scores
+        outcome = tuple(0.0 if its in lost else share for its, share in zip(match.players, shares, strict=True))
+        for loser, why in lost.items():
             self._forfeited[loser] += 1
             if (count := self._forfeited[loser]).bit_count() == 1:  # 1, 2, 4 …: there may be thousands
-                _LOGGER.warning("a match is lost by forfeit, %s (that player's number %d here)", said, count)
+                _LOGGER.warning("a match is lost by forfeit, %s: %s (that player's number %d here)", loser, why, count)
+        said = next((f"{loser}: {why}" for loser, why in lost.items()), "")
         decided = len(set(outcome)) > 1 or self._draws < 0
         self._draws = -1 if decided else self._draws + 1
         if self._draws == _ALL_DRAWS:
@@ -239,10 +244,10 @@ class Casting:
         return f"{returns}, since none of side {side} was told a number in info[{OUTCOME!r}]"
 
 
-def _compared(returns: Sequence[float]) -> tuple[float, ...]:
+def _compared(returns: Sequence[float]) -> list[float]:
     """What share of the others each side has beaten; an equal return (but for rounding) is half of that."""
 
     def beats(mine: float, other: float) -> float:
         return 0.5 if math.isclose(mine, other, rel_tol=1e-9, abs_tol=1e-9) else float(mine > other)
 
-    return tuple((sum(beats(mine, other) for other in returns) - 0.5) / (len(returns) - 1) for mine in returns)
+    return [(sum(beats(mine, other) for other in returns) - 0.5) / (len(returns) - 1) for mine in returns]

@@ -88,14 +88,14 @@ class Function(Player):
             columns = self._spaces.action.flatten("action", self._function(seen, random))
         except (Exception, SystemExit) as error:
             raise Forfeit(headline(error)) from error
-        masks = {name: array[row] for name, array in observations.items() if name.startswith("obs.action_mask")}
+        masks = [observations[name][row].reshape(-1) for name in self._spaces.observation.mask_columns]
         for leaf in self._spaces.action.leaves:
             action = columns[leaf.column("action")]
             if action.shape != leaf.shape or (leaf.nvec and leaf.beyond(action).any()):
                 raise Forfeit(f"its action {action.tolist()} is none of the space")
             if not np.isfinite(action).all():  # else it is brought within the bounds, as a policy's is
                 raise Forfeit(f"its action {action.tolist()} is not finite")
-        if masks and not self._legal(columns, np.concatenate([mask.reshape(-1) for mask in masks.values()])):
+        if masks and not self._legal(columns, np.concatenate(masks)):
             raise Forfeit(f"its action {[array.tolist() for array in columns.values()]} is illegal")
         return {name: array[None] for name, array in columns.items()}
 
@@ -103,7 +103,8 @@ class Function(Player):
         """Whether each choice is a legal one of its own, in the order of the leaves."""
         first = 0
         for leaf in self._spaces.action.leaves:
-            for choices, choice in zip(leaf.nvec, columns[leaf.column("action")].reshape(-1).tolist(), strict=True):
+            chosen = columns[leaf.column("action")].reshape(-1).tolist() if leaf.nvec else []
+            for choices, choice in zip(leaf.nvec, chosen, strict=True):
                 if not mask[first + choice] > 0:
                     return False
                 first += choices

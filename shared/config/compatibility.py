@@ -291,7 +291,7 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         raise ValueError(
             f"dataset.path={run.dataset.path} with {f'algorithm.name={name}' if run.league is None else 'a league'}: "
             f"of recorded experience each policy is given rows of its own, and not what others did beside it; leave "
-            f"the dataset out, or use dqn without a league"
+            f"the dataset out, or {'the league' if run.league is not None else 'use dqn'}"
         )
     if run.dataset.only_heatup and not run.heatup.amount:
         raise ValueError(

@@ -29,8 +29,9 @@ class LearnerConfig(Section):
     policy: str
     """The policy id that learns."""
     plays: tuple[str, ...] = ()
-    """The policy whose agents' seats it takes, where no agent is mapped to its own: `[main]` for one that learns to
-    exploit `main`. Its opponents are then the current weights and the snapshots of that policy alone."""
+    """The policy whose agents' seats it takes, where no agent is mapped to its own. Its opponents are then the current
+    weights and the snapshots of the policies of the other sides alone: `[main]` for one that learns to exploit `main`,
+    which has all sides; where `attack` plays against `defend`, `[defend]` for one that learns to exploit `attack`."""
     reset: ResetConfig | None = None
     """When it begins again; by default never. A snapshot of what it had learned joins the league first."""
 

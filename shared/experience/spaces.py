@@ -191,6 +191,11 @@ class PolicySpaces(PlainData):
     observation: SpaceSpec
     action: SpaceSpec
 
+    @property
+    def acting(self) -> "PolicySpaces":
+        """Without what its critic alone sees: equal for all that can act in each other's place."""
+        return PolicySpaces(self.observation.own, self.action)
+
     def without_legal(self, observations: Mapping[str, Array]) -> Array:
         """`[B]`: in which of the observations `[B, …]` the mask leaves some choice without a legal option."""
         masks = [observations[name] for name in self.observation.mask_columns]

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 import pytest
 from onnx import TensorProto, helper
 
+from coordinator.catalog.league import league_of, match
 from coordinator.catalog.run_folder import RunFolder
 from coordinator.diagnostics.doctor import examine
 from coordinator.lifecycle import launcher, preparation
@@ -89,6 +90,23 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     assert resumed.wait(120).reason == "exhausted" and resumed.status().version >= 5
     copied = resumed.export(config.runs_dir / "copied", "latest").parents[1]
     assert player_hash(rival) in {path.name for path in (copied / PLAYERS).iterdir()}, "with its league"
+
+
+def test_a_player_whose_critic_sees_more_plays_where_critics_see_less_and_the_other_way(chase: MakeConfig) -> None:
+    sees_more = {name: {"critic_observes": "state"} for name in ("hunter", "prey")}
+    first = played(chase({}, policies=sees_more), "first")
+    rivals = {f"old_{name}": f"first/latest#{name}" for name in ("hunter", "prey")}
+    half = {"latest": 0.5, "past": 0, "fixed": 0.5}
+    second = played(chase({"fixed": rivals, "opponents": half}), "second")
+    assert table_of(second).players["old_prey"].seats == ("prey",)
+    rivals = {name: source.replace("first", "second") for name, source in rivals.items()}
+    third = played(chase({"fixed": rivals, "opponents": half}, policies=sees_more), "third")
+    assert any(
+        row["matches"]
+        for row in league_of(third.checkpoint_store(), third.config)["players"]
+        if row["player"] in rivals
+    )
+    assert match("first#hunter", "third#prey", 4, first.config.runs_dir).games >= 4
 
 
 def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

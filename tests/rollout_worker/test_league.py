@@ -24,6 +24,7 @@ from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from shared.errors import EnvironmentFailure, PlayerUnusable
+from shared.experience.fragment import MatchRecord
 from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
 from shared.policies.registry import build_policies
@@ -162,8 +163,8 @@ def test_matches_that_are_all_draws_are_told(store: FileStore) -> None:
 
 
 def test_returns_that_differ_by_rounding_are_a_draw_and_sides_of_unequal_size_are_compared_by_the_mean() -> None:
-    assert _compared([0.1 + 0.2, 0.3]) == (0.5, 0.5)
-    assert _compared([1.0, 0.3, 0.3]) == (1.0, 0.25, 0.25)
+    assert _compared([0.1 + 0.2, 0.3]) == [0.5, 0.5]
+    assert _compared([1.0, 0.3, 0.3]) == [1.0, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
@@ -225,6 +226,47 @@ def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> No
     matches = [record.match for record in season.sample(60).episodes if record.match and record.match.forfeit]
     assert matches and all(sorted(match.outcome) == [0.0, 0.0, 1.0] for match in matches)
     assert all(match.outcome[match.side] == 1.0 for match in matches)
+
+
+@pytest.mark.parametrize(
+    ("player", "masks", "kwargs", "loses"),
+    [
+        ("aims", "auto", {}, False),
+        ("aims_astray", "auto", {}, True),
+        ("aims_astray", "off", {}, False),
+        ("aims_astray", "auto", {"entry": "action_mask_before", "size": 2}, False),
+    ],
+)
+def test_a_scripted_player_has_to_keep_to_what_is_a_mask_and_to_nothing_else(
+    store: FileStore, player: str, masks: str, kwargs: dict[str, Any], loses: bool
+) -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:Aimed", "num_envs": 3, "action_mask": masks, "kwargs": kwargs}
+    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:{player}"), snapshots=0, environment=game)
+    matches = [record.match for record in season.sample(60).episodes if record.match]
+    assert matches and any(match.forfeit != "" for match in matches) == loses
+
+
+def test_where_one_has_forfeited_others_play_on_and_are_judged_by_what_they_do(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, matches = Counter[str](), list[MatchRecord]()
+
+    def counting(observation: Any, random: np.random.Generator) -> int:
+        calls[other] += 1
+        return 2
+
+    monkeypatch.setattr("tests.support.games.takes_one", counting)
+    three = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
+    for other in ("takes_one", "raises"):
+        players = fixed(good=f"{MODULE}:takes_one", other=f"{MODULE}:{other}")
+        season = Season(store, {"good": 0.5, "other": 0.5}, players, snapshots=0, environment=three)
+        matches = [record.match for record in season.sample(120).episodes if record.match]
+    assert 0 < calls["raises"] < calls["takes_one"], "both were called there"
+    met = [(match, {*match.players}) for match in matches if match.forfeit]
+    mixed = [match for match, players in met if len(players) == 3]
+    assert mixed and all(match.outcome[match.players.index("other")] == 0.0 for match in mixed)
+    assert any(len({*match.outcome}) == 3 for match in mixed), "one of the two that were left has won"
+    assert all(match.outcome[match.side] > 0 for match, _ in met)
 
 
 def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:

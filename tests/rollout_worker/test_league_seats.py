@@ -8,11 +8,13 @@ import pytest
 
 from rollout_worker.environments.description import describe_environment
 from shared.errors import ConfigError
+from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, Chase
 from tests.support.games import MODULE
+from trainer_node.learning.league import League
 
 POLICIES = CHASE_POLICIES["policies"] | {"exploiter": {}}
 FROZEN = {name: {"trainable": False} for name in ("hunter", "prey")}
@@ -42,6 +44,17 @@ def test_each_agent_is_a_side_and_an_exploiter_has_the_spaces_and_slots_of_whose
     assert found.policies["exploiter"] == found.policies["hunter"] != found.policies["prey"]
     assert [found.slots(policy) for policy in ("hunter", "prey", "exploiter")] == [1, 1, 1]
     assert EnvironmentDescription.from_dict(found.as_dict()) == found
+
+
+def test_who_takes_the_seats_of_a_policy_that_it_does_not_meet_is_told_whom_it_meets() -> None:
+    config = minimal_config(environment=CHASE, league=EXPLOITER, **CHASE_POLICIES | {"policies": POLICIES})
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
+    league = League(config, description, policies)
+    assert league.lines_to_tell() == ["b takes the seats of hunter, where it meets prey alone (plays)"]
+    assert not league.lines_to_tell()
+    opponents = league.table(Counters()).learners["b"].opponents
+    assert list(opponents) == ["prey"] and all(player.startswith("prey") for player, _ in opponents["prey"])
 
 
 @pytest.mark.parametrize(

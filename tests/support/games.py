@@ -73,6 +73,35 @@ class Told(AllAtOnce):
         return np.array([self.steps, self.luck, *(name in self.agents for name in NAMES)], np.float32)
 
 
+class Aimed(AllAtOnce):
+    """A choice beside boxes, and an entry `entry` that forbids the choice 1, or is no mask at all."""
+
+    def __init__(self, entry: str = "action_mask", size: int = 3) -> None:
+        super().__init__()
+        self._entry, self._size = entry, size
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        entry = spaces.Box(0, 1, (self._size,), np.int8)
+        return spaces.Dict({"seen": super().observation_space(agent), self._entry: entry})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"aim": spaces.Box(-1, 1, (2,), np.float32), "choice": spaces.Discrete(3)})
+
+    def seen(self, agent: str) -> Any:
+        return {"seen": super().seen(agent), self._entry: np.array([1, 0, 1], np.int8)[: self._size]}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        return super().step({agent: action["choice"] for agent, action in actions.items()})
+
+
+def aims(observation: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
+    return {"aim": [3.0, -3.0], "choice": 2}
+
+
+def aims_astray(observation: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
+    return {"aim": [0.0, 0.0], "choice": 1}
+
+
 class InTurns(_Coming, AECEnv):  # type: ignore[misc]
     """AEC: each turn pays all who are there; agents may end in another's turn, and be born again."""
 

@@ -17,7 +17,7 @@ from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.league.table import MatchTable, player_hash
 from shared.policies.serialization import decode_policy, finite_weights
 from tests.support.league import EXPLOITED, change, league_config, league_of, record, season
-from trainer_node.learning.league import League, Rating, wilson
+from trainer_node.learning.league import League, Rating, standings, wilson
 
 RESULTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=40)
 OFTEN: dict[str, Any] = {
@@ -268,6 +268,8 @@ def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> Non
     (line,) = league.lines_to_tell()
     assert "player stone has forfeited 2 matches" in line
     assert league.lines_to_tell() == [], "once"
+    listed = {row["player"]: row["forfeits"] for row in standings(league.state, ["stone"])["players"]}
+    assert listed["stone"] == 2 and listed["main"] == 0
 
 
 def test_wilsons_interval_is_that_of_the_textbooks() -> None:

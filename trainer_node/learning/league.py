@@ -9,6 +9,7 @@ beside it stands Elo as ML-Agents has it: it begins at 1200, and a match moves i
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,7 @@ class Rating:
     sigma: float = _MODEL.sigma
     elo: float = _ELO
     matches: int = 0
+    forfeits: int = 0
 
     @property
     def ordinal(self) -> float:
@@ -125,6 +127,8 @@ class League:
         if player in match.players:
             self._why[player] = why
             self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
+            for seat in {seat for seat, its in zip(self._seats, match.players, strict=True) if its == player}:
+                self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
         for side, player in enumerate(match.players):
             if side == match.side:
                 continue
@@ -235,8 +239,7 @@ class League:
         for name in names:
             learner = self._learners[name]
             own = tuple(side for side, seat in enumerate(self._seats) if seat == learner.seat)
-            met = {seat for side in own for other, seat in enumerate(self._seats) if other != side}
-            opponents = {seat: self._opponents(name, seat) for seat in sorted(met)}
+            opponents = {seat: self._opponents(name, seat) for seat in self._met(learner.seat)}
             learners[name] = Learner(learner.policy, own, opponents)
             drawn |= {player for each in opponents.values() for player, _ in each}
         seats = {learner.policy: learner.seat for learner in self._learners.values()}
@@ -246,6 +249,10 @@ class League:
         }  # fmt: skip
         players |= {name: ref for name, ref in self._fixed.items() if name in drawn}
         return MatchTable(self._sides, self._seats, learners, players)
+
+    def _met(self, seat: str) -> list[str]:
+        """The policies whose seats are on other sides than one of this policy."""
+        return sorted(other for other, count in Counter(self._seats).items() if other != seat or count > 1)
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
         opponents = self._config.opponents
@@ -308,13 +315,20 @@ class League:
         return found
 
     def lines_to_tell(self) -> list[str]:
-        """A line, once in a process, where fixed players are not met, and for each player that has forfeited more
-        matches than `forfeits_allowed`."""
+        """A line, once in a process, where fixed players are not met, for each learner whose `plays` is no opponent of
+        it, and for each player that has forfeited more matches than `forfeits_allowed`."""
         allowed, lines = self._config.forfeits_allowed, []
         if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
             self._told.add("")
             named = ", ".join(sorted(self._config.fixed))
             lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
+        for name, learner in sorted(self._learners.items()):
+            met, key = self._met(learner.seat), f"learner {name}"
+            if learner.plays and learner.seat not in met and key not in self._told:
+                self._told.add(key)
+                lines.append(
+                    f"{name} takes the seats of {learner.seat}, where it meets {' and '.join(met)} alone (plays)"
+                )
         for player, count in sorted(self.state.forfeits.items()):
             if count > allowed and player not in self._told:
                 self._told.add(player)
@@ -347,7 +361,7 @@ def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
     players = [
         {
             "player": player, "seat": seat, "kind": kinds.get(player, "current"), "rating": rating.ordinal,
-            **vars(rating), "forfeits": state.forfeits.get(player, 0),
+            **vars(rating),
             "env_steps": taken[player].env_steps if player in taken else None,
         }
         for seat, ratings in sorted(state.ratings.items())
