@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.catalog.game_video import recorded, recordings
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make_environment
@@ -145,8 +146,11 @@ def evaluate(
     changes |= {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
-        recorded = (_recorder(config, video, name), *evaluation_environment(config).wrappers)
-        changes |= {"wrappers": recorded, **_drawing(config, "rgb_array", "--video")}
+        for former in recordings(video, name):
+            former.unlink()
+        recorder = WrapperConfig(path=f"{recorded.__module__}:recorded", kwargs={"folder": str(video), "prefix": name})
+        changes |= _drawing(config, "rgb_array", "--video")
+        changes |= {"wrappers": (recorder, *evaluation_environment(config).wrappers)}
     elif show:
         changes |= _drawing(config, "human", "play")
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
@@ -154,9 +158,9 @@ def evaluate(
     scores = scores_of(config, evaluate_policies(config, description, policies, seed))
     if video is None:
         return Evaluation(name, scores)
-    *recordings, begun = (video / f"{name}-episode-{index}.mp4" for index in range(int(scores["episodes"]) + 1))
+    *files, begun = (video / f"{name}-episode-{index}.mp4" for index in range(int(scores["episodes"]) + 1))
     begun.unlink(missing_ok=True)  # the environment began one more after the last that counts
-    return Evaluation(name, scores, tuple(path for path in recordings if path.exists()))
+    return Evaluation(name, scores, tuple(path for path in files if path.exists()))
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:
@@ -181,17 +185,6 @@ def require_recorder() -> None:
         import moviepy  # noqa: F401
     except ImportError:
         raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
-
-
-def _recorder(config: Config, folder: Path, name: str) -> WrapperConfig:
-    if config.environment.api == "pettingzoo":
-        return WrapperConfig(
-            path="coordinator.catalog.game_video:recorded", kwargs={"folder": str(folder), "prefix": name}
-        )
-    kwargs = {
-        "video_folder": str(folder), "episode_trigger": lambda _: True, "name_prefix": name, "disable_logger": True,
-    }  # fmt: skip
-    return WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
 
 
 def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:

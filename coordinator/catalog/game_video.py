@@ -1,25 +1,44 @@
-"""Episodes of PettingZoo environments as MP4 files, as `gymnasium.wrappers.RecordVideo` makes them of its own."""
+"""Episodes as MP4 files: of Gymnasium's environments by its own wrapper, of PettingZoo's likewise."""
 
+import glob
+import warnings
 from pathlib import Path
 from typing import Any
+
+import gymnasium as gym
 
 _FRAMES_PER_SECOND = 10
 
 
+def recordings(folder: Path, prefix: str) -> list[Path]:
+    """The files of all episodes there are, in no order."""
+    return list(folder.glob(f"{glob.escape(prefix)}-episode-*.mp4"))
+
+
 def recorded(env: Any, folder: str, prefix: str) -> Any:
-    """`env`, which draws with render_mode=rgb_array, with a file `PREFIX-episode-N.mp4` for each episode."""
+    """`env`, which draws with render_mode=rgb_array, with a file `PREFIX-episode-N.mp4` for each episode. They are
+    counted by the files there are: an environment may be made anew for each (`environment.parameters_by: rebuild`).
+    """
+    if isinstance(env, gym.Env):
+        with warnings.catch_warnings():  # of files that it may overwrite: as they are counted, it does not
+            warnings.simplefilter("ignore")
+            single = gym.wrappers.RecordVideo(
+                env, folder, episode_trigger=lambda _: True, name_prefix=prefix, disable_logger=True
+            )
+        single.episode_id += len(recordings(Path(folder), prefix))
+        return single
     from moviepy import ImageSequenceClip  # of the extra `video`
     from pettingzoo.utils.wrappers import BaseParallelWrapper, BaseWrapper  # of the extra `pettingzoo`
 
     base: Any = BaseWrapper if hasattr(env, "agent_iter") else BaseParallelWrapper
     rate = (getattr(env, "metadata", None) or {}).get("render_fps", _FRAMES_PER_SECOND)
-    frames, files = list[Any](), list[Path]()
+    frames = list[Any]()
 
     def write() -> None:
         if len(frames) > 1:
-            files.append(Path(folder) / f"{prefix}-episode-{len(files)}.mp4")
-            files[-1].parent.mkdir(parents=True, exist_ok=True)
-            ImageSequenceClip(frames, fps=rate).write_videofile(str(files[-1]), logger=None)
+            path = Path(folder) / f"{prefix}-episode-{len(recordings(Path(folder), prefix))}.mp4"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ImageSequenceClip(frames, fps=rate).write_videofile(str(path), logger=None)
         frames.clear()
 
     class Recorded(base):  # type: ignore[misc]

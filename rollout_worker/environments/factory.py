@@ -18,7 +18,8 @@ from rollout_worker.environments.options import Options
 from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
-from rollout_worker.environments.vector_env import VectorEnvironment
+from rollout_worker.environments.vector_env import VectorEnvironment, layers
+from rollout_worker.wrappers import EpisodicLife
 from shared.config.environment import EnvironmentConfig
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
@@ -104,6 +105,11 @@ def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
         if wrapper.path.startswith("gymnasium."):  # which asks for tuples, and YAML has none
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
+    if config.parameters and any(isinstance(layer, EpisodicLife) for layer in layers(env)):
+        raise ConfigError(
+            "environment.wrappers has EpisodicLife, whose episodes begin in a game that goes on, and "
+            "environment.parameters are of a game from its beginning; leave one of them out"
+        )
     if config.action_mask == "info" and config.api == "gymnasium":
         env = MaskFromInfo(env)
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):

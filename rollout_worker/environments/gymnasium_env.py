@@ -228,6 +228,8 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
             return observation, {_RETURN: total, _SUMS: sums} if past else {}
 
     def tell(self, name: str, value: Any) -> bool:
+        if self._parameterized is not None:
+            return self._parameterized.tell(self.env, name, value)
         return vector_env.tell(self.env, name, value)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_worker.environments.vector_env import holder, layers
+from rollout_worker.environments.vector_env import holder, layers, tell
 from shared.errors import EnvironmentUnusable
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.parameters import Drawn, ParameterTable, Value
@@ -46,6 +46,12 @@ class Parameterized:
         """`remake` makes the environment with these arguments."""
         self._by, self._remake = by, remake
         self._made_with: Mapping[str, Value] | None = None
+        self._told: dict[str, Any] = {}
+
+    def tell(self, env: Any, name: str, value: Any) -> bool:
+        """As `vector_env.tell`; one that is made anew is told too, before its first reset."""
+        self._told[name] = value
+        return tell(env, name, value)
 
     def prepare(self, env: Any, values: Mapping[str, Value]) -> tuple[Any, dict[str, Any]]:
         """The environment to reset, and the options for it. Raises `EnvironmentUnusable` for what it does not take."""
@@ -68,6 +74,8 @@ class Parameterized:
                 taken = inspect.signature(type(getattr(env, "unwrapped", env)).__init__).parameters
                 raise EnvironmentUnusable(f"{error}; it takes {', '.join(list(taken)[1:])}") from None
             self._made_with = dict(values)
+            for name, value in self._told.items():
+                tell(env, name, value)
         return env, {}
 
 

@@ -71,7 +71,7 @@ class Parallel:
 
     def __init__(
         self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription,
-        parameters: EpisodeParameters | None = None, parameterized: Sequence[Parameterized] = (), first: int = 0,
+        parameters: EpisodeParameters | None, parameterized: Sequence[Parameterized], first: int = 0,
     ) -> None:  # fmt: skip
         """`parameterized` give each of `envs` its `parameters`. `first` is the first one's number, in messages."""
         self._envs, self.num_envs, self._first = list(envs), len(envs), first
@@ -269,13 +269,15 @@ class Parallel:
 
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
-        for env in self._envs:
-            vector_env.tell(env, "set_phase", str(phase))
+        self._tell("set_phase", str(phase))
 
     @NamedFailures("set_paused")
     def set_paused(self, paused: bool) -> bool:
-        told = [vector_env.tell(env, "set_paused", paused) for env in self._envs]  # each of them
-        return any(told)
+        return self._tell("set_paused", paused)
+
+    def _tell(self, name: str, value: Any) -> bool:
+        told = [its.tell(env, name, value) for its, env in zip(self._parameterized, self._envs, strict=True)]
+        return any(told)  # each of them
 
     def close(self) -> None:
         for env in self._envs:

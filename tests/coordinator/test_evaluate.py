@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import yaml
 
@@ -78,6 +80,43 @@ def test_each_episode_becomes_a_video_and_without_its_package_it_says_what_to_in
     assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
     assert len(found.videos) == 2
     assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
+
+
+class Lines(gym.Env[Any, Any]):
+    """Draws a picture; an episode has as many steps as it is made with."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space, action_space = gym.spaces.Box(0, 1, (1,), np.float32), gym.spaces.Discrete(2)
+
+    def __init__(self, length: int = 1, render_mode: str | None = None) -> None:
+        self.length, self.render_mode, self.steps = length, render_mode, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(1, np.float32), 1.0, self.steps >= self.length, False, {}
+
+    def render(self) -> Any:
+        return np.full((16, 16, 3), 9 * self.steps, np.uint8)
+
+
+def test_each_episode_becomes_a_video_where_its_environment_is_made_anew_for_it(tmp_path: Path) -> None:
+    pytest.importorskip("moviepy")
+    drawn = {"parameters": {"length": {"choice": [2, 3, 4, 5]}}, "parameters_by": "rebuild"}
+    config = minimal_config(
+        runs_dir=str(tmp_path / "runs"), environment={"id": f"{__name__}:Lines"} | drawn, evaluation={"episodes": 0},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2},
+    )  # fmt: skip
+    assert Run.start(config, "a", inline=True).wait(120).reason == "exhausted"
+    for episodes in (4, 3):
+        found = evaluate("a", tmp_path / "runs", episodes, tmp_path / "videos")
+        assert sorted(found.videos) == sorted((tmp_path / "videos").iterdir()) and len(found.videos) == episodes
+        seconds = [struct.unpack(">II", path.read_bytes().partition(b"mvhd")[2][12:20]) for path in found.videos]
+        frames = sum(round(10 * duration / scale) for scale, duration in seconds)
+        assert frames == episodes * (1 + found.scores["mean_return"]), "of the episodes that are scored"
 
 
 @pytest.mark.parametrize("name", ["Painted", "PaintedInTurns"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -15,7 +16,8 @@ from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sampler
 from shared.config.parameters import table_at
-from shared.errors import EnvironmentUnusable
+from shared.errors import ConfigError, EnvironmentUnusable
+from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
 from tests.support.lessons import MODULE, Open
@@ -94,6 +96,44 @@ def test_each_episode_is_given_what_was_drawn_for_its_seed_and_its_record_says_s
         columns = stage.sample(9).columns["default"]
         seen = columns["obs"][columns["mask"]][:, 2].tolist()
         assert set(seen) <= {float(np.float32(its["luck_of"])) for its in expected}
+
+
+class Phased(gym.Wrapper[Any, Any, Any, Any]):
+    """Pays what it is told: nothing before, 1 in warm-up, 2 in training, 3 in a test; half of it if it is paused."""
+
+    phase, paused = "", True
+
+    def set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        pays = ["", "heatup", "train", "test"].index(self.phase)
+        return observation, float(pays) / (1 + self.paused), *rest
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("by", ["options", "attributes", "rebuild"])
+def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
+    by: str, vectorization: str, closing: Any
+) -> None:
+    wrapped = {"wrappers": [{"path": f"{__name__}:Phased"}], "parameters_by": by, "vectorization": vectorization}
+    stage = Parameterized(CORRIDOR | LENGTH | wrapped)
+    closing(stage)
+    for phase, paid in ((Phase.HEATUP, 1.0), (Phase.TRAIN, 2.0)):
+        stage.sampler.set_phase(phase)
+        assert set(stage.sample(20).columns["default"]["reward"].reshape(-1).tolist()) == {paid}
+    scores = evaluate_policies(stage.config, stage.description, stage.policies, seed=1, episodes=4)
+    assert all(record.episode_return == 1.5 * record.length for record in scores), "which is told of no pause"
+
+
+def test_a_game_that_goes_on_from_life_to_life_takes_no_parameters() -> None:
+    wrapped = {"wrappers": [{"path": "rollout_worker.wrappers:EpisodicLife"}]}
+    with pytest.raises(ConfigError, match=r"environment\.wrappers has EpisodicLife.*leave one of them out"):
+        describe_environment(minimal_config(environment=CORRIDOR | LENGTH | wrapped))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("async", "native")])

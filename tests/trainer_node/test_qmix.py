@@ -16,6 +16,7 @@ from shared.experience.spaces import Array
 from tests.support.learning.algorithms import make, make_dqn, move_apart, weights
 from tests.support.learning.experience import acted, random_fragment, received
 from tests.support.learning.streams import PLAIN
+from trainer_node.learning.algorithms.qmix import QMIX
 from trainer_node.learning.replay_buffers.uniform import Batch, TeamReplayBuffer
 
 AGENTS = 3
@@ -36,6 +37,18 @@ def joint(algorithm: Any, seed: int) -> Batch:
         algorithm.observe(received(columns))
     drawn: Batch = algorithm.replay_buffer.sample(20, np.random.default_rng(seed), gamma=0.9)
     return drawn
+
+
+def test_a_mixing_network_is_taken_over_by_another_run_with_its_policy() -> None:
+    there, here = team_of("qmix"), make("qmix", agents=AGENTS, shape=(5, 6), minibatch_size=20)
+    assert isinstance(here, QMIX)
+    here.begin_with(there.state())
+    for mine in (here.mixer, here.target_mixer):
+        pairs = zip(mine.parameters(), there.mixer.parameters(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    other = make("qmix", agents=AGENTS + 1, shape=(5, 8), minibatch_size=20)
+    with pytest.raises(ValueError, match=r"mixer/.* has the shape"):
+        other.begin_with(there.state())
 
 
 @given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 3))

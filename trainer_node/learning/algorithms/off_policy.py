@@ -53,6 +53,8 @@ def make_replay_buffer(
 
 
 _BUFFER = "replay_buffer/"
+_FOLLOWED = {"targets": "critics", "target_mixer": "mixer"}
+"""Target networks' parts → those of the networks that they follow."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class OffPolicy(PolicyLearner):
         """
         own = super().state()
         for name in own:
-            source = name.replace("targets/", "critics/", 1) if name.startswith("targets/") else name
+            prefix, _, rest = name.partition("/")
+            source = f"{_FOLLOWED[prefix]}/{rest}" if prefix in _FOLLOWED else name
             if source.startswith(tuple(self.beside_policy.values())):
                 if arrays[source].shape != own[name].shape:
                     raise ValueError(f"{source} has the shape {arrays[source].shape}, expected {own[name].shape}")

@@ -81,6 +81,7 @@ class QMIX(VDN):
         learned = [item for item in (*policy.parameters(), *self.mixer.parameters()) if item.requires_grad]
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
+        self.beside_policy["mixer"] = "mixer/"
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
         mixer = self.target_mixer if target else self.mixer
