@@ -85,7 +85,7 @@ def _cell(cell: dict[str, Any] | None) -> str:
 def match(
     first: Annotated[str, typer.Argument(help=_PLAYER)],
     second: Annotated[str, typer.Argument(help="The other one.")],
-    games: Annotated[int, typer.Option(min=1, help="How many, on all sides together.")] = 100,
+    games: Annotated[int, typer.Option(min=1, help="How many at least, on all sides together.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the starts, which are the same on each side.")] = 0,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Policies take the best action; else they draw one.")

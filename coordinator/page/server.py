@@ -163,7 +163,8 @@ class _Page:
         there = view.curves[stream].bins.names
         of_panels = {line.metric for panel in PANELS for line in panel.lines}
         if unknown := [name for name in names if name not in of_panels and not matching(name, there)]:
-            raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; there are {', '.join(there)}")
+            known = f"there are {', '.join(there)}" if there else "there are none yet"
+            raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; {known}")
         return JSONResponse(jsonable(view.series(stream, names)))
 
     def config(self, request: Request) -> Response:

@@ -33,13 +33,13 @@ def read_player(store: ObjectStore, sha256: str) -> bytes:
         data = store.get(PLAYERS + sha256)
     except ObjectMissing:
         raise PlayerUnusable(
-            f"the store has no player {PLAYERS}{sha256}, which the match table names; bring the object back, or resume "
-            f"from a checkpoint without it"
+            f"the store has no player {PLAYERS}{sha256}, which the league has; bring the object back, or resume from a "
+            f"checkpoint without it, if there is one"
         ) from None
     if (found := player_hash(data)) != sha256:
         raise PlayerUnusable(
             f"the player {PLAYERS}{sha256} was altered: its SHA-256 is {found} ({len(data)} bytes); bring the object "
-            f"back, or resume from a checkpoint without it"
+            f"back, or resume from a checkpoint without it, if there is one"
         )
     return data
 

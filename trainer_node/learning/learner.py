@@ -263,7 +263,7 @@ def make_learner(
         setting = Setting(
             device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations.get(policy_id),
             config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
-            description.slots(policy_id),
+            description.slots(policy_id), len(description.agents) > 1,
         )  # fmt: skip
         algorithms[policy_id] = make_algorithm(policies[policy_id], sections[policy_id], setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)

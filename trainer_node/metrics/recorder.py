@@ -124,8 +124,9 @@ class Recorder:
         for name, scores in evaluations.items():
             if name not in self._evaluated:
                 self._evaluated.add(name)
-                self._tested[TEST_ENV_STEPS] += int(scores.get("env_steps_played", 0))
-                self._tested[TEST_EPISODES] += int(scores.get("episodes", 0))
+                for each in (scores, scores.get("confirmation") or {}):
+                    self._tested[TEST_ENV_STEPS] += int(each.get("env_steps_played", 0))
+                    self._tested[TEST_EPISODES] += int(each.get("episodes", 0))
                 self.record(EVALUATIONS, evaluation_row(scores) | dict(self._tested), name)
         return self._evaluated
 

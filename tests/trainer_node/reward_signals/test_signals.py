@@ -13,6 +13,7 @@ from shared.experience.spaces import Array, Columns
 from tests.support.learning import slow_signals as slow
 from tests.support.learning.algorithms import make, weights
 from tests.support.learning.experience import acted, received, update_batch
+from trainer_node.learning.reward_signals.reward_signals import _ends
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-3, "hidden_sizes": [6], "embedding_size": 3}
 SIGNALS: dict[str, Any] = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}
@@ -61,6 +62,16 @@ def slow_rnd(algorithm: Any, columns: Columns, episodic: bool, ratio: Array | No
     case.log_ratio = np.log(ratio)
     target, advantage, _ = case.slow_vtrace()
     return advantage, target
+
+
+def test_after_a_fragment_s_last_row_nothing_follows_an_end_where_nothing_is_observed() -> None:
+    ends = {name: torch.tensor([[False, True], [True, False], [True, True]]) for name in ("terminated", "truncated")}
+    seen = {"bootstrap_obs.a": torch.zeros(2, 3), "bootstrap_obs.b": torch.zeros(2, dtype=torch.uint8)}
+    seen["bootstrap_obs.b"][1] = 7
+    for several, last in ((True, [True, False]), (False, [False, False])):
+        found = _ends(ends | seen | {"mask": torch.ones(3, 2, dtype=torch.bool)}, False, several)
+        for flag in found.values():
+            assert flag.tolist() == [[False, False], [False, False], last]
 
 
 @pytest.mark.parametrize("episodic", [False, True], ids=["goes on", "episodic"])

@@ -69,6 +69,8 @@ class Setting:
     """Of each update: K."""
     agents: int = 1
     """Of the policy, in each environment; slot = agent's number × environments + environment."""
+    among_others: bool = False
+    """Whether the environment has several agents, so that there may be steps in which nobody acts in a slot."""
 
     @property
     def transitions(self) -> int:

@@ -37,10 +37,11 @@ class Rewarding:
     """What an update looked at."""
 
     def __init__(
-        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, device: torch.device
+        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, setting: Setting
     ) -> None:
-        self.signal, self.strength = signal.to(device), config.strength
-        self._name, self._config, self._policy, self._algorithm, self._device = name, config, policy, algorithm, device
+        self.signal, self.strength = signal.to(setting.device), config.strength
+        self._name, self._config, self._policy, self._algorithm = name, config, policy, algorithm
+        self._device, self._among_others = setting.device, setting.among_others
         self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
         self._optimizers: dict[str, Part] = {"signal_adam/": self._adam}
         self._networks: dict[str, nn.Module] = {"signal/": self.signal}
@@ -50,7 +51,7 @@ class Rewarding:
     def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
         """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
         self._tensors, self._rows = tensors, rows
-        self._ends = _ends(tensors, episodic=self._config.episodic)
+        self._ends = _ends(tensors, self._config.episodic, self._among_others)
         self.known = tensors["mask"]
         if self.signal.needs_next:
             unknown = tensors["terminated"].clone()
@@ -159,7 +160,7 @@ class RewardSignals:
                 with borrowed_random_state(self._seed_of(name, 0)):
                     made = {"rnd": RND, "icm": ICM}.get(name)
                     signal = GAIL(policy, section, setting.demonstrations) if made is None else made(policy, section)
-                    self.streams[name] = self.stream(name, signal, section, policy, algorithm, setting.device)
+                    self.streams[name] = self.stream(name, signal, section, policy, algorithm, setting)
 
     def _seed_of(self, name: str, update: int) -> int:
         return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
@@ -265,12 +266,15 @@ class ReplayedSignals(RewardSignals):
         return total, metrics
 
 
-def _ends(tensors: Mapping[str, Tensor], episodic: bool) -> dict[str, Tensor]:
+def _ends(tensors: Mapping[str, Tensor], episodic: bool, among_others: bool) -> dict[str, Tensor]:
     """`[T, S]`: where returns end. Those that are not episodic go on into the slot's next episode, unless nothing is
-    acted in the next row (after an end in a native environment, or for an agent that is absent from then on).
+    acted in the next row (after an end in a native environment, for an agent that is absent from then on, or where an
+    opponent has its seat in a league).
     """
     ended = torch.ones_like(tensors["mask"])
     if not episodic:
         ended[:-1] = ~tensors["mask"][1:]
-        ended[-1] = False
+        seen = [array for name, array in tensors.items() if name.startswith("bootstrap_obs") and among_others]
+        any_of = [(array != 0).reshape(len(array), -1).any(dim=1) for array in seen]
+        ended[-1] = ~torch.stack(any_of).any(dim=0) if any_of else False  # zeros in a slot that nobody acts next
     return {name: tensors[name] & ended for name in ("terminated", "truncated")}
