@@ -146,10 +146,10 @@ def evaluate(
     changes |= {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
-        for former in recordings(video, name):
-            former.unlink()
         recorder = WrapperConfig(path=f"{recorded.__module__}:recorded", kwargs={"folder": str(video), "prefix": name})
         changes |= _drawing(config, "rgb_array", "--video")
+        for former in recordings(video, name):  # not before it is known that it can draw
+            former.unlink()
         changes |= {"wrappers": (recorder, *evaluation_environment(config).wrappers)}
     elif show:
         changes |= _drawing(config, "human", "play")

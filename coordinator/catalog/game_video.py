@@ -21,7 +21,7 @@ def recorded(env: Any, folder: str, prefix: str) -> Any:
     """
     if isinstance(env, gym.Env):
         with warnings.catch_warnings():  # of files that it may overwrite: as they are counted, it does not
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", message=".*Overwriting existing videos")
             single = gym.wrappers.RecordVideo(
                 env, folder, episode_trigger=lambda _: True, name_prefix=prefix, disable_logger=True
             )

@@ -28,10 +28,13 @@ def with_state(
     an agent that is not there is taken to observe.
     """
     told = {agent: observation for agent, observation in observations.items() if observation is not None}
-    now: Any = (
-        env.state() if _tells(env) else {agent: told[agent] if agent in live else absent[agent] for agent in absent}
-    )
-    last = now if _tells(env) else {**now, **{agent: told[agent] for agent in cut & told.keys()}}
+    now: Any
+    last: Any
+    if _tells(env):
+        now = last = env.state()
+    else:
+        now = {agent: told[agent] if agent in live else absent[agent] for agent in absent}
+        last = now | {agent: told[agent] for agent in cut & told.keys()}
     states = {
         agent: {"agent": number, "seen": now if agent in live else last}
         for number, agent in enumerate(absent)

@@ -107,7 +107,7 @@ def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
         env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
     if config.parameters and any(isinstance(layer, EpisodicLife) for layer in layers(env)):
         raise ConfigError(
-            "environment.wrappers has EpisodicLife, whose episodes begin in a game that goes on, and "
+            "environment.wrappers has EpisodicLife, whose episodes continue a game that has begun, and "
             "environment.parameters are of a game from its beginning; leave one of them out"
         )
     if config.action_mask == "info" and config.api == "gymnasium":

@@ -130,7 +130,7 @@ def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
     assert all(record.episode_return == 1.5 * record.length for record in scores), "which is told of no pause"
 
 
-def test_a_game_that_goes_on_from_life_to_life_takes_no_parameters() -> None:
+def test_a_game_that_continues_from_life_to_life_takes_no_parameters() -> None:
     wrapped = {"wrappers": [{"path": "rollout_worker.wrappers:EpisodicLife"}]}
     with pytest.raises(ConfigError, match=r"environment\.wrappers has EpisodicLife.*leave one of them out"):
         describe_environment(minimal_config(environment=CORRIDOR | LENGTH | wrapped))

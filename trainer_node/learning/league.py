@@ -323,12 +323,11 @@ class League:
             named = ", ".join(sorted(self._config.fixed))
             lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
         for name, learner in sorted(self._learners.items()):
-            met, key = self._met(learner.seat), f"learner {name}"
-            if learner.plays and learner.seat not in met and key not in self._told:
+            key = f"learner {name}"
+            if learner.plays and key not in self._told and learner.seat not in (met := self._met(learner.seat)):
                 self._told.add(key)
-                lines.append(
-                    f"{name} takes the seats of {learner.seat}, where it meets {' and '.join(met)} alone (plays)"
-                )
+                whom = " and ".join(met)
+                lines.append(f"{name} takes the seats of {learner.seat}, where it meets {whom} alone (plays)")
         for player, count in sorted(self.state.forfeits.items()):
             if count > allowed and player not in self._told:
                 self._told.add(player)

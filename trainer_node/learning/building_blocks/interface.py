@@ -70,7 +70,7 @@ class Setting:
     agents: int = 1
     """Of the policy, in each environment; slot = agent's number × environments + environment."""
     among_others: bool = False
-    """Whether the environment has several agents, so that there may be steps in which nobody acts in a slot."""
+    """Whether the environment has several agents, so that a slot may have steps in which no agent acts."""
 
     @property
     def transitions(self) -> int:

@@ -274,7 +274,7 @@ def _ends(tensors: Mapping[str, Tensor], episodic: bool, among_others: bool) -> 
     ended = torch.ones_like(tensors["mask"])
     if not episodic:
         ended[:-1] = ~tensors["mask"][1:]
-        seen = [array for name, array in tensors.items() if name.startswith("bootstrap_obs") and among_others]
-        any_of = [(array != 0).reshape(len(array), -1).any(dim=1) for array in seen]
-        ended[-1] = ~torch.stack(any_of).any(dim=0) if any_of else False  # zeros in a slot that nobody acts next
+        after = [array for name, array in tensors.items() if name.startswith("bootstrap_obs")]
+        seen = torch.stack([(array != 0).reshape(len(array), -1).any(dim=1) for array in after]).any(dim=0)
+        ended[-1] = ~seen & among_others  # a slot without an agent to act has zeros
     return {name: tensors[name] & ended for name in ("terminated", "truncated")}
