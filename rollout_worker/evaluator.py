@@ -84,7 +84,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
 
 
 def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
-    """The seed of the first environment's first episode, 32 bits.
+    """The seed of an evaluation, 32 bits; its environments' first episodes have it and the next numbers, modulo 2³¹.
 
     Another one for each checkpoint and round, and the same whenever that is played again; with `evaluation.seed` the
     same for all checkpoints.

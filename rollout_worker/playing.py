@@ -9,7 +9,7 @@ import torch
 
 from rollout_worker.environments.factory import evaluation_environment, make_vector
 from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import episode_seed
+from rollout_worker.environments.seeding import SEEDS, episode_seed
 from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
@@ -53,7 +53,7 @@ def _play(
         copies = range(environment.num_envs)
         shares = [(episodes + index) // len(copies) for index in copies]
         records: list[list[EpisodeRecord]] = [[] for _ in copies]
-        began = environment.reset([seed + index for index in copies])
+        began = environment.reset([(seed + index) % SEEDS for index in copies])
         for index in copies:
             begun(index)
         now = {policy_id: observations for policy_id, (observations, _) in began.items()}

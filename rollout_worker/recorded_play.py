@@ -11,6 +11,7 @@ import numpy as np
 from rollout_worker.environments.description import describe
 from rollout_worker.environments.factory import make_environment
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment
+from rollout_worker.environments.seeding import SEEDS
 from shared.config.run_config import Config
 from shared.errors import UserError
 from shared.experience.spaces import PolicySpaces, SpaceSpec
@@ -103,7 +104,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Each episode has a beginning of its own."""
         self._rows = []
-        self._seen, info = self.env.reset(seed=self._seed + self.played, options=options)
+        self._seen, info = self.env.reset(seed=(self._seed + self.played) % SEEDS, options=options)
         return self._seen, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 _FRAGMENT, _ENVIRONMENTS, _EPOCH = 0, 1, 2
 _MASK = (1 << 64) - 1
+SEEDS = 1 << 31  # those that every environment takes: NumPy's older generator has 32 bits, many a simulator an `int`
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class SeedLineage:
         return self._seeds(_FRAGMENT, number, 1)[0]
 
     def environments(self, count: int) -> list[int]:
-        """The seed of each environment's first episode; `episode_seed` has the others."""
-        return self._seeds(_ENVIRONMENTS, 0, count)
+        """The seed of each environment's first episode, 31 bits; `episode_seed` has the others."""
+        return [seed % SEEDS for seed in self._seeds(_ENVIRONMENTS, 0, count)]
 
     def shuffling(self, epoch: int) -> int:
         """The seed of the order in which recorded experience is taken in an epoch."""
@@ -44,7 +45,7 @@ class SeedLineage:
 
 
 def episode_seed(first: int, episode: int) -> int:
-    """The seed of an environment's episode (0, 1, …), from that of its first one; 64 bits.
+    """The seed of an environment's episode (0, 1, …), from that of its first one; 31 bits.
 
     SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"): a short episode must not
     pay for more.
@@ -54,4 +55,4 @@ def episode_seed(first: int, episode: int) -> int:
     mixed = (first + episode * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
+    return (mixed ^ (mixed >> 31)) % SEEDS

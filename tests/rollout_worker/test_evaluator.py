@@ -200,6 +200,14 @@ def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> 
     assert [record.episode_return for record in found] == pytest.approx(returns, rel=1e-4)
 
 
+@pytest.mark.parametrize("seed", [2**31 - 1, 2**32 - 1])
+def test_evaluation_seeds_are_those_that_older_environments_take(seed: int) -> None:
+    config = minimal_config(
+        environment={"id": f"{MODULE}:OlderGenerator"}, evaluation={"episodes": 9, "num_envs": 3}
+    )  # fmt: skip
+    assert len({record.episode_return for record in played(config, seed=seed)}) == 9
+
+
 LUCK = {"id": f"{MODULE}:Noise", "num_envs": 4}
 """What an episode pays follows from its seed alone: all policies are worth the same, and scores differ by luck."""
 

@@ -356,6 +356,14 @@ def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> Non
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_all_episodes_have_a_seed_that_older_environments_take(vectorization: str) -> None:
+    stage = Stage({"id": f"{MODULE}:OlderGenerator", "num_envs": 8, "vectorization": vectorization})
+    drawn = [record.episode_return for record in stage.sample(40).episodes]
+    stage.sampler.close()
+    assert len(set(drawn)) == len(drawn) == 8 * 13, "and another one each"
+
+
 def test_what_is_sound_and_no_trail_is_not_taken_up() -> None:
     """As somebody else may have written it."""
 

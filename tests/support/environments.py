@@ -10,6 +10,7 @@ import copy
 import ctypes
 import itertools
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -109,6 +110,20 @@ class LengthOfSeed(Counting):
         if self._episodes < 0:
             self.length = 2 + (seed or 0)
         return super().reset(seed=seed, options=options)
+
+
+class OlderGenerator(Counting):
+    """Draws from NumPy's older generator, which takes no seed of more than 32 bits, and hands it to a simulator whose
+    seeds are a C `int`; pays what was drawn."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._drawn = float(np.random.RandomState(seed).random())
+        if seed is not None:
+            struct.pack("i", seed)
+        return super().reset(seed=seed, options=options)
+
+    def reward(self, action: Any) -> float:
+        return self._drawn
 
 
 def end_this_process(columns: dict[str, Array]) -> dict[str, Array]:
