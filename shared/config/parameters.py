@@ -53,7 +53,8 @@ class CriterionConfig(Section):
     episodes: int = Field(100, ge=1)
     """How many of the lesson's own episodes have to have ended. One that began in another lesson is none of them."""
     smoothing: bool = False
-    """Whether the measure is smoothed, as ML-Agents does: a quarter of what it was, three quarters of what it is."""
+    """Whether the measure is smoothed, as ML-Agents does: a quarter of what it was, three quarters of what it is. It
+    begins with the first mean (ML-Agents begins with 0, which brings returns below 0 too near to it)."""
     policy: str = ""
     """Whose agents' return, or whose rating; by default all agents, or the only policy."""
 

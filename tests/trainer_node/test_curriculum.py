@@ -82,13 +82,24 @@ def test_progress_and_rating_are_met_by_what_they_are_after_the_least_number_of_
 def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
     lessons = [{"value": 1, "until": {"return": 2.0, "episodes": 2, "smoothing": True}}, {"value": 2}]
     made = curriculum({"length": {"lessons": lessons}})
-    totals, smoothed = [2.0, 2.0, 2.2, 2.2], 0.0
+    totals, smoothed = [1.0, 1.0, 2.4, 2.4, 2.4], 1.0
     for number, total in enumerate(totals):
         told(made, 0, total)
         if number:
             smoothed = 0.25 * smoothed + 0.75 * (total + totals[number - 1]) / 2
         assert made.table().lessons == {"length": int(smoothed >= 2.0)}
     assert smoothed >= 2.0
+
+
+def test_a_smoothed_measure_begins_with_the_first_mean_and_not_nearer_to_zero() -> None:
+    lessons = [{"value": 1, "until": {"return": -80.0, "episodes": 2, "smoothing": True}}, {"value": 2}]
+    made = curriculum({"length": {"lessons": lessons}})
+    for total in (-100.0, -100.0, -100.0):
+        told(made, 0, total)
+        assert made.table().lessons == {"length": 0}
+    for total in (-60.0, -60.0):
+        told(made, 0, total)
+    assert made.table().lessons == {"length": 1}
 
 
 def test_a_success_that_is_never_told_is_said_once() -> None:

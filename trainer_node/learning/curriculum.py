@@ -116,7 +116,7 @@ class Curriculum:
         del window[: -criterion.episodes]
         mean = sum(window) / len(window)
         if criterion.smoothing:
-            mean = lesson.smoothed[which] = 0.25 * lesson.smoothed.get(which, 0.0) + 0.75 * mean
+            mean = lesson.smoothed[which] = 0.25 * lesson.smoothed.get(which, mean) + 0.75 * mean
         return mean
 
     def _tell_once(self, text: str) -> None:
