@@ -132,8 +132,8 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
-    if policy_id not in policies and (sha256 := _snapshot(field, found, policy_id)):
-        return stored_player(found.store.store, sha256)
+    if policy_id not in policies and (snapshot := read_snapshot(field, found, policy_id)) is not None:
+        return snapshot
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
         more = f", or a snapshot that `stagecoach league {found.store.run_id}` lists" if found.config.league else ""
@@ -143,19 +143,20 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     return policies[policy_id]
 
 
-def _snapshot(field: str, found: Found, player: str) -> str | None:
-    """The SHA-256 of a snapshot of a run's league, by the player's id or what only one of them begins with; raises
-    `ConfigError` where several do.
+def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
+    """A snapshot of a run's league, by the player's id or what only one of them begins with. Raises `ConfigError` where
+    several do, `PlayerUnusable` where the store has it no more.
 
     As the newest checkpoint has the league, else an older one: the store may still have who has left it.
     """
     for name in dict.fromkeys((*reversed(found.store.names()), found.name)) if "-" in player else ():
+        snapshots: dict[str, str] = {}
         with contextlib.suppress(CheckpointError, ValueError, KeyError):
             snapshots = snapshots_in(found.store.load(name, only=LEAGUE).objects[LEAGUE])
-            if its := named_so(player, snapshots):
-                if len(its) > 1:
-                    raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
-                return snapshots[its[0]]
+        if its := named_so(player, snapshots):
+            if len(its) > 1:
+                raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
+            return stored_player(found.store.store, snapshots[its[0]])
     return None
 
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from coordinator.catalog.checkpoint_lookup import find_checkpoint
+from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
-from coordinator.lifecycle.fixed_players import with_fixed_players, with_players_of
+from coordinator.lifecycle.fixed_players import read_snapshot, with_fixed_players, with_players_of
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -25,6 +25,7 @@ from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
 from trainer_node.checkpointing.fork import Source, beginnings, take_over
+from trainer_node.checkpointing.snapshot import POLICY
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
@@ -165,7 +166,7 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
 
 def first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
     """Where the policies of a new run that do not begin untrained come from, verified: they can be taken over."""
-    sources, loaded, begun = {}, dict[str, Checkpoint](), beginnings(config)
+    sources, loaded, begun = {}, dict[str, tuple[Found, Checkpoint]](), beginnings(config)
     asked = (description.policies, config.policies, config.algorithm, 0, description.slots)
     made = build_policies(*asked) if begun else {}
     for policy_id, told in begun.items():
@@ -173,9 +174,14 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
         if target not in loaded:
             found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
             try:
-                loaded[target] = found.store.load(found.name, only=tuple(f"{name}.safetensors" for name in needed))
+                only = tuple(f"{name}.safetensors" for name in needed)
+                loaded[target] = found, found.store.load(found.name, only=only)
             except CheckpointDamaged as error:
                 raise UserError(f"initialize_from={told}: {error}; choose another checkpoint") from None
-        sources[policy_id] = Source(loaded[target], theirs or policy_id)
+        found, checkpoint = loaded[target]
+        if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # a snapshot of its league?
+            snapshot = read_snapshot(f"initialize_from={told}", found, theirs)
+            checkpoint = checkpoint if snapshot is None else Checkpoint(checkpoint.manifest, {name: snapshot})
+        sources[policy_id] = Source(checkpoint, theirs or policy_id)
         take_over(policy_id, made[policy_id], sources[policy_id])
     return sources

@@ -131,6 +131,20 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
         Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
 
 
+def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = played(chase({}), "first")
+    ids = [row["player"] for row in league_of(first.checkpoint_store(), first.config)["players"]]
+    snapshot = max(its for its in ids if its.startswith("hunter-"))
+    begins = {"hunter": {"initialize_from": f"first#{snapshot}"}, "prey": {}}
+    second = played(chase({}, policies=begins), "second")
+    begun = second.checkpoint_store().load(second.checkpoint_store().names()[0])
+    assert player_hash(begun.objects["hunter/policy.safetensors"]).startswith(snapshot.removeprefix("hunter-"))
+    assert begun.manifest.provenance["initialized_from"]["summary"].startswith(f"hunter: {snapshot} of ")
+    monkeypatch.setattr(launcher, "Coordinator", None)
+    with pytest.raises(ConfigError, match=r"has no policy 'hunter-x'; it has hunter, prey.*or a snapshot"):
+        Run.start(chase({}, policies=begins | {"hunter": {"initialize_from": "first#hunter-x"}}), "third", inline=True)
+
+
 def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chase: MakeConfig) -> None:
     kept = {"checkpoint": {"every": "1 updates", "keep_last": 2}}
     run = played(chase({"players": 4}, **kept), "cats")

@@ -103,7 +103,7 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
         there = ", ".join(sorted(key.partition("/")[0] for key in objects if key.endswith("policy.safetensors")))
         raise ConfigError(
             f"initialize_from: {source} has no policy {theirs!r}; it has {there}: name one for policies.{policy_id} as "
-            f"in initialize_from=RUN#POLICY"
+            f"in initialize_from=RUN#POLICY, or a snapshot of its league as in RUN#PLAYER"
         )
     found, _ = decode_policy(data)
     if found.spaces != policy.spaces:
@@ -147,7 +147,9 @@ def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: So
         try:
             if there != here:
                 raise ValueError(f"learned by {there} there, by {here} here")
-            algorithm.begin_with(tensor_blob.decode(objects[snapshot.ALGORITHM.format(source.policy_id)])[0])
+            if (data := objects.get(snapshot.ALGORITHM.format(source.policy_id))) is None:
+                raise ValueError("not there")
+            algorithm.begin_with(tensor_blob.decode(data)[0])
             taken += beside
         except (KeyError, ValueError) as error:
             anew = [f"{' and '.join(beside)} ({error})", *anew] if beside else anew
