@@ -5,6 +5,8 @@ write there could name any function of any module. So that code runs only where 
 """
 
 import os
+import re
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from rollout_worker.playing import evaluate_policies
 from shared.config.environment import WrapperConfig
 from shared.config.loading import load_config
 from shared.config.run_config import Config
+from shared.config.section import leaves
 from shared.config.sections import EvaluationConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
 from shared.policies.serialization import decode_policy
@@ -29,6 +32,9 @@ from shared.runtime.user_code import extend_imports, install, with_extra
 from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
 from shared.storage.object_store import FileStore
 
+_PLAYED = {"environment", "evaluation", "policies", "algorithm", "league"}
+_GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."
+_CODE = re.compile(r"[^/\s]+:[^/\s]+")
 _EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
 
 
@@ -84,21 +90,21 @@ def _in_folder(run_folder: Path, name: str | None = None) -> Found:
 
 
 def named_code(config: Config) -> dict[str, str]:
-    """Config field → `module:name`, for all that a config has imported; ids of Gymnasium's own are not among them."""
-    data = config.model_dump(mode="json")
-    found = {"environment.id": data["environment"]["id"].removeprefix("envpool:")}
-    for section in ("environment", "evaluation"):
-        found[f"{section}.wrappers"] = ", ".join(wrapper["path"] for wrapper in data[section]["wrappers"] or ())
-    places = {f"policies.{policy_id}.": policy for policy_id, policy in data["policies"].items()}
-    found |= {f"{place}transform": policy["transform"] for place, policy in places.items()}
-    for place, section in {"": data, **places}.items():
-        algorithm = section["algorithm"] or {}
-        found[f"{place}algorithm.name"] = algorithm.get("name")
-        for part, field in (("replay_buffer", "reward"), ("replay_buffer", "kind"), ("exploration", "kind")):
-            found[f"{place}algorithm.{part}.{field}"] = (algorithm.get(part) or {}).get(field)
-    players = (data["league"] or {}).get("fixed", {}).items()
-    found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
-    return {field: path for field, path in found.items() if ":" in (path or "")}
+    """Config field → `module:name`, for all that a config has imported: every text of that form in the sections that
+    say what is played and learned, but for what their environments and wrappers are given."""
+    data = config.model_dump(mode="json", include=_PLAYED)
+    data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
+    fields = {field: value for field, value in leaves(data).items() if not field.startswith(_GIVEN)}
+    found = {field: ", ".join(filter(_CODE.fullmatch, _texts(value))) for field, value in fields.items()}
+    return {field: paths for field, paths in found.items() if paths}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Those of a field, also in a list of sections."""
+    if isinstance(value, str):
+        yield value
+    for item in value if isinstance(value, list) else ():
+        yield from _texts(item.get("path") if isinstance(item, dict) else item)
 
 
 def require_trust(config: Config, made_here: bool, trusted: bool, where: str) -> None:

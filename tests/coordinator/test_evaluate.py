@@ -230,6 +230,20 @@ def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
         assert proof.exists()
 
 
+def test_every_field_that_names_code_is_told() -> None:
+    """Also one that has come to the config since: each text of this form is, but for arguments."""
+    options = {"rewards": ["environment", "os:mkdir", "shutil:rmtree"], "lengths": [1, 2]}
+    environment = {"id": "CartPole-v1", "kwargs": {"mode": "a:b"}, "hierarchy": {"options": options}}
+    assert named_code(minimal_config(environment=environment)) == {
+        "environment.hierarchy.options.rewards": "os:mkdir, shutil:rmtree"
+    }
+    config = minimal_config(policies={"kwargs": {"transform": "os:mkdir"}}, evaluation={"wrappers": ["os:rmdir"]})
+    assert named_code(config) == {"policies.kwargs.transform": "os:mkdir", "evaluation.wrappers": "os:rmdir"}
+    league = {"fixed": {"old": "file:///runs/old", "scripted": "os:mkdir", "random": "random", "rival": "old#main"}}
+    config = minimal_config(environment={"id": "own:make", "api": "pettingzoo"}, league=league)
+    assert named_code(config) == {"environment.id": "own:make", "league.fixed.scripted.source": "os:mkdir"}
+
+
 def test_all_wrappers_that_a_config_names_are_told() -> None:
     config = minimal_config(environment={"id": "CartPole-v1", "wrappers": ["envpool:Wrapper", "os:mkdir"]})
     assert named_code(config) == {"environment.wrappers": "envpool:Wrapper, os:mkdir"}
