@@ -62,7 +62,7 @@ class Run:
     @classmethod
     def start(
         cls, config: Config, run_id: str | None = None, *, inline: bool = False, or_resume: bool = False,
-        import_path: tuple[str, ...] = (), begun: Begun = lambda: None,
+        import_path: tuple[str, ...] = (), begun: Begun = lambda: None, make_room: Callable[[], None] = lambda: None,
     ) -> Self:  # fmt: skip
         """Checks everything, then starts services and roles; returns while the run continues in the background.
 
@@ -75,11 +75,12 @@ class Run:
             import_path: folders of the user's own modules, beside the current one.
             begun: called when the roles are about to start: from there on only `stop` ends the run in order, no
                 exception does.
+            make_room: called when all is checked, before a new run's folder is made: what stands there may go.
 
         Raises:
             UserError: before anything is started or written.
         """
-        return cls(*launcher.start(config, run_id, inline, or_resume, import_path, begun))
+        return cls(*launcher.start(config, run_id, inline, or_resume, import_path, begun, make_room))
 
     @classmethod
     def prepare(cls, config: Config, run_id: str, *, import_path: tuple[str, ...] = ()) -> None:

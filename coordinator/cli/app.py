@@ -172,6 +172,8 @@ def train(
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
+    if force and or_resume:
+        raise UserError("--force begins a run anew, and --or-resume continues it; give one of them")
     if parallel is not None and seeds is None:
         raise UserError("--parallel says how many of --seeds train at a time; give those as well")
     if seeds is not None:
@@ -183,11 +185,11 @@ def train(
         command = command_of(config, sets, {**flags, "--address": address, "--working-dir": working_dir})
         train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
         return
+    make_room = runs.former(run_id, resolved) if force else lambda: None
     served = pages.page_beside(name, resolved.runs_dir, page_port, page_token_file)
     with served if page else contextlib.nullcontext() as at:
-        if force:
-            runs.delete_former(run_id, resolved.runs_dir)
         if address is not None:
+            make_room()
             sent = submission(address, config, sets, name, working_dir, or_resume)
             begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
             foreground.supervise(begin, detach=detach, where=where, page=at)
@@ -195,7 +197,8 @@ def train(
             foreground.detach([*sys.argv[1:], "--run-id", name], name)
         else:
             folders = (str(config.resolve().parent),)
-            start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders)
+            flags = {"inline": inline, "or_resume": or_resume, "make_room": make_room}
+            start = partial(Run.start, resolved, name, import_path=folders, **flags)
             with foreground.in_one_process(inline):
                 foreground.supervise(start, background, page=at)
 

@@ -1,7 +1,9 @@
 """`stagecoach runs`, `note` and `delete`: a run is deleted with its keys in Redis and its objects in the store."""
 
 import contextlib
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
     from coordinator.run import Run
+    from shared.config.run_config import Config
 
 app = typer.Typer()
 _BATCH = 500
@@ -59,12 +62,23 @@ def delete(
     _delete(run, runs_dir, ask=not yes)
 
 
-def delete_former(run_id: str | None, runs_dir: Path) -> None:
-    """For `train --force`: deletes the run that has this id, where there is one."""
+def former(run_id: str | None, config: "Config") -> Callable[[], None]:
+    """For `train --force`: what deletes the run that has this id, where there is one. Raises `UserError` where the new
+    one would begin with it or learn from it."""
+    from shared.config.section import leaves
+
     if run_id is None:
         raise UserError("--force deletes the run that --run-id names; give that as well")
-    with contextlib.suppress(RunNotFound):
-        _delete(run_id, runs_dir, ask=False)
+    sections = {"initialize_from", "policies", "league", "dataset", "demonstrations"}
+    for field, value in leaves(config.model_dump(mode="json", include=sections)).items():
+        if field.endswith(("initialize_from", ".source", ".path")) and run_id in re.split("[/#]", value or ""):
+            raise UserError(f"--force would delete run {run_id!r}, which {field}={value} needs; take another --run-id")
+
+    def delete() -> None:
+        with contextlib.suppress(RunNotFound):
+            _delete(run_id, config.runs_dir, ask=False)
+
+    return delete
 
 
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:

@@ -34,8 +34,9 @@ Started = tuple[RunFolder, Config, Coordinator | JobCoordinator | None]
 
 
 def start(
-    config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun
-) -> Started:
+    config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun,
+    make_room: Callable[[], None],
+) -> Started:  # fmt: skip
     import_path = (os.getcwd(), *import_path)
     extend_imports(import_path)
     name = new_run_id(config) if run_id is None else run_id
@@ -50,6 +51,7 @@ def start(
             return folder, before, None
         return _continue(folder, config, description, before.stop_at, prepare_resume, inline, begun)
     sources = first_policies(config, description)
+    make_room()
     folder = RunFolder.create(config, name, import_path)
     try:
         prepare = partial(prepare_new, description=description, sources=sources)

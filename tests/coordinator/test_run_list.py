@@ -152,7 +152,15 @@ def test_force_begins_a_run_anew(folder: Path, stagecoach: Stagecoach, tmp_path:
     shutil.copytree(folder / "runs", tmp_path / "runs")
     train = ("train", "config.yaml", "--inline", "--force")
     check_refused(stagecoach(*train), "--run-id")
-    stagecoach(*train, "--run-id", "a").ok()
+    again = (*train, "--run-id", "a")
+    check_refused(stagecoach(*again, "--or-resume"), "--force begins a run anew, and --or-resume continues it")
+    data = ("algorithm.name=bc", "--set", "dataset.path=runs/a/s3/stagecoach/a")
+    for sets in (("initialize_from=a",), ("policies.default.initialize_from=a/best",), data):
+        check_refused(stagecoach(*again, "--set", *sets), "--force would delete run 'a'", sets[-1].partition("=")[0])
+    check_refused(stagecoach(*again, "--set", "environment.id=no_such:thing"), "environment.id=no_such:thing")
+    check_refused(stagecoach(*again, "--set", "initialize_from=nowhere"), "no run 'nowhere'")
+    assert (tmp_path / "runs/a/s3").exists(), "it goes when all is known to be well"
+    stagecoach(*again).ok()
     assert json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())["version"] == 2
 
 
