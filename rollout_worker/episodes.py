@@ -51,13 +51,13 @@ class Episodes:
         self.sampler = self._first(lineage)
 
     def _first(self, lineage: SeedLineage) -> AnySampler:
-        left = self._log.left(self._worker)
+        left, league = self._log.left(self._worker), self._config.league
         if left.tries >= action_trace.MOST_TRIES:
             why = f"{left.tries} of its predecessors died in the old ones"
         elif not left.pushed:  # nothing of the beginning was seen yet
             return self._begin(SeedLineage(lineage.seed, lineage.worker, 0, 0))
         elif (trace := action_trace.read(left.action_trace)) is None or not trace.fits(
-            self._description, self._config.environment.num_envs
+            self._description, self._config.environment.num_envs, league.functions if league is not None else ()
         ):
             why = "no action trace of the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
         elif (sampler := self._take_up(trace)) is None:

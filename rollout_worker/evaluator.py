@@ -21,7 +21,7 @@ from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
 from shared import errors
-from shared.config.league import first_learner
+from shared.config.league import LeagueConfig, first_learner
 from shared.config.run_config import Config
 from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
@@ -272,11 +272,13 @@ class Evaluator:
         """In a league, `LEARNER/PLAYER` → win rate of each learner against each fixed player, on all sides alike."""
         config, store = self._context.config, self._context.checkpoints.store
         own = {player_hash(data): data for data in stored.values()}
-        opponents = Opponents(lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256))
-        seed, found = evaluation_seed(config, name, SCORING), {}
+        seed, found, league = evaluation_seed(config, name, SCORING), {}, config.league or LeagueConfig()
+        opponents = Opponents(
+            lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256), league.functions
+        )
         for learner, its in sorted(config.league_learners.items()):
             current = PlayerRef("policy", player_hash(stored[its.policy]), name)
-            for player, fixed in sorted(config.league.fixed.items()) if config.league else ():
+            for player, fixed in sorted(league.fixed.items()):
                 ref = PlayerRef(fixed.kind or "random", fixed.sha256, fixed.source, fixed.seats)
                 try:
                     played = play_sides(

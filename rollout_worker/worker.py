@@ -255,7 +255,10 @@ class Worker:
         if (table := self.policies.header.league) is None:
             return None
         store, seconds = self.context.checkpoints.store, self._config.store.retry_seconds
-        opponents = Opponents(lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds))
+        functions = self._config.league.functions if self._config.league is not None else ()
+        opponents = Opponents(
+            lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds), functions
+        )
         tell = partial(self.context.tell, "league") if self._index == 0 else lambda text: None  # all would say the same
         return Casting(self._data[0], self._config.environment.num_envs, table, opponents, tell)
 

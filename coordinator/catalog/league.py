@@ -71,7 +71,8 @@ def match(
         players[name], data = find_player("", source, runs_dir, description)
         held[players[name].sha256] = data
     fits = {name: set(ref.seats) for name, ref in players.items()}
-    each, opponents = -(-games // max(1, len(playable(seats, *fits.values())))), Opponents(held.__getitem__, greedy)
+    each = -(-games // max(1, len(playable(seats, *fits.values()))))
+    opponents = Opponents(held.__getitem__, {ref.source for ref in players.values()}, greedy=greedy)
     played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
     if not played:
         raise UserError(

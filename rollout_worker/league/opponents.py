@@ -1,7 +1,7 @@
 """Opponents: players that do not change, loaded when they are first drawn; the newest ones stay in memory."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
 from rollout_worker.league.stacked import likeness
-from shared.errors import ConfigError, StagecoachError, headline
+from shared.errors import ConfigError, PlayerUnusable, StagecoachError, headline
 from shared.experience.spaces import Array, Columns, PolicySpaces
 from shared.league.table import PlayerRef
 from shared.policies.actor_critic import Stateful
@@ -146,10 +146,12 @@ class Exported(Player):
 class Opponents:
     """All that are drawn, by what they are; those that were not asked for longest are forgotten first."""
 
-    def __init__(self, load: Callable[[str], bytes], greedy: bool = False) -> None:
-        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name. `greedy`:
-        policies take the best action, instead of drawing one."""
-        self._load, self._acting = load, Greedy() if greedy else Sampling()
+    def __init__(
+        self, load: Callable[[str], bytes], functions: Collection[str] = (), *, greedy: bool = False
+    ) -> None:  # fmt: skip
+        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name. `functions` are
+        the scripted players that may be imported. `greedy`: policies take the best action, instead of drawing one."""
+        self._load, self._functions, self._acting = load, functions, Greedy() if greedy else Sampling()
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
         """With the bytes of its object."""
 
@@ -172,6 +174,11 @@ class Opponents:
         if ref.kind == "random":
             return Random(policy), 0
         if ref.kind == "function":
+            if ref.source not in self._functions:  # what comes by Redis or the store names no code to run
+                raise PlayerUnusable(
+                    f"a match table names the scripted player {ref.source!r:.100}, which this run's league.fixed does "
+                    f"not have; it is not run"
+                )
             return Function(import_object(ref.source, "league.fixed", kind="function"), spaces), 0
         data = self._load(ref.sha256)
         if ref.kind == "onnx":

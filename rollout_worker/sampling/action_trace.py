@@ -6,7 +6,7 @@ where the last pushed fragment ended: it then acts what its predecessor would ha
 come back to the same observations begins new episodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from shared.errors import FragmentError
 from shared.experience import tensor_blob
 from shared.experience.fragment import STATE
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from shared.league.table import PlayerRef
 
 MOST_BYTES = 1 << 20
 """A trace that would be longer is not kept: it lies in Redis, for each worker."""
@@ -50,8 +51,14 @@ class ActionTrace(RunningEpisodes):
         """How many of the last fragments hold the actions of the running episodes, where this is one fragment's."""
         return -(-max(self.lengths) // self.steps) if any(self.lengths) else 1
 
-    def fits(self, description: EnvironmentDescription, num_envs: int) -> bool:
-        """Whether it is of so many environments with such agents."""
+    def fits(self, description: EnvironmentDescription, num_envs: int, functions: Collection[str] = ()) -> bool:
+        """Whether it is of so many environments with such agents, and of no other scripted players than `functions`."""
+        try:
+            refs = [PlayerRef.from_dict(ref) for match in self.matches for ref in match["refs"].values()]
+        except _MALFORMED:
+            return False
+        if any(ref.kind == "function" and ref.source not in functions for ref in refs):
+            return False
         found = {id_: {name: array.shape[1] for name, array in its.items()} for id_, its in self.actions.items()}
         return len(self.episodes) == num_envs and found == {
             policy_id: dict.fromkeys(

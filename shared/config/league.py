@@ -147,6 +147,11 @@ class LeagueConfig(Section):
     forfeits_allowed: int = Field(20, ge=0)
     """How many matches a fixed player may lose by forfeit before an event says so."""
 
+    @property
+    def functions(self) -> frozenset[str]:
+        """The scripted players. No other code is run for a player, whatever a match table or an action trace names."""
+        return frozenset(player.source for player in self.fixed.values() if player.kind == "function")
+
     @model_validator(mode="after")
     def _can_be_played(self) -> Self:
         agents = [agent for side in self.sides for agent in side]

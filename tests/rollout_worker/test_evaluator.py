@@ -364,7 +364,7 @@ def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Nim, "step", stepped)
     monkeypatch.setattr("tests.support.games.takes_one", played)
     one, fits = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), (("default",), ("default",))
-    opponents, policies = Opponents(lambda sha256: b""), policies_of(config)
+    opponents, policies = Opponents(lambda sha256: b"", {one.source}), policies_of(config)
     play_sides(config, description, {"a": one, "b": one}, fits, opponents, policies, 2, 0, watchdog)
     assert seen == {"the players of a match", "step of its environments"}
 

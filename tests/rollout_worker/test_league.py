@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -78,7 +78,8 @@ class Season:
             self.fetched.append(sha256)
             return read_player(store, sha256)
 
-        casting = Casting(self.description, 3, self.table, Opponents(load), self.told.append)
+        functions = {ref.source for ref in players.values()}
+        casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
         past = action_trace.read(list(left))
         lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
         vector = make_vector(self.config.environment, self.description)
@@ -212,6 +213,24 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
     assert f"a match is lost by forfeit, script: {says}" in caplog.text
     assert caplog.text.count("lost by forfeit") == len(records).bit_length() > 2, "the 1st, 2nd, 4th, 8th … of them"
+
+
+def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
+    """As somebody with a worker's password would have it, by the policy board or by a worker's action trace."""
+    scripted, other = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), "this:that"
+    stage = Season(store, {"one": 1.0}, {"one": scripted}, snapshots=0)
+    stage.sample()
+    trace = action_trace.read(stage.left)
+    assert trace is not None and trace.fits(stage.description, 3, {scripted.source})
+    assert not trace.fits(stage.description, 3) and not trace.fits(stage.description, 3, {other})
+    for odd in ([{"refs": {"one": {"kind": "function"}, "two": 3}}], [{}], [3], "text", [{"refs": [1]}]):
+        assert not replace(trace, matches=cast(Any, odd)).fits(stage.description, 3, {scripted.source})
+    met, policy = Opponents(lambda sha256: b""), stage.policies["default"]
+    with pytest.raises(PlayerUnusable, match=r"'this:that', which this run's league.fixed does not have"):
+        met.get(replace(scripted, source=other), "default", stage.description.policies["default"], policy)
+    league = {"fixed": {"one": {"source": scripted.source, "kind": "function"}, "two": "random", "three": other}}
+    config = minimal_config(environment=NIM, league=league).league
+    assert config is not None and config.functions == {scripted.source}, "three is not known yet"
 
 
 def test_a_scripted_player_may_write_into_what_it_observes(store: FileStore) -> None:
