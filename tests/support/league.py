@@ -69,8 +69,10 @@ def record(table: MatchTable, number: int, result: float, length: int = 7, **fie
 
 
 def season(league: League, policies: dict[str, Policy], results: list[float]) -> None:
-    """An episode for each result, an update after every fourth."""
+    """An episode for each result, an update after every fourth; each version acts until the next one."""
+    newest = league.state.version + 1
     for number, result in enumerate(results):
+        league.saw(newest + number // 4)
         league.take(record(league.table(Counters(env_steps=7 * number)), number, result))
         if number % 4 == 3:
             for policy in policies.values():

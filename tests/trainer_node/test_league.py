@@ -145,7 +145,7 @@ def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> N
 def test_weights_that_have_not_changed_are_no_other_player() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "1 episodes"}}))
     league.take(record(table_of(league), 0, 1.0))
-    league.after_update(policies, 0)
+    league.after_update(policies, 5)
     assert len(league.state.snapshots) == 1
     assert league.state.payoff.keys() == {"main"}
 
@@ -254,6 +254,33 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
         standing = league.state.learners["exploiter"]
         assert (standing.resets, standing.form, len(league.state.snapshots)) == (1, {}, 2)
         assert league.state.ratings["main"]["exploiter"] == Rating()
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int) -> None:
+    """A version acts on for as many updates as it may lag."""
+    exploiter = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
+    settings = {"learners": {"exploiter": exploiter}, "opponents": {"latest": 1, "past": 0}}
+    still = {"main": {"hidden_sizes": [4], "trainable": False}, "exploiter": {"hidden_sizes": [4]}}
+    league, policies = league_of(
+        league_config(
+            settings | {"snapshot": {"min_games": 6}}, PAIR, policies=still, rollout={"max_policy_lag": lag},
+            algorithm={"name": "appo"} if lag else "ppo",
+        )
+    )  # fmt: skip
+    standing, resets, number = league.state.learners["exploiter"], [], 0
+    for version in range(8 + lag):
+        change(policies["exploiter"])
+        acted_by = max(0, version - lag)
+        league.saw(acted_by)
+        for _ in range(8):
+            league.take(record(table_of(league), number, 1.0 if acted_by <= 0 else 0.0))
+            number += 1
+        league.after_update(policies, version)
+        resets.append(standing.resets)
+    assert resets == [1] * len(resets) and standing.played.episodes == number
+    assert standing.form["main"][1] < 0.3, "the new ones are counted"
+    assert len(league.state.snapshots) == 2
 
 
 def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:

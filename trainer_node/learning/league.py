@@ -54,6 +54,8 @@ class Snapshot:
     sha256: str
     env_steps: int
     """Of the learner's own play when it was taken."""
+    weights: str = ""
+    """A hash of what the policy is, whenever it was taken."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Standing:
     snapshot_at: Counters = field(default_factory=Counters)
     began_at: Counters = field(default_factory=Counters)
     resets: int = 0
+    former: int = -1
+    """The newest version that may have acted with the weights of before the last reset."""
     form: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Opponent → matches, and its win rate (a draw is half a win) over about the last `snapshot.min_games`."""
 
@@ -81,6 +85,8 @@ class LeagueState(PlainData):
     """Player → opponent → side that the player took → matches, wins, draws. The row of current weights is that since
     the last snapshot; with a snapshot it becomes the snapshot's."""
     forfeits: dict[str, int] = field(default_factory=dict)
+    version: int = 0
+    """The newest policy version that has acted what was taken."""
 
 
 class League:
@@ -88,7 +94,7 @@ class League:
 
     def __init__(self, config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> None:
         assert config.league is not None
-        self._config, self._learners = config.league, config.league_learners
+        self._config, self._learners, self._lag = config.league, config.league_learners, config.rollout.max_policy_lag
         self._sides, self._seats = sides_of(self._config.sides, description.agents)
         self._fixed = {
             name: PlayerRef(player.kind or "random", player.sha256, player.source, player.seats)
@@ -99,6 +105,7 @@ class League:
         """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
         self.left: list[str] = []
         """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
+        self._acted_by = 0
         self._told: set[str] = set()
         self._why: dict[str, str] = {}
         """Player → why it forfeited last."""
@@ -115,14 +122,21 @@ class League:
             raise ValueError(f"its league has the learners {sorted(state.learners)}, expected {sorted(self._learners)}")
         self.state, self.unstored = state, {}
 
+    def saw(self, version: int) -> None:
+        """A fragment begins that this policy version acted; its episodes are taken next."""
+        self._acted_by, self.state.version = version, max(version, self.state.version)
+
     def take(self, record: EpisodeRecord) -> None:
-        """One episode. One whose players are not in the league (any more) counts nowhere."""
+        """One episode. One whose players are not in the league (any more) counts nowhere, and one that a learner acted
+        before it began again counts in its own play alone."""
         match = record.match
         if match is None or not self._knows(match):
             return
         standing, own = self.state.learners[match.learner], match.players[match.side]
         standing.played.env_steps += record.length
         standing.played.episodes += 1
+        if self._acted_by <= standing.former:
+            return
         player, _, why = match.forfeit.partition(": ")
         if player in match.players:
             self._why[player] = why
@@ -181,6 +195,7 @@ class League:
             if reset:
                 standing.began_at, standing.form = replace(standing.played), {}
                 standing.resets += 1
+                standing.former = self.state.version + self._lag  # the present version is not above that
                 self.state.ratings[learner.seat][learner.policy] = Rating()
                 begin_again.append(learner.policy)
         return begin_again
@@ -206,13 +221,14 @@ class League:
         standing, policy_id = state.learners[name], learner.policy
         standing.snapshot_at = replace(standing.played)
         standing.form.pop(ALL, None)
+        weights = player_hash(encode_policy(policies[policy_id], 0))
+        if any((snapshot.policy, snapshot.weights) == (policy_id, weights) for snapshot in state.snapshots):
+            return  # nothing was learned since
         data = encode_policy(policies[policy_id], updates)
         sha256 = player_hash(data)
         player = snapshot_id(policy_id, sha256)
-        if any(snapshot.id == player for snapshot in state.snapshots):
-            return  # nothing was learned since
         self.unstored[sha256] = data
-        state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps))
+        state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps, weights))
         ratings = state.ratings.setdefault(learner.seat, {})
         ratings[player] = replace(ratings.setdefault(policy_id, Rating()))
         if row := state.payoff.pop(policy_id, None):

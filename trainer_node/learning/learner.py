@@ -122,6 +122,7 @@ class Learner:
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
                 if self.league is not None:
+                    self.league.saw(item.header.version)
                     for record in item.header.episodes:
                         self.league.take(record)
                 if self.curriculum is not None:
