@@ -64,7 +64,7 @@ def _matrix(found: dict[str, Any]) -> Any:
     rows = found["payoff"]
     order = [row["player"] for row in sorted(found["players"], key=lambda row: row["kind"] != "fixed")]
     met = {opponent for row in rows.values() for opponent in row}
-    columns = [player for player in dict.fromkeys(order) if player in met]
+    columns = [player for player in dict.fromkeys((*order, *sorted(met))) if player in met]  # not all are rated
     most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)  # fixed players first, then the best
     more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
     columns = columns[:most]

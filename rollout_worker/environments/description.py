@@ -148,12 +148,15 @@ def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
             )
     seats, algorithms = {its.policy: its.seat for its in config.league_learners.values()}, config.algorithms()
     for policy_id, seat in seats.items():
-        one_team = algorithms[policy_id].name in ("vdn", "qmix")
-        if one_team and (opposed := [list(side) for side in sides if agents[side[0]] == seat])[1:]:
+        its, team = algorithms[policy_id].name, config.policies[policy_id].critic_observes == "team"
+        if (team or its in ("vdn", "qmix")) and (opposed := [list(side) for side in sides if agents[side[0]] == seat])[
+            1:
+        ]:
             raise ConfigError(
-                f"league: {policy_id!r} learns by {algorithms[policy_id].name}, to which all agents of a policy are "
-                f"one team, and {seat!r} plays the sides {opposed} against each other; map each side to a policy of "
-                f"its own in `agents`, or use another algorithm"
+                f"league: {policy_id!r} learns by {'a critic that observes its team' if team else its}, to which all "
+                f"agents of a policy are one team, and {seat!r} plays the sides {opposed} against each other; map each "
+                f"side to a policy of its own in `agents`, or use "
+                f"{'critic_observes=own or state' if team else 'another algorithm'}"
             )
         if "state" in (sees := {config.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
             raise ConfigError(

@@ -122,7 +122,9 @@ class Exported(Player):
                 "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach[onnx]'"
             ) from None
         self._spaces = spaces
-        self._session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+        options = onnxruntime.SessionOptions()  # its own pool would have a thread for each core, in each worker
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         told = self._session.get_modelmeta().custom_metadata_map
         self.state_size = int(told.get("stagecoach.state_size", 0))
 

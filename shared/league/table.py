@@ -6,10 +6,11 @@ weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its nam
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import PlainData
 
 PlayerKind = Literal["policy", "function", "onnx", "random"]
@@ -56,6 +57,18 @@ def sides_of(
     """`league.sides` (by default each of `agents`, agent → policy id, is one), and the policy of each side's seats."""
     found = sides or tuple((agent,) for agent in agents)
     return found, tuple(agents[side[0]] for side in found)
+
+
+def returns_by_player(
+    record: EpisodeRecord, agents: Mapping[str, str], sides: Sequence[Sequence[str]] = ()
+) -> dict[str, float]:
+    """The return of each policy, of its agents together; in a match that of each player, of the sides that it had."""
+    players, found = record.match.players if record.match is not None else (), dict[str, float]()
+    seated = {agent: player for side, player in zip(sides, players, strict=False) for agent in side}
+    for agent, its in record.agent_returns.items():
+        player = seated.get(agent, agents.get(agent, ""))
+        found[player] = found.get(player, 0.0) + its
+    return found
 
 
 def player_hash(data: bytes) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import Array, Columns
 from shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
+from shared.league.table import player_hash
 from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
@@ -217,8 +218,12 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     named = [] if (path / policy_id / _FILE).is_file() else named_so(policy_id, snapshots)
     if len(named) > 1:
         raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
-    player = [embedded / PLAYERS / snapshots[name] for name in named]
-    for candidate in (path, path / _FILE, path / policy_id / _FILE, *player):
+    for name in named:
+        if (player := embedded / PLAYERS / snapshots[name]).is_file():
+            if player_hash(data := player.read_bytes()) != player.name:
+                raise CheckpointDamaged(f"the player {name} was altered: {player} has another SHA-256 than its name")
+            return DeployedPolicy(*decode_policy(data))
+    for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))

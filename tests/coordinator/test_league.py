@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from coordinator.catalog.league import league_of, match
 from coordinator.catalog.run_folder import RunFolder
+from coordinator.cli.league import _matrix
 from coordinator.diagnostics.doctor import examine
 from coordinator.lifecycle import launcher, preparation
 from coordinator.lifecycle.fixed_players import with_fixed_players
@@ -22,7 +23,7 @@ from coordinator.page.server import serve
 from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
-from shared.errors import CheckpointNotFound, ConfigError
+from shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
@@ -234,6 +235,12 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     (path,) = run.config.runs_dir.glob("cats/s3/*/cats")
     assert load_policy(path, snapshot).version == load_policy(run.folder.path, snapshot[:-3]).version
     assert sum(row["kind"] == "snapshot" and row["seat"] == "prey" for row in found["players"]) > 1
+    (mine,) = (path / PLAYERS).glob(f"{snapshot.rpartition('-')[2]}*")
+    kept = mine.read_bytes()
+    mine.write_bytes(next(file for file in (path / PLAYERS).iterdir() if file != mine).read_bytes())
+    with pytest.raises(CheckpointDamaged, match=f"the player {snapshot} was altered"):
+        load_policy(path, snapshot)
+    mine.write_bytes(kept)
     check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
     with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
         load_policy(path, "prey-")
@@ -252,6 +259,13 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
             urllib.request.urlopen(f"{url}/api/runs/a/league")
         assert caught.value.code == 400
         assert b"has no league" in caught.value.read()
+
+
+def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:
+    """As the one player of three sides' other two is."""
+    cell = {"games": 9, "wins": 6, "draws": 0, "rate": 0.67, "low": 0.3, "high": 0.9}
+    made = _matrix({"players": [{"player": "main", "kind": "current"}], "payoff": {"main": {"random": cell}}})
+    assert [column.header for column in made.columns] == ["wins against", "random"] and made.row_count == 1
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'one' learns by {name}.* plays the sides .*'a0', 'a1'.*'b0', 'b1'"):
         described(league, **pairs, policies={"one": {}}, agents={"*": "one"})
     assert described(league, **pairs, policies={"a": {}, "b": {}}, **sides).slots("a") == 2
+    del pairs["algorithm"]
+    with pytest.raises(ConfigError, match=r"'one' learns by a critic that observes its team.* plays the sides .*'a0'"):
+        described(league, **pairs, policies={"one": {"critic_observes": "team"}}, agents={"*": "one"})
 
 
 @pytest.mark.parametrize(

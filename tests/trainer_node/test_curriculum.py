@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
+from shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, MatchRecord
+from shared.experience.spaces import EnvironmentDescription
 from shared.storage.metric_log import TRAIN
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, goes_on_exactly
@@ -22,6 +24,7 @@ from tests.support.lessons import MODULE
 from tests.support.metric_rows import recorded
 from trainer_node.checkpointing.snapshot import read_state
 from trainer_node.learning.curriculum import Curriculum
+from trainer_node.metrics.update_metrics import of_policies
 
 LESSONS: list[dict[str, Any]] = [
     {"value": 2, "until": {"success": 0.75, "episodes": 4}},
@@ -89,6 +92,34 @@ def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
             smoothed = 0.25 * smoothed + 0.75 * (total + totals[number - 1]) / 2
         assert made.table().lessons == {"length": int(smoothed >= 2.0)}
     assert smoothed >= 2.0
+
+
+def test_a_policys_return_is_what_it_played_for_and_not_what_others_did_in_its_seats() -> None:
+    lessons = [{"value": 1, "until": {"return": 5.0, "episodes": 2, "policy": "hunter"}}, {"value": 2}]
+    environment = {"id": "tests.none:made", "api": "pettingzoo", "parameters": {"length": {"lessons": lessons}}}
+    agents = {"cat": "hunter", "mouse": "prey"}
+    config = minimal_config(
+        environment=environment, policies={"hunter": {}, "prey": {}}, agents=agents, league={"fixed": {"expert": "m:f"}}
+    )
+    description = EnvironmentDescription(agents, {})
+    made, records = Curriculum(config, description), []
+    for players, paid in (
+        (("expert", "prey"), 50.0),
+        (("hunter", "prey-0123456789ab"), -10.0),
+        (("hunter", "prey"), 0.0),
+    ):
+        match = MatchRecord("prey", 1, players, (1.0, 0.0))
+        returns = {"cat": paid, "mouse": -paid}
+        records.append(EpisodeRecord(0.0, 2, agent_returns=returns, lessons={"length": 0}, match=match))
+    for record in records * 3:
+        made.take(record, 0, lambda policy: 0.0)
+    assert made.table().lessons == {"length": 0}, "the expert's 50 are not the hunter's"
+    sides = (("cat",), ("mouse",))
+    assert of_policies(records, {"hunter", "prey"}, agents, sides) == {
+        "rollout/ep_rew_mean/hunter": -5.0, "rollout/ep_rew_mean/prey": -25.0
+    }  # fmt: skip
+    plain = [replace(record, match=None) for record in records]
+    assert of_policies(plain, {"hunter"}, agents) == {"rollout/ep_rew_mean/hunter": pytest.approx(40 / 3)}
 
 
 def test_a_smoothed_measure_begins_with_the_first_mean_and_not_nearer_to_zero() -> None:

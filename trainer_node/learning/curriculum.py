@@ -15,6 +15,7 @@ from shared.config.run_config import Config
 from shared.experience.fragment import EpisodeRecord, Fragment
 from shared.experience.parameters import ParameterTable, Sampler
 from shared.experience.spaces import Array, EnvironmentDescription
+from shared.league.table import returns_by_player, sides_of
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Curriculum:
     def __init__(self, config: Config, description: EnvironmentDescription) -> None:
         self._parameters = config.environment.parameters
         self._steps, self._policies = config.stop_at.env_steps or 1, description.agents
+        self._sides = sides_of(config.league.sides, description.agents)[0] if config.league is not None else ()
         self.lessons = {name: Lesson() for name, its in self._parameters.items() if its.lessons}
         self._replayed = {name: its.replay for name, its in self._parameters.items() if its.replay is not None}
         self.levels = {name: Levels([0.0] * its.of, [-1] * its.of) for name, its in self._replayed.items()}
@@ -107,8 +109,10 @@ class Curriculum:
             case "return":
                 number = record.episode_return
                 if criterion.policy and record.agent_returns:
-                    returns = record.agent_returns.items()
-                    number = sum(its for agent, its in returns if self._policies.get(agent) == criterion.policy)
+                    returns = returns_by_player(record, self._policies, self._sides)
+                    if record.match is not None and criterion.policy not in returns:
+                        return None  # others had its seats
+                    number = returns.get(criterion.policy, 0.0)
         window = lesson.measures.setdefault(which, [])
         window.append(number)
         if len(window) < criterion.episodes:

@@ -5,7 +5,7 @@ They inform: nothing that is learned depends on them. A mean stands beside its s
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.experience.fragment import INFO, EpisodeRecord, Fragment
 from shared.experience.spaces import Array, EnvironmentDescription
+from shared.league.table import returns_by_player, sides_of
 from shared.storage.metric_log import ENV_STEPS, VERSION
 from trainer_node.learning.learner import Learner
 from trainer_node.learning.off_policy_evaluation import DataEvaluation
@@ -27,7 +28,8 @@ class UpdateMetrics:
 
     def __init__(self, config: Config, learner: Learner, description: EnvironmentDescription) -> None:
         self._from_data = DataEvaluation(config, description, read_dataset)
-        self._policy_of = config.policy_of
+        self._agents = description.agents
+        self._sides = sides_of(config.league.sides, self._agents)[0] if config.league is not None else ()
         self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
         self.learning_seconds = 0.0
         self._last = time.monotonic()
@@ -88,7 +90,7 @@ class UpdateMetrics:
             row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
             row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
-        row |= of_policies(learner.episodes, self._policy_of) if learner.tallies else {}
+        row |= of_policies(learner.episodes, learner.tallies, self._agents, self._sides)
         for policy_id, tally in learner.tallies.items():
             row |= {f"time/transitions/{policy_id}": tally.env_steps, f"time/episodes/{policy_id}": tally.episodes}
         for policy_id, shaped in learner.shaped.items():
@@ -132,13 +134,17 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
     return row | {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
-def of_policies(records: Sequence[EpisodeRecord], policy_of: Callable[[str], str]) -> dict[str, float]:
-    """The mean return of each policy: the sum over its agents."""
-    totals: defaultdict[str, float] = defaultdict(float)
+def of_policies(
+    records: Sequence[EpisodeRecord], policies: Collection[str], agents: Mapping[str, str],
+    sides: Sequence[Sequence[str]] = (),
+) -> dict[str, float]:  # fmt: skip
+    """The mean return of each policy, the sum over its agents; in a league over the matches that it played."""
+    returns: dict[str, list[float]] = {policy_id: [] for policy_id in policies}
     for record in records:
-        for agent, its in record.agent_returns.items():
-            totals[f"{RETURN}_mean/{policy_of(agent)}"] += its / len(records)
-    return dict(totals)
+        for player, its in returns_by_player(record, agents, sides).items():
+            if player in returns:
+                returns[player].append(its)
+    return {f"{RETURN}_mean/{policy_id}": sum(its) / len(its) for policy_id, its in returns.items() if its}
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -641,7 +641,7 @@ class LeaguePanel extends Panel {
   /** A row per player that has learned, a column for each of its strongest opponents. */
   payoff({ players, payoff }) {
     const met = new Set(Object.values(payoff).flatMap((row) => Object.keys(row)));
-    const names = [...new Set(players.map(({ player }) => player))];
+    const names = [...new Set([...players.map(({ player }) => player), ...met])]; // not all are rated
     const cell = (name) => ({
       label: name,
       value: (row) => row[name]?.rate ?? null,
