@@ -24,7 +24,7 @@ from shared.storage.metric_log import EPISODES, TRAIN
 from trainer_node.checkpointing.recovery import Recovery, held
 from trainer_node.distributed.leader import meet_followers
 from trainer_node.incarnation import Incarnation
-from trainer_node.learning.learner import set_up_torch
+from trainer_node.learning.learner import set_up_torch, turns_lost
 from trainer_node.metrics.recorder import Recorder
 from trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
 
@@ -74,6 +74,8 @@ class Trainer:
         recovery = Recovery(incarnation)
         recovery.run()
         trainer = cls(recovery)
+        if lost := turns_lost(trainer._config, trainer.state.description):
+            incarnation.tell(lost)
         trainer._meet_followers()
         trainer._tell()
         incarnation.learns = True

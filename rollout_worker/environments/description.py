@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -114,8 +115,20 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
+    if in_turns and levels is None and config.dataset is None:
+        _check_fragments(config.rollout.fragment_steps, agents)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
     return EnvironmentDescription(agents, policies, told, in_turns, seats)
+
+
+def _check_fragments(steps: int, agents: Collection[str]) -> None:
+    """Of each agent the last turn in a fragment is lost: of two for each, half of all."""
+    if steps < 2 * len(agents):
+        raise ConfigError(
+            f"rollout.fragment_steps={steps} counts the turns of all {len(agents)} agents, and a turn whose outcome "
+            f"comes after a fragment's end is not learned from: most or all would be lost; set it to "
+            f"{8 * len(agents)} or more"
+        )
 
 
 def _check_turns(config: Config, in_turns: bool) -> None:

@@ -15,22 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.sampling import action_trace
 from shared.config.recorded import DatasetConfig
 from shared.datasets.read import read_dataset
-from shared.errors import EnvironmentFailure
+from shared.errors import ConfigError, EnvironmentFailure
 from shared.experience import fragment
 from shared.experience.fragment import Fragment, kept_rows
 from shared.experience.spaces import Columns
 from shared.policies.actor_critic import RecurrentActorCritic
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
+from tests.conftest import minimal_config
 from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
 from tests.support.stage import Stage, same
 from trainer_node.learning.building_blocks.batch import forward_pass, log_probs
+from trainer_node.learning.learner import turns_lost
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}
@@ -410,3 +413,17 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
             if not prefix or masks[step, other]:
                 dead = over[step, other] and not cut[step, other] if prefix else not masks[step, other]
                 assert any(found) != dead, "who has died is not there, from that step on"
+
+
+def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told() -> None:
+    def lost(steps: int, environment: dict[str, Any] = TURNS, **sections: Any) -> str:
+        config = minimal_config(environment=environment, rollout={"fragment_steps": steps}, **sections)
+        return turns_lost(config, describe_environment(config))
+
+    agents = len(NAMES)
+    with pytest.raises(ConfigError, match=f"fragment_steps={2 * agents - 1} counts the turns of all {agents}"):
+        lost(2 * agents - 1)
+    assert "up to 50% of all turns are not learned from" in lost(2 * agents)
+    assert lost(9 * agents) and not lost(10 * agents) and not lost(1, AT_ONCE)
+    dqn = minimal_config(environment=TURNS, algorithm={"name": "dqn"})
+    assert turns_lost(dqn, describe_environment(dqn)), "by its defaults too"

@@ -199,6 +199,8 @@ class Learner:
 
 
 _WEIGHTS, _STATE = "weights/", "state/"
+_MUCH = 0.1
+"""Of the turns that are acted."""
 
 
 def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
@@ -280,6 +282,18 @@ def make_learner(
         description.in_turns or league is not None, league,
         Curriculum(config, description) if config.environment.parameters else None, initial,
     )  # fmt: skip
+
+
+def turns_lost(config: Config, description: EnvironmentDescription) -> str:
+    """A line where agents act in turns and more than a tenth of the turns is cut off by fragments' ends, else empty."""
+    steps, agents = config.rollout.fragment_steps, len(description.agents)
+    if not description.in_turns or config.environment.hierarchy or config.dataset or agents / steps <= _MUCH:
+        return ""
+    return (
+        f"up to {agents / steps:.0%} of all turns are not learned from, since their outcome comes after a fragment's "
+        f"end: one of each of {agents} agents in rollout.fragment_steps={steps}, which counts the turns of all; with "
+        f"{10 * agents} a tenth would be lost"
+    )
 
 
 def replay_fragments(algorithm: Algorithm) -> int:
