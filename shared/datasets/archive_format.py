@@ -11,6 +11,7 @@ import numpy as np
 from shared.datasets.recording import Episode, Table, episodes_of
 from shared.errors import DatasetError, FragmentError
 from shared.experience.fragment import INFO, STATE, Fragment, check
+from shared.experience.spaces import STATE as CRITICS
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.storage.log_archive import read_experience
 
@@ -48,6 +49,8 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
         try:
             for columns in item.columns.values():
                 columns.pop(STATE, None)  # the hidden state of another policy is no experience
+                for name in [name for name in columns if f"obs.{CRITICS}" in name]:
+                    del columns[name]
                 if item.header.wire_version == 2:
                     columns["log_prob"] = np.where(columns["log_prob"] == 0, np.float32(np.nan), columns["log_prob"])
                 _adapt_info(columns, description.info_columns)

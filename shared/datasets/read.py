@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,10 @@ _LOG_PROBS = ("log_probs", "infos/action_log_probs")
 
 
 def read_dataset(config: RecordedConfig, description: EnvironmentDescription) -> Recordings:
-    """Reads it for all policies of `description`; raises `DatasetError`, or what the store of an archive raises."""
+    """Reads it for all policies of `description`, without what critics alone see; raises `DatasetError`, or what the
+    store of an archive raises."""
+    acting = {policy_id: spaces.acting for policy_id, spaces in description.policies.items()}
+    description = replace(description, policies=acting)
     kind, path = _format(config), Path(config.path).expanduser()
     if kind == "archive":
         episodes = archive_format.read(config.path, description, config.endpoint_url)

@@ -161,7 +161,7 @@ class BoundedActions(nn.Module):
         return {name: part.reshape(-1, *shape) for name, part, shape in named}
 
     def flat(self, actions: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of `columns`, float32."""
+        """The inverse of `columns`, float32. What was recorded beyond a bound is what the environment did of it."""
         parts = [actions[name].reshape(-1, size) for name, size in zip(self.names, self._sizes, strict=True)]
         joined = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(torch.float32)
-        return (joined - cast(Tensor, self.middle)) / cast(Tensor, self.scale)
+        return ((joined - cast(Tensor, self.middle)) / cast(Tensor, self.scale)).clamp(-1.0, 1.0)

@@ -33,7 +33,7 @@ from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
 from tests.support.stage import Stage, same
 from trainer_node.learning.building_blocks.batch import forward_pass, log_probs
-from trainer_node.learning.learner import turns_lost
+from trainer_node.learning.learner import make_learner, turns_lost
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}
@@ -427,3 +427,27 @@ def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told
     assert lost(9 * agents) and not lost(10 * agents) and not lost(1, AT_ONCE)
     dqn = minimal_config(environment=TURNS, algorithm={"name": "dqn"})
     assert turns_lost(dqn, describe_environment(dqn)), "by its defaults too"
+
+
+def test_what_is_recorded_is_read_without_what_critics_alone_see(tmp_path: Path) -> None:
+    """So an archive of a run with such critics is imitated by one without, and the other way."""
+    found = {}
+    for wrote in ("own", "state"):
+        stage = Stage(AT_ONCE, policies={"default": {"critic_observes": wrote}})
+        sample = stage.sample(11, ByRule())
+        write_archive(tmp_path / wrote, [Fragment(replace(stage.header(sample, 11), run_id="a-run"), sample.columns)])
+    for wrote in ("own", "state"):
+        for reads in ("own", "state"):
+            stage = Stage(AT_ONCE, policies={"default": {"critic_observes": reads}})
+            path = str(tmp_path / wrote / "a-run")
+            found[wrote, reads] = read_dataset(DatasetConfig(path=path), stage.description)
+    assert len({recordings.sha256 for recordings in found.values()}) == 1
+    config = minimal_config(
+        environment=AT_ONCE, policies={"default": {"critic_observes": "state"}}, demonstrations={"path": path},
+        algorithm={"minibatch_size": 8, "reward_signals": {"gail": {}, "rnd": {}}},
+    )  # fmt: skip
+    learner = make_learner(config, describe_environment(config), read_dataset=read_dataset)
+    assert learner.demonstrations["default"].columns.keys() == {"obs", "action"}
+    streams = cast(Any, learner.algorithms["default"]).signals.streams
+    assert streams["gail"].signal.inputs.features == 3, "and so it compares what agents observe"
+    streams["rnd"].signal.observe({"obs": torch.zeros(2, 3)})

@@ -61,5 +61,5 @@ class Cloning:
             return raised.amax(dim=1) - params.gather(1, chosen).squeeze(1)
         if not isinstance(distribution, Certain):
             return -distribution.log_prob(params, pairs.actions)
-        done = distribution.bounds.flat(pairs.actions).clamp(-1.0, 1.0)
+        done = distribution.bounds.flat(pairs.actions)
         return (torch.tanh(params) - done).square().mean(dim=1)

@@ -36,7 +36,7 @@ class Signal(nn.Module):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.normalizer = ObservationNormalizer(policy.spaces.observation, self.clip)
+        self.normalizer = ObservationNormalizer(policy.spaces.observation.own, self.clip)
         """The statistics that observations are normalized with, apart from the policy's."""
 
     def observe(self, observations: Mapping[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ class Embedding(nn.Module):
 
 def embedding(policy: Policy, hidden_sizes: tuple[int, ...], size: int) -> Embedding:
     changes = {"hidden_sizes": hidden_sizes, "activation": "relu"}
-    return Embedding(policy.spaces.observation, policy.config.model_copy(update=changes), size)
+    return Embedding(policy.spaces.observation.own, policy.config.model_copy(update=changes), size)
 
 
 class ActionEncoding(nn.Module):

@@ -98,14 +98,14 @@ class Stream(Rewarding):
 
     def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
         super().__init__(name, signal, config, policy, *more)
-        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(self._device)
+        self._value = Embedding(policy.spaces.observation.own, policy.config, 1, gain=1.0).to(self._device)
         """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
         self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
         self._optimizers["value_adam/"], self._networks["value/"] = self._value_adam, self._value
 
     def advantage(self, estimate: Estimate) -> Tensor:
         """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
-        tensors, names = self._tensors, self._policy.spaces.observation.column_names("obs")
+        tensors, names = self._tensors, self._policy.spaces.observation.own.column_names("obs")
         index = tensors["final_index"].to(torch.int64)
         kept = self._ends["truncated"][index[:, 0], index[:, 1]]
         its = Trajectories(
@@ -167,7 +167,7 @@ class RewardSignals:
 
     def observe(self, tensors: Mapping[str, Tensor]) -> None:
         """Statistics take in the observations of columns `[T, S, …]`; all there is to do in warm-up."""
-        names = self._policy.spaces.observation.column_names("obs")
+        names = self._policy.spaces.observation.own.column_names("obs")
         for stream in self.streams.values():
             stream.signal.observe({name: tensors[name][tensors["mask"]] for name in names})
 
@@ -200,7 +200,7 @@ class RewardSignals:
         spaces = self._policy.spaces
         step, slot = tensors["final_index"].to(torch.int64).unbind(dim=1)
         following = {}
-        for name in spaces.observation.column_names("obs"):
+        for name in spaces.observation.own.column_names("obs"):
             after = torch.cat([tensors[name][1:], tensors["bootstrap_" + name].unsqueeze(0)])
             after[step, slot] = tensors["final_" + name]
             following[name] = after.flatten(0, 1)

@@ -76,7 +76,7 @@ class GAIL(Signal):
         self.demonstrations = demonstrations
         self._penalty = config.gradient_penalty
         self.actions = ActionEncoding(policy.spaces.action) if config.use_actions else None
-        self.inputs = Encoder(policy.spaces.observation, policy.config.model_copy(update={"hidden_sizes": ()}))
+        self.inputs = Encoder(policy.spaces.observation.own, policy.config.model_copy(update={"hidden_sizes": ()}))
         width = self.inputs.features + (self.actions.size if self.actions is not None else 0)
         self.mlp = mlp(width, config.hidden_sizes, 1, "tanh")
         self.begun: Tensor
