@@ -29,6 +29,8 @@ _NETWORK = (
     "hidden_sizes", "activation", "layer_norm", "cnn", "share_encoder", "core", "core_size", "normalize_observations",
 )  # fmt: skip
 """Fields of `policies.<id>` that say what weights there are and what they compute."""
+_SCALE = "v_min", "v_max", "prior_scale", "rescaled"
+"""What a Q network was asked for and no weight tells: the same weights would be other values."""
 
 
 def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapshot:
@@ -106,13 +108,19 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
             f"in initialize_from=RUN#POLICY, or a snapshot of its league as in RUN#PLAYER"
         )
     found, _ = decode_policy(data)
+    if found.spaces != policy.spaces and found.spaces.acting == policy.spaces.acting:
+        raise ConfigError(
+            f"initialize_from: {theirs!r} of {source} has critic_observes={found.config.critic_observes}, and "
+            f"policies.{policy_id} {policy.config.critic_observes}: their critics see different things; set it as there"
+        )
     if found.spaces != policy.spaces:
         raise ConfigError(
             f"initialize_from: {theirs!r} of {source} has other observation or action spaces than the agents of "
             f"policies.{policy_id}; choose a policy of such an agent"
         )
     try:
-        if found.config.activation != policy.config.activation:
+        scales = [{name: each.network.get(name) for name in _SCALE} for each in (found, policy)]
+        if found.config.activation != policy.config.activation or scales[0] != scales[1]:
             raise CheckpointDamaged("the same weights would compute something else")
         load_state_arrays(policy, state_arrays(found))
     except CheckpointDamaged as error:
