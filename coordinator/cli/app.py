@@ -163,17 +163,12 @@ def train(
         from coordinator.run import Run
         from shared.config.loading import load_config
 
-    if page and detach:
-        raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
-    if not page and (page_port or page_token_file):
-        raise UserError("--page-port and --page-token-file say how --page serves; give that as well")
+    _check_together(force=force, or_resume=or_resume, detach=detach, page=page, page_told=page_port or page_token_file)
     config = config_file(config)
-    sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
+    sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from is not None else ())]
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
-    if force and or_resume:
-        raise UserError("--force begins a run anew, and --or-resume continues it; give one of them")
     if parallel is not None and seeds is None:
         raise UserError("--parallel says how many of --seeds train at a time; give those as well")
     if seeds is not None:
@@ -197,10 +192,20 @@ def train(
             foreground.detach([*sys.argv[1:], "--run-id", name], name)
         else:
             folders = (str(config.resolve().parent),)
-            flags = {"inline": inline, "or_resume": or_resume, "make_room": make_room}
-            start = partial(Run.start, resolved, name, import_path=folders, **flags)
+            start = partial(
+                Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders, make_room=make_room
+            )
             with foreground.in_one_process(inline):
                 foreground.supervise(start, background, page=at)
+
+
+def _check_together(*, force: bool, or_resume: bool, detach: bool, page: bool, page_told: int | Path | None) -> None:
+    if force and or_resume:
+        raise UserError("--force begins a run anew, and --or-resume continues it; give one of them")
+    if page and detach:
+        raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
+    if page_told and not page:
+        raise UserError("--page-port and --page-token-file say how --page serves; give that as well")
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))

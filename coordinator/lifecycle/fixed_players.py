@@ -7,11 +7,9 @@ import contextlib
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
-from shared.config.league import FixedPlayerConfig, LeagueConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, RunNotFound, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
@@ -26,16 +24,19 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 _POLICY_FILE = "policy.safetensors"
 
 
-def with_fixed_players(config: Config, description: EnvironmentDescription) -> Config:
+def with_fixed_players(config: Config, description: EnvironmentDescription, before: Config | None = None) -> Config:
     """The config with what each of `league.fixed` is; raises `ConfigError` where one cannot be found, or fits no seat.
 
-    One that was found when the run started stays what it was, whatever has become of its source.
+    One that was found when the run started, whose config was `before`, stays what it was, whatever has become of its
+    source. In a new run nothing is known, whatever its config says: that may be of another run, with other seats.
     """
     if config.league is None or not config.league.fixed:
         return config
-    fixed = dict(config.league.fixed)
+    fixed, then = dict(config.league.fixed), before.league.fixed if before and before.league else {}
     for name, player in fixed.items():
-        if player.sha256 and player.kind is not None:
+        known = then.get(name)
+        if known is not None and known.source == player.source and player.sha256 in ("", known.sha256):
+            fixed[name] = player.model_copy(update={key: getattr(known, key) for key in ("kind", "sha256", "seats")})
             continue
         ref, _ = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
         if not ref.seats:
@@ -47,24 +48,7 @@ def with_fixed_players(config: Config, description: EnvironmentDescription) -> C
             raise ConfigError(_changed(name, player.source, player.sha256))
         update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
         fixed[name] = player.model_copy(update=update)
-    return _with(config, config.league, fixed)
-
-
-def with_players_of(config: Config, before: Config) -> Config:
-    """The config with what was found of its fixed players when the run began, whose config was `before`."""
-    if config.league is None or before.league is None:
-        return config
-    fixed = dict(config.league.fixed)
-    for name, player in fixed.items():
-        known = before.league.fixed.get(name)
-        if known is not None and known.source == player.source and player.sha256 in ("", known.sha256):
-            found = {"kind": known.kind, "sha256": known.sha256, "seats": known.seats}
-            fixed[name] = player.model_copy(update=found)
-    return _with(config, config.league, fixed)
-
-
-def _with(config: Config, league: LeagueConfig, fixed: Mapping[str, FixedPlayerConfig]) -> Config:
-    return config.model_copy(update={"league": league.model_copy(update={"fixed": fixed})})
+    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
 
 
 def store_fixed_players(store: ObjectStore, config: Config) -> None:

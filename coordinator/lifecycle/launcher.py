@@ -7,7 +7,7 @@ from functools import partial
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
-from coordinator.lifecycle.fixed_players import read_snapshot, with_fixed_players, with_players_of
+from coordinator.lifecycle.fixed_players import read_snapshot, with_fixed_players
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -41,7 +41,7 @@ def start(
     extend_imports(import_path)
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
-    config, description = _checked(config if before is None else with_players_of(config, before), import_path, inline)
+    config, description = _checked(config, import_path, inline, before)
     if before is not None:
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
@@ -79,8 +79,8 @@ def resume(
     if folder.remote is not None:
         name = folder.run_id
         raise UserError(f"run {name!r} lives on other machines; `stagecoach attach {name}` continues it there")
-    config, description = _checked(folder.config(overrides), folder.import_path(), inline)
     before = folder.config()
+    config, description = _checked(folder.config(overrides), folder.import_path(), inline, before)
     _check_same_learning(config, before)
     return _continue(folder, config, description, before.stop_at, prepare, inline, begun)
 
@@ -111,17 +111,24 @@ def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
 
 
 def _checked(
-    config: Config, import_path: tuple[str, ...], inline: bool = False
+    config: Config, import_path: tuple[str, ...], inline: bool = False, before: Config | None = None
 ) -> tuple[Config, EnvironmentDescription]:
-    """The config with the hashes of its data, and its environment; raises a `UserError` where a run would fail."""
+    """The config with the hashes of its data and the players of a league, which in a resume are those of `before`, and
+    its environment; raises a `UserError` where a run would fail."""
     extend_imports(import_path)
     description = check(config, inline)
-    config = with_fixed_players(with_recorded(config, description), description)
+    config = with_fixed_players(with_recorded(config, description), description, before)
     check_services(config)
     return config, description
 
 
 def _check_same_learning(config: Config, before: Config) -> None:
+    by, ranked = config.checkpoint.best_by, before.checkpoint.best_by
+    if by != ranked:
+        raise ConfigError(
+            f"checkpoint.best_by={by} cannot change in a resume: the scores that exist are ranked by {ranked}, and the "
+            f"two do not compare; leave it, or begin a new run with initialize_from"
+        )
     if config.hash() != before.hash():
         raise ConfigError(
             f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "

@@ -83,6 +83,7 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 )
     if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
         raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
+    _check_patterns(config, found)
     source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
     if source == "info" and several:
         found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
@@ -119,6 +120,19 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
         _check_fragments(config.rollout.fragment_steps, agents)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
     return EnvironmentDescription(agents, policies, told, in_turns, seats)
+
+
+def _check_patterns(config: Config, agents: Collection[str]) -> None:
+    """Whether each pattern decides something, or what it says is so anyway."""
+    deciding = {config.entry_of(agent) for agent in agents}
+    for pattern in config.agents:
+        fits = [agent for agent in fnmatch.filter(agents, pattern) if agent not in config.agents]
+        other = [agent for agent in fits if config.policy_of(agent) != config.agents[pattern]]
+        if pattern not in deciding and other:
+            raise ConfigError(
+                f"agents.{pattern}={config.agents[pattern]} maps no agent: {other[0]!r} is mapped by "
+                f"{config.entry_of(other[0])!r}, which comes first; put {pattern!r} before it, or leave it out"
+            )
 
 
 def _check_fragments(steps: int, agents: Collection[str]) -> None:

@@ -9,11 +9,10 @@ from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
 from shared.config.environment import EnvironmentConfig
 from shared.config.hierarchy import HierarchyConfig, OptionsConfig
-from shared.config.league import LeagueConfig
+from shared.config.league_compatibility import check_league
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
-from shared.league.table import SNAPSHOT
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 
@@ -34,7 +33,7 @@ def check_sections_together(run: ConfigFields) -> None:
     if environment.hierarchy is not None:
         _check_hierarchy(run, environment.hierarchy)
     if run.league is not None:
-        _check_league(run, run.league)
+        check_league(run, run.league)
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
         raise ValueError(
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: roles "
@@ -99,6 +98,11 @@ def _check_parameters(run: ConfigFields) -> None:
             elif criterion.policy and criterion.measure == "rating":
                 if criterion.policy not in (rated := sorted(its.policy for its in run.league_learners.values())):
                     raise ValueError(f"{where}: {criterion.policy!r} has no rating; the learners have: {rated}")
+            elif criterion.policy and criterion.measure in ("success", "length"):
+                raise ValueError(
+                    f"{where}: {criterion.measure} is that of whole episodes, of no policy alone; leave policy="
+                    f"{criterion.policy} out, or measure by return"
+                )
             elif criterion.policy and criterion.policy not in run.policies:
                 raise ValueError(
                     f"{where}: a lesson's policy (ML-Agents' behavior), {criterion.policy!r}, is none; policies has "
@@ -325,72 +329,6 @@ def _check_policies(run: ConfigFields) -> None:
             f"policies: none of {sorted(run.policies)} is trainable; leave trainable=false out of one (to play them as "
             f"they are: `stagecoach evaluate`)"
         )
-
-
-def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
-    if run.environment.api == "gymnasium":
-        raise ValueError(
-            f"league with environment.api={run.environment.api}: it needs several agents; set "
-            f"environment.api, or leave the league out"
-        )
-    learners, known = run.league_learners, sorted(run.policies)
-    for name, learner in learners.items():
-        for field, policy_id in (("policy", learner.policy), *(("plays", seat) for seat in learner.plays)):
-            if policy_id not in run.policies:
-                raise ValueError(f"league.learners.{name}.{field}={policy_id!r} names no policy; policies has {known}")
-        if not run.policies[learner.policy].trainable:
-            raise ValueError(
-                f"league.learners.{name}.policy={learner.policy!r} is frozen (policies.{learner.policy}.trainable="
-                f"false) and cannot learn; set that to true, or take it from league.learners"
-            )
-        alone = len(run.policies) == 1 or {*run.agents.values()} == {learner.policy}
-        if alone and learner.reset is not None and learner.reset.win_rate is not None:
-            raise ValueError(
-                f"league.learners.{name}.reset.win_rate counts matches against the current weights of others, and all "
-                f"agents have its own policy {learner.policy!r}; use reset.or_after"
-            )
-        algorithm = run.policies[learner.policy].algorithm or run.algorithm
-        if getattr(algorithm, "replay_buffer", None) is None:
-            continue
-        for field, why in (
-            (
-                f"learners.{name}.reset" if learner.reset is not None else "",
-                "hold what the former weights learned from",
-            ),
-            ("swap_every" if league.swap_every is not None else "", "be learned from while it is another one's turn"),
-        ):
-            if field:
-                raise ValueError(
-                    f"league.{field} with the algorithm {algorithm.name} of {learner.policy!r}: its replay buffer "
-                    f"would {why}; leave {field.rpartition('.')[2]} out, or use an algorithm without a replay buffer"
-                )
-    if not learners:
-        raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
-    taught = {learner.policy for learner in learners.values()}
-    if run.checkpoint.best_by not in ("all", *taught):
-        raise ValueError(
-            f"checkpoint.best_by: {run.checkpoint.best_by!r} is no learner's policy, and so has no rating; the "
-            f"learners' are {', '.join(sorted(taught))}"
-        )
-    if left_out := sorted(name for name, its in run.policies.items() if its.trainable and name not in taught):
-        raise ValueError(
-            f"league.learners has {', '.join(learners)}, and so policies.{left_out[0]} would not learn: name it in "
-            f"league.learners too, or set policies.{left_out[0]}.trainable=false"
-        )
-    if league.swap_every is not None and len(learners) < 2:
-        raise ValueError(
-            f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "
-            f"would change nothing; leave it out"
-        )
-    if league.players <= len(learners):
-        raise ValueError(
-            f"league.players={league.players} with {len(learners)} learners: the first snapshot of each stays, so no "
-            f"later one would; set it to more than {len(learners)}"
-        )
-    snapshots = {name for name in league.fixed if SNAPSHOT.fullmatch(name)}
-    if taken := sorted(({*league.fixed} & {*run.policies}) | snapshots):
-        said = "ids of policies or might be their snapshots'"
-        raise ValueError(f"league.fixed: {taken} are {said}; give the players names of their own")
 
 
 def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:

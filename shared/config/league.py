@@ -61,6 +61,12 @@ class SnapshotConfig(Section):
     at_most_every: OwnPlay = Duration(0, "env_steps")
     """The least of its own play between two snapshots by `win_rate`."""
 
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Self:
+        if self.at_most_every.amount and self.win_rate is None:
+            raise ValueError(f"at_most_every={str(self.at_most_every)!r} bounds snapshots by win_rate; give that too")
+        return self
+
 
 class PastConfig(Section):
     """Opponents among earlier snapshots."""
@@ -76,6 +82,15 @@ class PastConfig(Section):
     """The exponent of `hard`."""
     window: int = Field(10, ge=1)
     """The newest snapshots that are drawn, of each policy; the first one always is, so that ratings do not drift."""
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> Self:
+        if self.choose != "pfsp" and (self.weighting, self.power) != ("hard", 2.0):
+            raise ValueError(
+                f"weighting={self.weighting} and power={self.power:g} with choose={self.choose}: only pfsp weighs so; "
+                f"leave them out"
+            )
+        return self
 
 
 class FixedShareConfig(Section):

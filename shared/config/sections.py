@@ -80,6 +80,12 @@ class PolicyConfig(Section):
                 f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
                 f"it; set share_encoder=true"
             )
+        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
+            raise ValueError(
+                f"reward_clip={list(self.reward_clip)} makes all rewards the same number; give the lower bound first"
+            )
+        if self.reward_scale == 0:
+            raise ValueError("reward_scale=0 makes all rewards 0, and nothing would be learned; give another number")
         if self.reward_ewma is not None and self.normalize_rewards:
             raise ValueError(
                 f"reward_ewma={self.reward_ewma:g} with normalize_rewards=true: two ways to normalize rewards; use one"
@@ -101,7 +107,7 @@ class RunPolicyConfig(PolicyConfig):
     trainable: bool = True
     """Whether it learns. One that does not acts as its algorithm explores when all schedules have ended, also in
     warm-up; its observation statistics stay as they are."""
-    initialize_from: str | None = None
+    initialize_from: str | None = Field(None, min_length=1)
     """As the run's `initialize_from`, for this policy alone."""
 
     @property
@@ -233,7 +239,8 @@ class CheckpointConfig(Section):
     best_by: str = "all"
     """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
     that one side wins from the other neither says much: in a league it is the rating, that of this policy, or of the
-    first learner (by name, of those without `plays`). Scores that exist keep the rank that they were given."""
+    first learner (by name, of those without `plays`). A resume cannot
+    change it: the scores that exist are ranked by it."""
     keep_best: int = Field(1, ge=1)
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
@@ -302,6 +309,8 @@ class EvaluationConfig(Section):
 
 
 def _return_or_each(value: Any) -> Any:
+    if value == {}:
+        raise ValueError("expected a number, or one for each of some policies as in {hunter: 10}, found {}")
     for name, number in value.items() if isinstance(value, dict) else [("", value)]:
         if not isinstance(name, str) or type(number) not in (int, float) or not abs(number) <= 1e300:
             raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r:.200}")
@@ -396,7 +405,7 @@ class ConfigFields(Section):
     demonstrations: DemonstrationsConfig | None = None
     """Recorded experience to imitate, beside what is acted; `algorithm` says how."""
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
-    initialize_from: str | None = None
+    initialize_from: str | None = Field(None, min_length=1)
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
     its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there. Where the same algorithm
     learned it, critics, temperature and reward statistics are taken, too; counters and optimizers begin anew. An event
@@ -435,16 +444,17 @@ class ConfigFields(Section):
 
     def policy_of(self, agent: str) -> str:
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
-        if agent in self.agents:
-            return self.agents[agent]
+        if (entry := self.entry_of(agent)) is not None:
+            return self.agents[entry]
         if self.environment.hierarchy is not None and agent in self.policies:
             return agent
-        fitting = [policy_id for pattern, policy_id in self.agents.items() if fnmatchcase(agent, pattern)]
-        if not fitting and len(self.policies) == 1:
+        if len(self.policies) == 1:
             return next(iter(self.policies))
-        if not fitting:
-            raise KeyError(agent)
-        return fitting[0]
+        raise KeyError(agent)
+
+    def entry_of(self, agent: str) -> str | None:
+        """The entry of `agents` that maps it: its name, else the first pattern that fits."""
+        return agent if agent in self.agents else next((its for its in self.agents if fnmatchcase(agent, its)), None)
 
     def algorithm_of(self, policy_id: str) -> AlgorithmConfig:
         """The algorithm of a policy; a user's own is imported, which raises `ConfigError` where that cannot be."""

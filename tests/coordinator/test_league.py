@@ -132,6 +132,26 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
         Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
 
 
+def test_what_a_config_of_another_run_says_of_its_players_is_found_out_anew(chase: MakeConfig) -> None:
+    """Its policies may have had other names."""
+    played(chase({}), "first")
+    found = with_fixed_players(
+        chase({"fixed": {"rival": "first/latest#hunter"}}), describe_environment(chase({}))
+    ).league  # fmt: skip
+    assert found is not None and found.fixed["rival"].seats == ("hunter",)
+    stale = found.fixed["rival"].model_copy(update={"seats": ("nobody",), "kind": "onnx"})
+    config = chase({"fixed": {"rival": stale.model_dump()}})
+    again = with_fixed_players(config, describe_environment(config)).league
+    assert again is not None and again.fixed == found.fixed
+    kept = with_fixed_players(config, describe_environment(config), before=config).league
+    assert kept is not None and kept.fixed["rival"] == stale, "a resume has what it had"
+    run = played(chase({"fixed": {"rival": "first/latest#hunter"}}, checkpoint={"best_by": "hunter"}), "second")
+    with pytest.raises(ConfigError, match=r"best_by=prey cannot change in a resume: .* are ranked by hunter"):
+        Run.resume(
+            "second", run.config.runs_dir, overrides=("checkpoint.best_by=prey", "stop_at.updates=9"), inline=True
+        )
+
+
 def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = played(chase({}), "first")
     ids = [row["player"] for row in league_of(first.checkpoint_store(), first.config)["players"]]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,8 +223,9 @@ def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
     trace = action_trace.read(stage.left)
     assert trace is not None and trace.fits(stage.description, 3, {scripted.source})
     assert not trace.fits(stage.description, 3) and not trace.fits(stage.description, 3, {other})
-    for odd in ([{"refs": {"one": {"kind": "function"}, "two": 3}}], [{}], [3], "text", [{"refs": [1]}]):
-        assert not replace(trace, matches=cast(Any, odd)).fits(stage.description, 3, {scripted.source})
+    wrong: list[Any] = [[{"refs": {"one": {"kind": "function"}, "two": 3}}], [{}], [3], "text", [{"refs": [1]}]]
+    for matches in wrong:
+        assert not replace(trace, matches=matches).fits(stage.description, 3, {scripted.source})
     met, policy = Opponents(lambda sha256: b""), stage.policies["default"]
     with pytest.raises(PlayerUnusable, match=r"'this:that', which this run's league.fixed does not have"):
         met.get(replace(scripted, source=other), "default", stage.description.policies["default"], policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ class Three(Chase):
     possible_agents = ["cat", "mouse", "vole"]
 
 
-def described(league: dict[str, Any], **sections: Any) -> EnvironmentDescription:
+def described(league: dict[str, Any] | None, **sections: Any) -> EnvironmentDescription:
     sections = {"environment": CHASE} | CHASE_POLICIES | sections
     return describe_environment(minimal_config(league=league, **sections))
 
@@ -77,6 +78,21 @@ def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         described(league, **sections)
+
+
+def test_a_pattern_that_another_swallows_is_told_where_it_says_something_else() -> None:
+    three = CHASE | {"id": f"{__name__}:Three"}
+    for agents, message in (
+        ({"*": "hunter", "vole": "prey", "m*": "prey"}, "agents.m*=prey maps no agent: 'mouse' is mapped by '*'"),
+        (
+            {"cat": "hunter", "?ole": "prey", "v*": "hunter", "*": "prey"},
+            "'vole' is mapped by '?ole', which comes first",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            described(None, environment=three, agents=agents, policies={"hunter": {}, "prey": {}})
+    agents = {"cat": "hunter", "mouse": "prey", "vole": "prey", "*": "prey", "v*": "prey"}
+    described(None, environment=three, agents=agents, policies={"hunter": {}, "prey": {}})
 
 
 @pytest.mark.parametrize("name", ["vdn", "qmix"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,7 @@ def policy_of(**sections: Any) -> Any:
 
 
 def taken(there: dict[str, Any], here: dict[str, Any]) -> None:
-    manifest = Manifest.model_construct(name="1_Step-1.ckpt", run_id="other")
+    manifest = cast(Any, Manifest).model_construct(name="1_Step-1.ckpt", run_id="other")
     source = Source(
         Checkpoint(manifest, {"default/policy.safetensors": encode_policy(policy_of(**there), 1)}), "default"
     )

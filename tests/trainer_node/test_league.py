@@ -283,6 +283,16 @@ def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int
     assert len(league.state.snapshots) == 2
 
 
+def test_a_fixed_player_that_nobody_can_meet_is_told_once() -> None:
+    """It fits no seat that a learner plays against, as one may of a run whose policies had other names."""
+    stone = {"source": "random", "kind": "random", "seats": ["hero"]}
+    fixed = {"stone": stone, "dice": stone | {"seats": ["main"]}}
+    league, _ = league_of(league_config({"fixed": fixed, "opponents": {"latest": 0.5, "past": 0, "fixed": 0.5}}))
+    (line,) = league.lines_to_tell()
+    assert line.startswith("fixed player stone is never drawn: it fits the seats of hero, where no learner meets")
+    assert not league.lines_to_tell()
+
+
 def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:
     config = league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}})
     assert config.hash() == league_config({"fixed": {"stone": "m:f"}}).hash(), "it decides an event alone"

@@ -66,7 +66,8 @@ class Source:
 def beginnings(config: Config) -> dict[str, str]:
     """Policy id → where its first weights come from, as the config has it; of those that do not begin untrained."""
     found = {policy_id: policy.initialize_from for policy_id, policy in config.policies.items()}
-    return {policy_id: told for policy_id, its in found.items() if (told := its or config.initialize_from) is not None}
+    told = {policy_id: config.initialize_from if its is None else its for policy_id, its in found.items()}
+    return {policy_id: source for policy_id, source in told.items() if source is not None}
 
 
 def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:

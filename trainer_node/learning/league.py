@@ -338,6 +338,15 @@ class League:
             self._told.add("")
             named = ", ".join(sorted(self._config.fixed))
             lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
+        drawn = {its for name, each in self._learners.items() for seat in self._met(each.seat)
+                 for its, _ in self._opponents(name, seat)}  # fmt: skip
+        for name, ref in self._fixed.items() if self._config.opponents.fixed.share else ():
+            if name not in drawn and (key := f"fixed {name}") not in self._told:
+                self._told.add(key)
+                lines.append(
+                    f"fixed player {name} is never drawn: it fits the seats of {', '.join(ref.seats)}, where no "
+                    f"learner meets a fixed player"
+                )
         for name, learner in sorted(self._learners.items()):
             key = f"learner {name}"
             if learner.plays and key not in self._told and learner.seat not in (met := self._met(learner.seat)):
