@@ -116,7 +116,7 @@ def test_each_episode_becomes_a_video_where_its_environment_is_made_anew_for_it(
         assert sorted(found.videos) == sorted((tmp_path / "videos").iterdir()) and len(found.videos) == episodes
         seconds = [struct.unpack(">II", path.read_bytes().partition(b"mvhd")[2][12:20]) for path in found.videos]
         frames = sum(round(10 * duration / scale) for scale, duration in seconds)
-        assert frames == episodes * (1 + found.scores["mean_return"]), "of the episodes that are scored"
+        assert frames == round(episodes * (1 + found.scores["mean_return"])), "of the episodes that are scored"
 
 
 @pytest.mark.parametrize("name", ["Painted", "PaintedInTurns"])
