@@ -83,7 +83,7 @@ class MatchRecord:
     outcome: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     """Per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
     forfeit: str = ""
-    """`PLAYER: why`, where a player lost by forfeit."""
+    """`PLAYER: why`, a line for each player that lost by forfeit."""
 
     def result(self, mine: int, other: int | None = None) -> float:
         """1 for a win, 0.5 for a draw, 0 for a loss of side `mine` against another, by default the best of them."""

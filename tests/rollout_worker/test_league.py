@@ -287,6 +287,10 @@ def test_where_one_has_forfeited_others_play_on_and_are_judged_by_what_they_do(
     assert mixed and all(match.outcome[match.players.index("other")] == 0.0 for match in mixed)
     assert any(len({*match.outcome}) == 3 for match in mixed), "one of the two that were left has won"
     assert all(match.outcome[match.side] > 0 for match, _ in met)
+    players = fixed(one=f"{MODULE}:raises", two=f"{MODULE}:takes_too_many")
+    season = Season(store, {"one": 0.5, "two": 0.5}, players, snapshots=0, environment=three)
+    lost = [record.match.forfeit.splitlines() for record in season.sample(120).episodes if record.match]
+    assert {tuple(sorted(line.partition(": ")[0] for line in lines)) for lines in lost} >= {("one", "two")}
 
 
 def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:

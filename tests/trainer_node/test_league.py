@@ -305,8 +305,11 @@ def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> Non
     (line,) = league.lines_to_tell()
     assert "player stone has forfeited 2 matches" in line
     assert league.lines_to_tell() == [], "once"
+    both = MatchRecord("main", 0, ("main", "stone"), (1.0, 0.0), "stone: it fell\nmain: too\nx: y")
+    league.take(EpisodeRecord(0.0, 3, match=both))
+    assert league.state.forfeits == {"stone": 3, "main": 1}
     listed = {row["player"]: row["forfeits"] for row in standings(league.state, ["stone"])["players"]}
-    assert listed["stone"] == 2 and listed["main"] == 0
+    assert listed["stone"] == 3 and listed["main"] == 1
 
 
 def test_wilsons_interval_is_that_of_the_textbooks() -> None:
