@@ -74,7 +74,7 @@ class Trainer:
         recovery = Recovery(incarnation)
         recovery.run()
         trainer = cls(recovery)
-        if lost := turns_lost(trainer._config, trainer.state.description):
+        if not trainer.version and (lost := turns_lost(trainer._config, trainer.state.description)):
             incarnation.tell(lost)
         trainer._meet_followers()
         trainer._tell()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from shared.runtime.user_code import extend_imports, install, with_extra
 from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
 from shared.storage.object_store import FileStore
 
-_PLAYED = {"environment", "evaluation", "policies", "algorithm", "league"}
+_PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}
 _GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."
-_CODE = re.compile(r"[^/\s]+:[^/\s]+")
+_CODE = re.compile(r"[^:]+:.*", re.DOTALL)
+_PLAYER, _SCRIPTED = re.compile(r"league\.fixed\.[^.]+\.source"), re.compile(r"[\w.]+:\w+")
 _EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
 
 
@@ -90,13 +91,17 @@ def _in_folder(run_folder: Path, name: str | None = None) -> Found:
 
 
 def named_code(config: Config) -> dict[str, str]:
-    """Config field → `module:name`, for all that a config has imported: every text of that form in the sections that
-    say what is played and learned, but for what their environments and wrappers are given."""
-    data = config.model_dump(mode="json", include=_PLAYED)
+    """Config field → `module:name`, for all that a config has imported: every text with a colon in the sections that
+    say what is played and learned, but for what their environments and wrappers are given. A module is imported
+    whatever stands behind the colon; of a league's players only scripted ones are."""
+    data = config.model_dump(mode="json", include=cast(Any, _PLAYED))
     data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
     fields = {field: value for field, value in leaves(data).items() if not field.startswith(_GIVEN)}
-    found = {field: ", ".join(filter(_CODE.fullmatch, _texts(value))) for field, value in fields.items()}
-    return {field: paths for field, paths in found.items() if paths}
+    found = {
+        field: [text for text in _texts(value) if (_SCRIPTED if _PLAYER.fullmatch(field) else _CODE).fullmatch(text)]
+        for field, value in fields.items()
+    }
+    return {field: ", ".join(paths) for field, paths in found.items() if paths}
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -184,8 +184,8 @@ def train(
     served = pages.page_beside(name, resolved.runs_dir, page_port, page_token_file)
     with served if page else contextlib.nullcontext() as at:
         if address is not None:
-            make_room()
             sent = submission(address, config, sets, name, working_dir, or_resume)
+            make_room()
             begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
             foreground.supervise(begin, detach=detach, where=where, page=at)
         elif detach:

@@ -65,20 +65,29 @@ def delete(
 def former(run_id: str | None, config: "Config") -> Callable[[], None]:
     """For `train --force`: what deletes the run that has this id, where there is one. Raises `UserError` where the new
     one would begin with it or learn from it."""
-    from shared.config.section import leaves
-
     if run_id is None:
         raise UserError("--force deletes the run that --run-id names; give that as well")
-    sections = {"initialize_from", "policies", "league", "dataset", "demonstrations"}
-    for field, value in leaves(config.model_dump(mode="json", include=sections)).items():
-        if field.endswith(("initialize_from", ".source", ".path")) and run_id in re.split("[/#]", value or ""):
-            raise UserError(f"--force would delete run {run_id!r}, which {field}={value} needs; take another --run-id")
+    if (folder := config.runs_dir.expanduser().resolve() / run_id).exists():
+        _check_not_needed(run_id, folder, config)
 
     def delete() -> None:
         with contextlib.suppress(RunNotFound):
             _delete(run_id, config.runs_dir, ask=False)
 
     return delete
+
+
+def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
+    from shared.config.section import leaves
+
+    sections = {"initialize_from", "policies", "league", "dataset", "demonstrations"}
+    for field, value in leaves(config.model_dump(mode="json", include=sections)).items():
+        if not value or not field.endswith(("initialize_from", ".source", ".path")):
+            continue
+        path = Path(value.partition("#")[0]).expanduser()
+        named = not field.endswith(".path") and re.split("[/#]", value)[0] == run_id and value != "random"
+        if named or path.resolve().is_relative_to(folder) or ("://" in value and path.name == run_id):
+            raise UserError(f"--force would delete run {run_id!r}, which {field}={value} needs; take another --run-id")
 
 
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:

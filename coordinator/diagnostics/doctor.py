@@ -31,6 +31,7 @@ from coordinator.lifecycle.validation import check
 from coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
 from coordinator.services.ray_head import join
 from coordinator.services.ray_internals import CONNECT
+from rollout_worker.environments.description import check_new
 from shared.config.run_config import Config
 from shared.errors import StagecoachError, headline
 from shared.experience.spaces import EnvironmentDescription
@@ -235,6 +236,7 @@ def _ray(config: Config, where: list[str]) -> str:
 
 def _environment(config: Config, described: list[EnvironmentDescription]) -> str:
     found = check(config, strict=True)
+    check_new(config, found)
     described.append(found)
     return f"{config.environment.id}: agents {', '.join(found.agents)}; policies {', '.join(found.policies)}"
 

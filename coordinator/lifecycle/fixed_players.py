@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.run_config import Config
-from shared.errors import CheckpointError, ConfigError, RunNotFound, UserError
+from shared.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
 from shared.league.players import LEAGUE, named_so, snapshots_in, write_player
 from shared.league.players import read_player as stored_player
@@ -35,7 +35,9 @@ def with_fixed_players(config: Config, description: EnvironmentDescription, befo
     fixed, then = dict(config.league.fixed), before.league.fixed if before and before.league else {}
     for name, player in fixed.items():
         known = then.get(name)
-        if known is not None and known.source == player.source and player.sha256 in ("", known.sha256):
+        if known is not None and known.kind and known.source == player.source and player.sha256 in ("", known.sha256):
+            if known.kind == "function":  # which is looked at again: its code may be gone
+                _check_function(field := f"league.fixed.{name}", import_object(known.source, field, kind="function"))
             fixed[name] = player.model_copy(update={key: getattr(known, key) for key in ("kind", "sha256", "seats")})
             continue
         ref, _ = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
@@ -129,7 +131,7 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
 
 def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
     """A snapshot of a run's league, by the player's id or what only one of them begins with. Raises `ConfigError` where
-    several do, `PlayerUnusable` where the store has it no more.
+    several do, or the store has it no more.
 
     As the newest checkpoint has the league, else an older one: the store may still have who has left it.
     """
@@ -140,7 +142,10 @@ def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
         if its := named_so(player, snapshots):
             if len(its) > 1:
                 raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
-            return stored_player(found.store.store, snapshots[its[0]])
+            try:
+                return stored_player(found.store.store, snapshots[its[0]])
+            except PlayerUnusable as error:
+                raise ConfigError(f"{field}: {error}") from None
     return None
 
 

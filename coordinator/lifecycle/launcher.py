@@ -12,6 +12,7 @@ from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
 from coordinator.lifecycle.validation import check, check_services, with_recorded
+from rollout_worker.environments.description import check_new
 from shared.config.loading import parse_config, parse_yaml
 from shared.config.run_config import Config
 from shared.config.sections import StopConfig
@@ -117,6 +118,8 @@ def _checked(
     its environment; raises a `UserError` where a run would fail."""
     extend_imports(import_path)
     description = check(config, inline)
+    if before is None:
+        check_new(config, description)
     config = with_fixed_players(with_recorded(config, description), description, before)
     check_services(config)
     return config, description

@@ -29,6 +29,7 @@ from rollout_worker.environments.action_masks import KEY, count_choices, from_in
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make_environment, make_native
 from rollout_worker.environments.pettingzoo_env import OneAtATime
+from rollout_worker.environments.seeding import SEEDS
 from rollout_worker.environments.vector_env import OUTCOME, pick
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
@@ -237,7 +238,7 @@ class Check:
 
     def _reset(self, seed: int) -> dict[str, Any]:
         try:
-            result = self._report.calling("reset()", lambda: self._env.reset(seed=seed))
+            result = self._report.calling("reset()", lambda: self._env.reset(seed=seed % SEEDS))
         except TypeError as error:
             if "seed" not in str(error):
                 self._report.raised("reset()", error)

@@ -83,7 +83,6 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 )
     if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
         raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
-    _check_patterns(config, found)
     source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
     if source == "info" and several:
         found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
@@ -116,10 +115,22 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
-    if in_turns and levels is None and config.dataset is None:
-        _check_fragments(config.rollout.fragment_steps, agents)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
     return EnvironmentDescription(agents, policies, told, in_turns, seats)
+
+
+def check_new(config: Config, description: EnvironmentDescription) -> None:
+    """What a new run is not begun with, since it says or does other things than were meant; raises `ConfigError`. A run
+    that has it is still resumed and played."""
+    _check_patterns(config, description.agents)
+    steps, agents = config.rollout.fragment_steps, len(description.agents)
+    alone = config.environment.hierarchy is None and config.dataset is None
+    if description.in_turns and alone and steps < 2 * agents:  # of each agent the last turn in a fragment is lost
+        raise ConfigError(
+            f"rollout.fragment_steps={steps} counts the turns of all {agents} agents, and a turn whose outcome comes "
+            f"after a fragment's end is not learned from: half of them or more would be lost; set it to {10 * agents} "
+            f"or more"
+        )
 
 
 def _check_patterns(config: Config, agents: Collection[str]) -> None:
@@ -133,16 +144,6 @@ def _check_patterns(config: Config, agents: Collection[str]) -> None:
                 f"agents.{pattern}={config.agents[pattern]} maps no agent: {other[0]!r} is mapped by "
                 f"{config.entry_of(other[0])!r}, which comes first; put {pattern!r} before it, or leave it out"
             )
-
-
-def _check_fragments(steps: int, agents: Collection[str]) -> None:
-    """Of each agent the last turn in a fragment is lost: of two for each, half of all."""
-    if steps < 2 * len(agents):
-        raise ConfigError(
-            f"rollout.fragment_steps={steps} counts the turns of all {len(agents)} agents, and a turn whose outcome "
-            f"comes after a fragment's end is not learned from: most or all would be lost; set it to "
-            f"{8 * len(agents)} or more"
-        )
 
 
 def _check_turns(config: Config, in_turns: bool) -> None:
@@ -176,9 +177,8 @@ def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
     seats, algorithms = {its.policy: its.seat for its in config.league_learners.values()}, config.algorithms()
     for policy_id, seat in seats.items():
         its, team = algorithms[policy_id].name, config.policies[policy_id].critic_observes == "team"
-        if (team or its in ("vdn", "qmix")) and (opposed := [list(side) for side in sides if agents[side[0]] == seat])[
-            1:
-        ]:
+        opposed = [list(side) for side in sides if agents[side[0]] == seat]
+        if (team or its in ("vdn", "qmix")) and len(opposed) > 1:
             raise ConfigError(
                 f"league: {policy_id!r} learns by {'a critic that observes its team' if team else its}, to which all "
                 f"agents of a policy are one team, and {seat!r} plays the sides {opposed} against each other; map each "

@@ -77,11 +77,12 @@ def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: Le
     """Whether there are the matches by whose win rate something is to happen."""
     opponents, where = league.opponents, f"league.learners.{name}"
     if learner.plays == (learner.policy,):
-        raise ValueError(f"{where}.plays=[{learner.policy}] are its own policy's seats, which it has; leave plays out")
+        raise ValueError(f"{where}.plays=[{learner.policy}] names its own policy, whose seats it has; leave plays out")
     if alone and league.snapshot.every is None and opponents.latest == 1:
         raise ValueError(
             "league.snapshot.win_rate without `every`, and opponents.latest=1 where all agents have one policy: each "
-            "match is against itself, so no snapshot would ever be taken; give snapshot.every, or a share to past"
+            f"match of {learner.policy!r} is against itself, so no snapshot of it would ever be taken; give "
+            f"snapshot.every, or a share to past"
         )
     learn = {its.policy for its in run.league_learners.values()} >= {*run.policies}
     if learner.reset and learner.reset.win_rate is not None and learn and not opponents.latest + opponents.fixed.share:

@@ -84,8 +84,6 @@ class PolicyConfig(Section):
             raise ValueError(
                 f"reward_clip={list(self.reward_clip)} makes all rewards the same number; give the lower bound first"
             )
-        if self.reward_scale == 0:
-            raise ValueError("reward_scale=0 makes all rewards 0, and nothing would be learned; give another number")
         if self.reward_ewma is not None and self.normalize_rewards:
             raise ValueError(
                 f"reward_ewma={self.reward_ewma:g} with normalize_rewards=true: two ways to normalize rewards; use one"
@@ -239,8 +237,8 @@ class CheckpointConfig(Section):
     best_by: str = "all"
     """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
     that one side wins from the other neither says much: in a league it is the rating, that of this policy, or of the
-    first learner (by name, of those without `plays`). A resume cannot
-    change it: the scores that exist are ranked by it."""
+    first learner (by name, of those without `plays`). A resume cannot change it: the scores that exist are ranked by
+    it."""
     keep_best: int = Field(1, ge=1)
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)

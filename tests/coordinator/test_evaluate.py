@@ -237,9 +237,14 @@ def test_every_field_that_names_code_is_told() -> None:
     assert named_code(minimal_config(environment=environment)) == {
         "environment.hierarchy.options.rewards": "os:mkdir, shutil:rmtree"
     }
+    for odd in ("ale_py:ALE/Pong-v5", "evil:NS/Env-v0", "evil:a b", "evil:x://y"):
+        assert named_code(minimal_config(environment={"id": odd})) == {"environment.id": odd}, "evil is imported first"
     config = minimal_config(policies={"kwargs": {"transform": "os:mkdir"}}, evaluation={"wrappers": ["os:rmdir"]})
     assert named_code(config) == {"policies.kwargs.transform": "os:mkdir", "evaluation.wrappers": "os:rmdir"}
-    league = {"fixed": {"old": "file:///runs/old", "scripted": "os:mkdir", "random": "random", "rival": "old#main"}}
+    league: dict[str, Any] = {
+        "fixed": {"old": "file:///runs/old", "scripted": "os:mkdir", "random": "random", "rival": "old#main"}
+    }
+    league |= {"sides": [["team:0"], ["team:1"]]}
     config = minimal_config(environment={"id": "own:make", "api": "pettingzoo"}, league=league)
     assert named_code(config) == {"environment.id": "own:make", "league.fixed.scripted.source": "os:mkdir"}
 

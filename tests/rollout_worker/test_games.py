@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.description import check_new, describe_environment
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.sampling import action_trace
@@ -418,7 +418,8 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
 def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told() -> None:
     def lost(steps: int, environment: dict[str, Any] = TURNS, **sections: Any) -> str:
         config = minimal_config(environment=environment, rollout={"fragment_steps": steps}, **sections)
-        return turns_lost(config, describe_environment(config))
+        check_new(config, description := describe_environment(config))
+        return turns_lost(config, description)
 
     agents = len(NAMES)
     with pytest.raises(ConfigError, match=f"fragment_steps={2 * agents - 1} counts the turns of all {agents}"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
-from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.description import check_new, describe_environment
 from shared.errors import ConfigError
 from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
@@ -32,7 +31,7 @@ class Three(Chase):
     possible_agents = ["cat", "mouse", "vole"]
 
 
-def described(league: dict[str, Any] | None, **sections: Any) -> EnvironmentDescription:
+def described(league: dict[str, Any], **sections: Any) -> EnvironmentDescription:
     sections = {"environment": CHASE} | CHASE_POLICIES | sections
     return describe_environment(minimal_config(league=league, **sections))
 
@@ -81,18 +80,17 @@ def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
 
 
 def test_a_pattern_that_another_swallows_is_told_where_it_says_something_else() -> None:
-    three = CHASE | {"id": f"{__name__}:Three"}
-    for agents, message in (
-        ({"*": "hunter", "vole": "prey", "m*": "prey"}, "agents.m*=prey maps no agent: 'mouse' is mapped by '*'"),
-        (
-            {"cat": "hunter", "?ole": "prey", "v*": "hunter", "*": "prey"},
-            "'vole' is mapped by '?ole', which comes first",
-        ),
+    def new(more: dict[str, str]) -> None:
+        three, agents = CHASE | {"id": f"{__name__}:Three"}, {"cat": "hunter", "mouse": "other"} | more
+        config = minimal_config(environment=three, agents=agents, policies={"hunter": {}, "prey": {}, "other": {}})
+        check_new(config, describe_environment(config))
+
+    with pytest.raises(
+        ConfigError, match=r"agents\.v\*=other maps no agent: 'vole' is mapped by '\*', which comes first"
     ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            described(None, environment=three, agents=agents, policies={"hunter": {}, "prey": {}})
-    agents = {"cat": "hunter", "mouse": "prey", "vole": "prey", "*": "prey", "v*": "prey"}
-    described(None, environment=three, agents=agents, policies={"hunter": {}, "prey": {}})
+        new({"*": "prey", "v*": "other"})
+    new({"*": "prey", "v*": "prey", "c*": "other"})
+    new({"v*": "prey", "*": "other"})
 
 
 @pytest.mark.parametrize("name", ["vdn", "qmix"])

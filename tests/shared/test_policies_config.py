@@ -94,7 +94,6 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
         ({"b": {"initialize_from": ""}}, "policies.b.initialize_from"),
         ({"initialize_from": ""}, "initialize_from"),
         ({"b": {"reward_clip": [1, -1]}}, r"policies.b: reward_clip=\[1.0, -1.0\] makes all rewards the same number"),
-        ({"b": {"reward_scale": 0}}, "policies.b: reward_scale=0 makes all rewards 0"),
         ({"policies": {"all": {}}, "agents": {}}, "policies: 'all' is not a usable policy id"),
         ({"environment": {"id": "X", "episode_ends": "any"}}, "episode_ends=any with environment.api=gymnasium"),
         ({"environment": {"id": "X", "episode_ends": "some"}}, "episode_ends: expected 'all' or 'any', found 'some'"),

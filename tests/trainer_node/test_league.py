@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -254,6 +255,25 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
         standing = league.state.learners["exploiter"]
         assert (standing.resets, standing.form, len(league.state.snapshots)) == (1, {}, 2)
         assert league.state.ratings["main"]["exploiter"] == Rating()
+
+
+def test_nor_does_it_lose_by_them_where_another_learns() -> None:
+    """A learner that plays no other is what the others meet as current weights."""
+    resets = {"exploiter": {"policy": "exploiter", "reset": {"or_after": "1 episodes"}}, "main": {"policy": "main"}}
+    league, policies = league_of(league_config({"learners": resets}, PAIR))
+    match = MatchRecord("main", 0, ("main", "exploiter"), (1.0, 0.0))
+    league._seats = ("main", "exploiter")
+    league.saw(3)
+    league.take(EpisodeRecord(1.0, 3, match=replace(match, learner="exploiter", side=1)))
+    league.after_update(policies, 4)
+    begun, elo = league.encode(), league.state.ratings["exploiter"]["exploiter"]
+    assert league.state.learners["exploiter"].resets == 1 and elo == Rating()
+    league.take(EpisodeRecord(1.0, 3, match=match))
+    assert league.state.ratings["exploiter"]["exploiter"] == Rating() and not league.state.learners["main"].form
+    assert league.encode() != begun, "its own play counts"
+    league.saw(4)
+    league.take(EpisodeRecord(1.0, 3, match=match))
+    assert league.state.ratings["exploiter"]["exploiter"].matches == 1 and league.state.learners["main"].form
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -152,7 +152,8 @@ def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: So
         anew.append("replay buffer")
         beside, here = list(algorithm.beside_policy), section.name
         there = provenance.get("algorithm", "an unknown algorithm")
-        there = provenance.get("algorithms", {}).get(source.policy_id, there)
+        named = source.policy_id.rpartition("-")[0], source.policy_id  # a snapshot is learned as its policy is
+        there = next((its for name in named if (its := provenance.get("algorithms", {}).get(name))), there)
         try:
             if there != here:
                 raise ValueError(f"learned by {there} there, by {here} here")

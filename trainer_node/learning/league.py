@@ -67,7 +67,8 @@ class Standing:
     began_at: Counters = field(default_factory=Counters)
     resets: int = 0
     former: int = -1
-    """The newest version that may have acted with the weights of before the last reset."""
+    """The newest version that may have acted with the weights of before the last reset (or, where versions may lag, as
+    many of the new ones)."""
     form: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Opponent → matches, and its win rate (a draw is half a win) over about the last `snapshot.min_games`."""
 
@@ -127,15 +128,18 @@ class League:
         self._acted_by, self.state.version = version, max(version, self.state.version)
 
     def take(self, record: EpisodeRecord) -> None:
-        """One episode. One whose players are not in the league (any more) counts nowhere, and one that a learner acted
-        before it began again counts in its own play alone."""
+        """One episode. One whose players are not in the league (any more) counts nowhere, and one that ended under a
+        version of before one of its learners began again in the own play of who learned from it alone."""
         match = record.match
         if match is None or not self._knows(match):
             return
         standing, own = self.state.learners[match.learner], match.players[match.side]
         standing.played.env_steps += record.length
         standing.played.episodes += 1
-        if self._acted_by <= standing.former:
+        formers = [
+            self.state.learners[name].former for name, its in self._learners.items() if its.policy in match.players
+        ]
+        if self._acted_by <= max(formers, default=-1):
             return
         for line in match.forfeit.splitlines():
             player, _, why = line.partition(": ")
@@ -223,11 +227,11 @@ class League:
         standing.snapshot_at = replace(standing.played)
         standing.form.pop(ALL, None)
         weights = player_hash(encode_policy(policies[policy_id], 0))
-        if any((snapshot.policy, snapshot.weights) == (policy_id, weights) for snapshot in state.snapshots):
-            return  # nothing was learned since
         data = encode_policy(policies[policy_id], updates)
         sha256 = player_hash(data)
         player = snapshot_id(policy_id, sha256)
+        if any(its.id == player or (its.policy, its.weights) == (policy_id, weights) for its in state.snapshots):
+            return  # nothing was learned since
         self.unstored[sha256] = data
         state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps, weights))
         ratings = state.ratings.setdefault(learner.seat, {})
@@ -339,15 +343,15 @@ class League:
             self._told.add("")
             named = ", ".join(sorted(self._config.fixed))
             lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
-        drawn = {its for name, each in self._learners.items() for seat in self._met(each.seat)
-                 for its, _ in self._opponents(name, seat)}  # fmt: skip
-        for name, ref in self._fixed.items() if self._config.opponents.fixed.share else ():
-            if name not in drawn and (key := f"fixed {name}") not in self._told:
-                self._told.add(key)
-                lines.append(
-                    f"fixed player {name} is never drawn: it fits the seats of {', '.join(ref.seats)}, where no "
-                    f"learner meets a fixed player"
-                )
+        if self._config.opponents.fixed.share and "fixed" not in self._told:
+            self._told.add("fixed")
+            drawn = {its for name, each in self._learners.items() for seat in self._met(each.seat)
+                     for its, _ in self._opponents(name, seat)}  # fmt: skip
+            lines += [
+                f"fixed player {name} is never drawn: it fits the seats of {', '.join(ref.seats)}, where no learner "
+                f"meets a fixed player"
+                for name, ref in self._fixed.items() if name not in drawn
+            ]  # fmt: skip
         for name, learner in sorted(self._learners.items()):
             key = f"learner {name}"
             if learner.plays and key not in self._told and learner.seat not in (met := self._met(learner.seat)):
