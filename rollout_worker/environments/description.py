@@ -134,9 +134,9 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
 
 
 def _check_patterns(config: Config, agents: Collection[str]) -> None:
-    """Whether each pattern decides something, or what it says is so anyway; `*` may be for what is left, if anything."""
+    """Whether each pattern decides something, or what it says is so anyway; `*` may be for what is left, if any is."""
     deciding = {config.entry_of(agent) for agent in agents}
-    for pattern in config.agents.keys() - {"*"}:
+    for pattern in (its for its in config.agents if its != "*"):
         fits = [agent for agent in fnmatch.filter(agents, pattern) if agent not in config.agents]
         other = [agent for agent in fits if config.policy_of(agent) != config.agents[pattern]]
         if pattern not in deciding and other:
