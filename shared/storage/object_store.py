@@ -84,8 +84,11 @@ class FileStore:
     def folders(self, prefix: str) -> list[str]:
         with self._named(f"listing {prefix} of"):
             self._check_root()
-            path = self._path(prefix)
-            return sorted(item.name for item in path.iterdir() if item.is_dir()) if path.is_dir() else []
+            try:
+                found = list(self._path(prefix).iterdir())
+            except (FileNotFoundError, NotADirectoryError):  # not there, or deleted meanwhile
+                return []
+            return sorted(item.name for item in found if item.is_dir())
 
     def keys(self, prefix: str) -> list[str]:
         with self._named(f"listing {prefix} of"):
