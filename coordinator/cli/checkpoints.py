@@ -40,7 +40,7 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     ranked = [entry["evaluation"] for entry in entries if "ranking" in (entry["evaluation"] or {})]
     by = ranked[-1].get("ranked_by") or "ranked by" if ranked else "confirmed"  # a league's rating, or best_by
     titles = *_COLUMNS, by, "KiB"
-    columns = [*(Column(title, no_wrap=True) for title in titles), Column("marks", overflow="fold")]
+    columns = [*(Column(title, no_wrap=title != by) for title in titles), Column("marks", overflow="fold")]
     table = Table(*columns, **NARROW)
     for entry in entries:
         scores, export, marks = entry["evaluation"] or {}, exports[entry["name"]], entry["marks"]
