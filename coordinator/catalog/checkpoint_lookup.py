@@ -26,6 +26,7 @@ from shared.config.run_config import Config
 from shared.config.section import leaves
 from shared.config.sections import EvaluationConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
+from shared.league.table import kind_of
 from shared.policies.serialization import decode_policy
 from shared.runtime.launch import RESOLVED_CONFIG
 from shared.runtime.user_code import extend_imports, install, with_extra
@@ -34,8 +35,7 @@ from shared.storage.object_store import FileStore
 
 _PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}
 _GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."
-_CODE = re.compile(r"[^:]+:.*", re.DOTALL)
-_PLAYER, _SCRIPTED = re.compile(r"league\.fixed\.[^.]+\.source"), re.compile(r"[\w.]+:\w+")
+_PLAYER = re.compile(r"league\.fixed\.[^.]+\.source")
 _EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
 
 
@@ -97,10 +97,11 @@ def named_code(config: Config) -> dict[str, str]:
     data = config.model_dump(mode="json", include=cast(Any, _PLAYED))
     data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
     fields = {field: value for field, value in leaves(data).items() if not field.startswith(_GIVEN)}
-    found = {
-        field: [text for text in _texts(value) if (_SCRIPTED if _PLAYER.fullmatch(field) else _CODE).fullmatch(text)]
-        for field, value in fields.items()
-    }
+
+    def names_code(field: str, text: str) -> bool:
+        return kind_of(text) == "function" if _PLAYER.fullmatch(field) else ":" in text
+
+    found = {field: [text for text in _texts(value) if names_code(field, text)] for field, value in fields.items()}
     return {field: ", ".join(paths) for field, paths in found.items() if paths}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
-from coordinator.lifecycle.fixed_players import find_player, kind_of
+from coordinator.lifecycle.fixed_players import find_player
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import play_sides, playable
@@ -15,7 +15,7 @@ from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
 from shared.league.players import LEAGUE
-from shared.league.table import PlayerRef, sides_of
+from shared.league.table import PlayerRef, kind_of, sides_of
 from shared.policies.registry import build_policies
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore

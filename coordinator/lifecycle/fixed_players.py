@@ -6,7 +6,6 @@ What is found stands in the run's config, and so in its store and in its hash: a
 import contextlib
 import importlib.util
 import json
-import re
 from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
@@ -15,12 +14,11 @@ from shared.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFo
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
 from shared.league.players import LEAGUE, named_so, snapshots_in, write_player
 from shared.league.players import read_player as stored_player
-from shared.league.table import PlayerKind, PlayerRef, player_hash
+from shared.league.table import PlayerRef, kind_of, player_hash
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install, misfit
 from shared.storage.object_store import ObjectStore
 
-_FUNCTION = re.compile(r"[\w.]+:\w+")
 _POLICY_FILE = "policy.safetensors"
 
 
@@ -92,14 +90,6 @@ def _check_function(field: str, function: object) -> None:
         raise ConfigError(f"{field} is no function; {expected}")
     if why := misfit(function, None, None):
         raise ConfigError(f"{field} is called with two arguments, and cannot be: {why}; {expected}")
-
-
-def kind_of(source: str) -> PlayerKind:
-    if source == "random":
-        return "random"
-    if source.endswith(".onnx"):
-        return "onnx"
-    return "function" if _FUNCTION.fullmatch(source) else "policy"
 
 
 def read_player(field: str, source: str, runs_dir: Path) -> bytes:

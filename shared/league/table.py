@@ -14,6 +14,7 @@ from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import PlainData
 
 PlayerKind = Literal["policy", "function", "onnx", "random"]
+_FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ def returns_by_player(
 def player_hash(data: bytes) -> str:
     """The SHA-256 that names a player's bytes."""
     return hashlib.sha256(data).hexdigest()
+
+
+def kind_of(source: str) -> PlayerKind:
+    """What a fixed player is, by its source in the config."""
+    if source == "random":
+        return "random"
+    if source.endswith(".onnx"):
+        return "onnx"
+    return "function" if _FUNCTION.fullmatch(source) else "policy"
 
 
 SNAPSHOT = re.compile(r".*-[0-9a-f]{12}")

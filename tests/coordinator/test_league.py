@@ -139,7 +139,7 @@ def test_what_a_config_of_another_run_says_of_its_players_is_found_out_anew(chas
         chase({"fixed": {"rival": "first/latest#hunter"}}), describe_environment(chase({}))
     ).league  # fmt: skip
     assert found is not None and found.fixed["rival"].seats == ("hunter",)
-    stale = found.fixed["rival"].model_copy(update={"seats": ("nobody",), "kind": "onnx"})
+    stale = found.fixed["rival"].model_copy(update={"seats": ("other",), "kind": "onnx"})
     config = chase({"fixed": {"rival": stale.model_dump()}})
     again = with_fixed_players(config, describe_environment(config)).league
     assert again is not None and again.fixed == found.fixed

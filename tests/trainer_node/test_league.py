@@ -303,7 +303,7 @@ def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int
     assert len(league.state.snapshots) == 2
 
 
-def test_a_fixed_player_that_nobody_can_meet_is_told_once() -> None:
+def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
     """It fits no seat that a learner plays against, as one may of a run whose policies had other names."""
     stone = {"source": "random", "kind": "random", "seats": ["hero"]}
     fixed = {"stone": stone, "dice": stone | {"seats": ["main"]}}
