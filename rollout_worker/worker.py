@@ -63,6 +63,8 @@ class Worker:
         self.claims = Claims(self._config, self.id, context.flow, self._log, self.heartbeat, self._watchdog)
         self.held: tuple[Claim, Sample] | None = None
         """What was acted, and waits for memory on a shard where nothing may block for it (the one-process mode)."""
+        self._gaps = 0
+        """Fragments that are not in the log, though its episodes have moved on: each begins another line of them."""
         self._running = ExitStack()
         """What `start` has started, and how that ends."""
         self._superseded = self._preempted = False
@@ -166,7 +168,8 @@ class Worker:
             run_id=self.context.run_id, worker_id=self.id, incarnation=self.claims.incarnation, seq=self.claims.seq,
             phase=policies.phase, policy_versions=dict.fromkeys(policies.policies, policies.version),
             steps=config.rollout.fragment_steps, num_envs=config.environment.num_envs, episodes=sample.episodes,
-            acting_seconds=round(sample.acting_seconds, 6), life=str(sampler.lineage),
+            acting_seconds=round(sample.acting_seconds, 6),
+            life=f"{sampler.lineage}+{self._gaps}" if self._gaps else str(sampler.lineage),
         )  # fmt: skip
         try:
             made = Fragment(header, sample.columns)
@@ -175,6 +178,7 @@ class Worker:
             self.held = claim, sample
             return StepResult.WAITED
         self.held = None
+        self._gaps += reply in (PushReply.EPOCH, PushReply.STALE)
         match reply:
             case PushReply.FINISHED:
                 return RoleEnd.FINISHED

@@ -134,7 +134,8 @@ class FragmentHeader:
     episodes: tuple[EpisodeRecord, ...] = ()
     acting_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 0.0
     life: str = "0.0"
-    """Which line of episodes it continues: a successor that takes them up has its predecessor's."""
+    """Which line of episodes it continues: a successor that takes them up has its predecessor's, and after a fragment
+    that is not in the log it is another one."""
     wire_version: int = WIRE_VERSION
 
     @property

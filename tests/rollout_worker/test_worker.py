@@ -102,7 +102,7 @@ def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(
     assert (state.claimed, role.redis.zcard(RunKeys(role.run_id).claims)) == (2, 0)
 
 
-def test_after_a_stale_fragment_no_claim_is_left_that_nobody_uses(
+def test_after_a_stale_fragment_another_line_of_episodes_begins_and_no_claim_is_left_that_nobody_uses(
     make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 1})
@@ -118,7 +118,8 @@ def test_after_a_stale_fragment_no_claim_is_left_that_nobody_uses(
         assert read_accounting(role.redis, role.run_id)["worker-0"].dropped[DropReason.STALE].fragments == 1
         assert trainer.step(0) == "updated"
         assert slow.step(1.0) == "pushed"
-        assert [item.header.worker_id for item in fragments_of(role)] == ["worker-1", "worker-0"]
+        sent = [(item.header.worker_id, item.header.seq, item.header.life) for item in fragments_of(role)]
+        assert sent == [("worker-1", 0, "0.0"), ("worker-0", 0, "0.0+1")]
         assert role.redis.zcard(RunKeys(role.run_id).claims) == 0
 
 

@@ -25,6 +25,8 @@ class ShapedReturns:
         over = columns["terminated"] | columns["truncated"]
         sums = self._sums.get(source)
         if sums is None or self._in_turns:
+            worker = source.partition(":")[0]
+            self._sums = {key: its for key, its in self._sums.items() if key.partition(":")[0] != worker}
             sums = self._sums[source] = np.full(rewards.shape[1], 0.0 if first else np.nan)
         begin = 0
         for step in np.flatnonzero(over.any(axis=1)):
