@@ -107,12 +107,15 @@ class Run:
         return cls(*launcher.resume(folder, overrides, prepare, inline, begun))
 
     @classmethod
-    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = lambda: None) -> Self:
+    def submit(
+        cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = lambda: None,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> Self:  # fmt: skip
         """Starts a run on a cluster, as a Ray job (lifecycle/ray_job.py); returns once it trains there.
 
         Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id.
         """
-        return cls(*launcher.submit(sent, config, run_id, begun))
+        return cls(*launcher.submit(sent, config, run_id, begun, make_room))
 
     def take_up(self, *, begun: Begun = lambda: None) -> Self:
         """Continues an interrupted run where it lives: here, or on its cluster by another job; returns a new handle."""

@@ -185,8 +185,7 @@ def train(
     with served if page else contextlib.nullcontext() as at:
         if address is not None:
             sent = submission(address, config, sets, name, working_dir, or_resume)
-            make_room()
-            begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
+            begin, where = partial(Run.submit, sent, resolved, name, make_room=make_room), f"submitting to {address}"
             foreground.supervise(begin, detach=detach, where=where, page=at)
         elif detach:
             foreground.detach([*sys.argv[1:], "--run-id", name], name)

@@ -9,7 +9,7 @@ from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
 from coordinator.lifecycle.fixed_players import read_snapshot, with_fixed_players
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
-from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
+from coordinator.lifecycle.ray_job import JobCoordinator, JobServer, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
 from coordinator.lifecycle.validation import check, check_services, with_recorded
 from rollout_worker.environments.description import check_new
@@ -86,7 +86,9 @@ def resume(
     return _continue(folder, config, description, before.stop_at, prepare, inline, begun)
 
 
-def submit(sent: Submission, config: Config, run_id: str, begun: Begun) -> Started:
+def submit(sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None]) -> Started:
+    JobServer(sent.cluster).close()  # a cluster that does not answer costs nothing of what stands there
+    make_room()
     folder = RunFolder.create(config, run_id)
     try:
         coordinator = submit_and_follow(folder, config, sent)

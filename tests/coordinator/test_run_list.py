@@ -159,6 +159,9 @@ def test_force_begins_a_run_anew(folder: Path, stagecoach: Stagecoach, tmp_path:
         check_refused(stagecoach(*again, "--set", *sets), "--force would delete run 'a'", sets[-1].partition("=")[0])
     check_refused(stagecoach(*again, "--set", "environment.id=no_such:thing"), "environment.id=no_such:thing")
     check_refused(stagecoach(*again, "--set", "initialize_from=nowhere"), "no run 'nowhere'")
+    servers = ("--set", "redis.url=redis://127.0.0.1:9", "--set", "store.url=s3://bucket/runs")
+    far = ("train", "config.yaml", "--force", "--run-id", "a", "--address", "http://127.0.0.1:9", *servers)
+    check_refused(stagecoach(*far), "nothing answers at http://127.0.0.1:9")
     assert (tmp_path / "runs/a/s3").exists(), "it goes when all is known to be well"
     stagecoach(*again).ok()
     assert json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())["version"] == 2
