@@ -23,7 +23,7 @@ from rollout_worker.watchdog import Watchdog
 from shared import errors
 from shared.config.league import LeagueConfig, first_learner
 from shared.config.run_config import Config
-from shared.experience.fragment import EpisodeRecord
+from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
@@ -109,6 +109,7 @@ class Evaluator:
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)
         self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
+        self._forfeiting: set[str] = set()
         self._postponed: dict[str, tuple[int, float]] = {}
         """What could not be read: how often, and when what is due is tried again; others are played meanwhile."""
         self.postpones = False
@@ -290,7 +291,17 @@ class Evaluator:
                     continue
                 if results := [match.result(side) for side, matches in played.items() for match in matches]:
                     found[f"{learner}/{player}"] = fmean(results)
+                    self._tell_forfeits(player, [match for matches in played.values() for match in matches])
         return found
+
+    def _tell_forfeits(self, player: str, matches: Sequence[MatchRecord]) -> None:
+        """Once for each fixed player: a win rate against one that forfeits says nothing."""
+        why = [match.forfeited[player] for match in matches if player in match.forfeited]
+        if why and player not in self._forfeiting:
+            self._forfeiting.add(player)
+            self._context.tell(
+                "evaluation", f"{player} lost {len(why)} of {len(matches)} evaluated matches by forfeit: {why[-1]}"
+            )
 
     def _may_be_best(self, rank: float) -> bool:
         """Whether a checkpoint with this mean return would be among the best that are kept; of equals the newest is."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Result:
     wins: int
     draws: int
     by_side: list[dict[str, Any]]
-    forfeits: int
+    forfeits: dict[str, int]
+    """Of `first` and `second`, how many matches each lost by forfeit."""
 
     def as_dict(self) -> dict[str, Any]:
         rate = (self.wins + 0.5 * self.draws) / self.games
@@ -85,7 +87,8 @@ def match(
         results = [its.result(side) for its in matches]
         told = {"games": len(results), "wins": results.count(1.0), "draws": results.count(0.5)}
         by_side.append({"side": list(sides[side]), **told})
-    forfeits = sum(bool(its.forfeit) for matches in played.values() for its in matches)
+    lost = Counter(player for matches in played.values() for its in matches for player in its.forfeited)
+    forfeits = {name: lost[name] for name in players}
     total = {name: sum(its[name] for its in by_side) for name in ("games", "wins", "draws")}
     return Result(**total, by_side=by_side, forfeits=forfeits)
 

@@ -104,7 +104,8 @@ def match(
         return
     low, high = found["interval"]
     lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]
-    forfeits = f", {counted(found['forfeits'], 'forfeit')}" if found["forfeits"] else ""
+    lost = zip((first, second), found["forfeits"].values(), strict=True)
+    forfeits = "".join(f", {counted(count, 'forfeit')} of {player}" for player, count in lost if count)
     total = (
         f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
     )

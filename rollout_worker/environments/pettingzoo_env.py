@@ -253,6 +253,11 @@ class Parallel:
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():
+                    if array.shape != (expected := columns[name].shape[1:]):  # NumPy would spread a single number
+                        raise ValueError(
+                            f"{name.replace(prefix, 'an observation', 1)} of policy {policy_id} has the shape "
+                            f"{array.shape}; expected {expected}"
+                        )
                     columns[name][row] = array
         return columns
 

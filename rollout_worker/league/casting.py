@@ -21,6 +21,7 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.league.matchmaking import Match, draw
 from shared.league.table import MatchTable, PlayerRef
 from shared.policies.policy import Policy
+from shared.printable import printable
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
@@ -194,7 +195,7 @@ class Casting:
                     raise Forfeit
                 acted.append(player.act(observations, alone, generator))
             except Forfeit as why:
-                lost.setdefault(part.player, str(why))
+                lost.setdefault(part.player, printable(" ".join(str(why).split()), 200))
                 acted.append(Random(policy).act(observations, alone, generator))
         return {name: np.concatenate([its[name] for its in acted]) for name in acted[0]}
 
@@ -221,7 +222,7 @@ class Casting:
             self._forfeited[loser] += 1
             if (count := self._forfeited[loser]).bit_count() == 1:  # 1, 2, 4 …: there may be thousands
                 _LOGGER.warning("a match is lost by forfeit, %s: %s (that player's number %d here)", loser, why, count)
-        said = "\n".join(f"{loser}: {' '.join(why.split())}" for loser, why in lost.items())
+        said = "\n".join(f"{loser}: {why}" for loser, why in lost.items())
         decided = len(set(outcome)) > 1 or self._draws < 0
         self._draws = -1 if decided else self._draws + 1
         if self._draws == _ALL_DRAWS:

@@ -85,7 +85,11 @@ class Function(Player):
         seen = self._spaces.observation.own.nest("obs", own)
         random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
         try:
-            columns = self._spaces.action.flatten("action", self._function(seen, random))
+            if (acted := self._function(seen, random)) is None:
+                raise Forfeit("it returned None")
+            columns = self._spaces.action.flatten("action", acted)
+        except Forfeit:
+            raise
         except (Exception, SystemExit) as error:
             raise Forfeit(headline(error)) from error
         masks = [observations[name][row].reshape(-1) for name in self._spaces.observation.mask_columns]

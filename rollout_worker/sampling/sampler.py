@@ -86,9 +86,12 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                now = {policy_id: its | {"mask": self._acts[policy_id] > 0} for policy_id, its in self._now.items()}
-                reject_unusable(now, self._description)
+                reject_unusable(self._seen(), self._description)
                 raise
+
+    def _seen(self) -> dict[str, Columns]:
+        """What all slots observe now, and which of them are to act (`mask`)."""
+        return {policy_id: its | {"mask": self._acts[policy_id] > 0} for policy_id, its in self._now.items()}
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
@@ -110,6 +113,8 @@ class Sampler:
         if self._pauses:
             self._environment.set_paused(False)
         for step in range(steps):
+            if self._casting is not None:  # what opponents see and get is in no column
+                reject_unusable(self._seen(), self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
                 actions = {
@@ -120,6 +125,9 @@ class Sampler:
                 taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
+            if self._casting is not None:
+                got = {policy_id: {"reward": its.reward} for policy_id, its in result.policies.items()}
+                reject_unusable(got, self._description)
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[self._seat(policy_id)])
             for policy_id in self._description.seated:

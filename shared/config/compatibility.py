@@ -319,8 +319,11 @@ def _check_policies(run: ConfigFields) -> None:
     if not run.policies:
         raise ValueError("policies: there must be one at least; leave the section out for a single one")
     for policy_id in run.policies:
-        if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest", "all"}:
-            raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
+        fits = policy_id.replace("-", "").replace("_", "").isalnum() and len(policy_id.encode()) <= 100
+        if not fits or policy_id in {"trainer", "manifest", "all"}:
+            raise ValueError(
+                f"policies: {policy_id!r:.120} is not a usable policy id; use letters, digits, - and _, 100 at most"
+            )
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")

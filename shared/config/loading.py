@@ -132,7 +132,10 @@ def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None
         if below is None:
             below = here[key] = {}
         if not isinstance(below, dict):
-            raise ConfigError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            found, rest = ".".join(keys[: depth + 1]), ".".join(keys[depth + 1 :])
+            raise ConfigError(
+                f"{source}: {found} is a value ({printable(below, 40)}), not a section with {rest}; set {found} itself"
+            )
         here = below
     here[keys[-1]] = value
 

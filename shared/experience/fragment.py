@@ -85,6 +85,12 @@ class MatchRecord:
     forfeit: str = ""
     """`PLAYER: why`, a line for each player that lost by forfeit."""
 
+    @property
+    def forfeited(self) -> dict[str, str]:
+        """Player → why it lost by forfeit."""
+        lines = (line.partition(": ") for line in self.forfeit.splitlines())
+        return {player: why for player, _, why in lines if player in self.players}
+
     def result(self, mine: int, other: int | None = None) -> float:
         """1 for a win, 0.5 for a draw, 0 for a loss of side `mine` against another, by default the best of them."""
         best = max(self.outcome[:mine] + self.outcome[mine + 1 :]) if other is None else self.outcome[other]

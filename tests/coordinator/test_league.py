@@ -261,6 +261,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     with pytest.raises(CheckpointDamaged, match=f"the player {snapshot} was altered"):
         load_policy(path, snapshot)
     mine.write_bytes(kept)
+    raising = stagecoach("match", f"cats#{snapshot}", "tests.support.games:raises", "--games", "4").ok()
+    assert ", 4 forfeits of tests.support.games:raises; win rate 100.0%" in raising
     check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
     with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
         load_policy(path, "prey-")

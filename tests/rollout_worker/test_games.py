@@ -250,7 +250,7 @@ def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(ki
         ("strange", "step: 'agents has dee; expected names of possible_agents alone'"),
         ("unpaid", "environment . raised KeyError in step: 'no reward for (ann|bob|cy); expected one for each agent"),
         ("wordy", "environment . raised TypeError in step: the info of (ann|bob|cy) is 'x'; expected a dict"),
-        ("wide", "environment raised ValueError in reset: could not broadcast"),
+        ("wide", r"reset: an observation of policy default has the shape \(5,\); expected \(3,\)"),
     ],
 )  # fmt: skip
 def test_an_agent_of_which_something_is_missing_or_odd_is_an_error(kind: str, says: str) -> None:

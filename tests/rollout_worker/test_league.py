@@ -202,6 +202,8 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
         ("takes_too_many", "its action 7 is none of the space"),
         ("takes_half", "ValueError: 0.5 is none of a discrete space's choices"),
         ("cheats", "its action [2] is illegal"),
+        ("says_nothing", "it returned None"),
+        ("complains", f"ValueError: {'x' * 188}… (812 more characters)"),
     ],
 )
 def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
@@ -213,6 +215,31 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
     assert f"a match is lost by forfeit, script: {says}" in caplog.text
     assert caplog.text.count("lost by forfeit") == len(records).bit_length() > 2, "the 1st, 2nd, 4th, 8th … of them"
+
+
+@pytest.mark.parametrize("player", ["random", f"{MODULE}:takes_first", "past"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("nan", "an observation .default/obs.seen. that cannot be learned from: it holds NaN"),
+        ("reward", "a reward for policy default that cannot be learned from: it holds NaN"),
+        ("stuck", "told policy default an action_mask without a legal action"),
+        ("short", r"an observation.seen of policy default has the shape \(1,\); expected \(3,\)"),
+        ("scalar", r"an observation.seen of policy default has the shape \(\); expected \(3,\)"),
+        ("short mask", r"an observation.action_mask of policy default has the shape \(1,\); expected \(3,\)"),
+    ],
+)
+def test_what_is_wrong_in_an_opponents_seat_is_the_environments_fault_too(
+    store: FileStore, player: str, kind: str, says: str
+) -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:Faulty", "num_envs": 3, "kwargs": {"kind": kind}}
+    players = {} if player == "past" else fixed(other=player)
+    shares = {"past": 1.0} if player == "past" else {"other": 1.0}
+    season = Season(store, shares, players, snapshots=1 if player == "past" else 0, environment=game)
+    main = season.table.learners["main"]
+    season.table = replace(season.table, learners={"main": replace(main, sides=(0,))})
+    with pytest.raises(EnvironmentFailure, match=says):
+        season.sample(60)
 
 
 def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:

@@ -56,6 +56,7 @@ FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
         ({"stop_at": {"evaluations": 3}}, ["stop_at", "never end"]),
         ({"policies": {"a/b": {}}}, ["'a/b'", "letters, digits, - and _"]),
         ({"policies": {"trainer": {}}}, ["'trainer'", "not a usable policy id"]),
+        ({"policies": {"x" * 101: {}}}, ["not a usable policy id", "100 at most"]),
         ({"environment": {"id": "X-v0", "vectorization": "native", "wrappers": ["a:B"]}},
          ["environment.vectorization=native", "environment.wrappers=['a:B']"]),
         ({"environment": {"id": "a:b", "num_envs": 4, "api": "pettingzoo", "vectorization": "native"}},

@@ -147,7 +147,7 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
     [
         ("rollout.workers", "--set expects section.field=value, found 'rollout.workers'"),
         ("=3", "--set expects section.field=value"),
-        ("seed.deep=3", "--set seed.deep=3: seed is a value, not a section"),
+        ("seed.deep=3", "--set seed.deep=3: seed is a value (1), not a section with deep; set seed itself"),
         ("seed=[1", "seed=[1: not a YAML value"),
         ("rollout.=3", "unknown key rollout."),
         ("environment.wrappers=[{path: a:B, kwarg: {}}]", ".0.kwarg; did you mean environment.wrappers.0.kwargs?"),

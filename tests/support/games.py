@@ -94,6 +94,41 @@ class Aimed(AllAtOnce):
         return super().step({agent: action["choice"] for agent, action in actions.items()})
 
 
+class Faulty(AllAtOnce):
+    """Both observe a number and a mask, and from some step on there is something wrong with what `bob` sees or gets."""
+
+    possible_agents = NAMES[:2]
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind, self._count = kind, 0
+
+    def _start(self, seed: int | None) -> None:
+        super()._start(seed)
+        self.agents, self.until = NAMES[:2], 8
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"seen": super().observation_space(agent), "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def seen(self, agent: str) -> Any:
+        self._count += 1
+        found = {"seen": super().seen(agent), "action_mask": np.array([1, 0, 1], np.int8)}
+        wrong: dict[str, Any] = {
+            "nan": {"seen": found["seen"] * np.nan}, "stuck": {"action_mask": np.zeros(3, np.int8)},
+            "short": {"seen": found["seen"][:1]}, "scalar": {"seen": 0.5}, "short mask": {"action_mask": np.ones(1)},
+        }  # fmt: skip
+        return found | (wrong.get(self._kind, {}) if agent == "bob" and self._count > 20 else {})
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        seen, rewards, terminated, _, infos = super().step(actions)
+        if self._kind == "reward" and self._count > 20:
+            rewards["bob"] = float("nan")
+        over = self.steps >= self.until
+        self.agents = [] if over else NAMES[:2]
+        seen |= {agent: self.seen(agent) for agent in self.agents if agent not in seen}
+        return seen, rewards, dict.fromkeys(terminated, over), dict.fromkeys(terminated, False), infos
+
+
 def aims(observation: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
     return {"aim": [3.0, -3.0], "choice": 2}
 
@@ -234,6 +269,18 @@ def best(observation: dict[str, Any], random: np.random.Generator) -> int:
     """Leaves a multiple of four, where it can."""
     left = int(observation["observation"].argmax())
     return left % 4 - 1 if left % 4 else 0
+
+
+def takes_first(observation: dict[str, Any], random: np.random.Generator) -> int:
+    return int(np.flatnonzero(observation["action_mask"])[0])
+
+
+def says_nothing(observation: dict[str, Any], random: np.random.Generator) -> None:
+    return None
+
+
+def complains(observation: dict[str, Any], random: np.random.Generator) -> int:
+    raise ValueError("x" * 1000)
 
 
 def raises(observation: dict[str, Any], random: np.random.Generator) -> int:

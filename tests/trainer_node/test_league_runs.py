@@ -181,7 +181,9 @@ def test_ratings_and_payoffs_are_read_from_a_checkpoint(new_game: NewGame) -> No
 
 def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator(new_game: NewGame) -> None:
     gone = {"source": "elsewhere", "kind": "policy", "sha256": "0" * 64, "seats": ["prey"]}
-    fixed = {"gone": gone, "dice": {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}}
+    script = {"source": "tests.support.games:raises", "kind": "function", "seats": ["hunter"]}
+    dice = {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}
+    fixed = {"gone": gone, "dice": dice, "script": script}
     game = new_game(chase(league=LEAGUE_OF_TWO | {"fixed": fixed}, evaluation={"episodes": 2, "deadline_seconds": 60}))
     game.play_to(2)
     game.durable()
@@ -192,6 +194,8 @@ def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator
     finally:
         evaluator.stop("")
     (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
-    assert scores["win_rates"].keys() == {"cat/dice", "mouse/dice"}
+    assert scores["win_rates"].keys() == {"cat/dice", "mouse/dice", "mouse/script"}
+    lost = "script lost 2 of 2 evaluated matches by forfeit: ValueError: no move comes to mind"
+    assert scores["win_rates"]["mouse/script"] == 1.0 and lost in game.events("evaluation")
     assert evaluation_row(scores)["eval/win_rate/cat/dice"] == scores["win_rates"]["cat/dice"]
     assert "is not played: the store has no player league/players/000" in game.events("evaluation")

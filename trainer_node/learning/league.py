@@ -141,13 +141,11 @@ class League:
         ]
         if self._acted_by <= max(formers, default=-1):
             return
-        for line in match.forfeit.splitlines():
-            player, _, why = line.partition(": ")
-            if player in match.players:
-                self._why[player] = why
-                self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
-                for seat in {seat for seat, its in zip(self._seats, match.players, strict=True) if its == player}:
-                    self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
+        for player, why in match.forfeited.items():
+            self._why[player] = why
+            self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
+            for seat in {seat for seat, its in zip(self._seats, match.players, strict=True) if its == player}:
+                self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
         for side, player in enumerate(match.players):
             if side == match.side:
                 continue
