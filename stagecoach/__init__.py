@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shared.experience.spaces import Columns
     from shared.policies.actor_critic import ActorCritic
     from shared.policies.deployed import DeployedPolicy, load_policy
+    from shared.policies.masks import masked
     from shared.policies.policy import Policy
     from shared.policies.q_network import QNetwork
     from shared.policies.registry import register_policy
@@ -64,7 +65,7 @@ __all__ = [
     "Exploration", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer", "Run",
     "SACConfig", "Setting", "Shard",
     "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
-    "make_environment", "read_experience", "register_policy", "side_by_side", "update_seed",
+    "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip
 
 

@@ -153,11 +153,12 @@ def test_the_yaml_that_users_copy_is_a_config() -> None:
         "docs/PYTHON.md",
         "docs/DEPLOY.md",
         "docs/LEAGUE.md",
+        "docs/ML_AGENTS.md",
         "docs/CURRICULUM.md",
         "docs/HIERARCHY.md",
     )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 14
+    assert len(blocks) == 15
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 

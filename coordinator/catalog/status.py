@@ -294,7 +294,7 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
         return f"nothing: the run has ended ({reason_in_words(trainer.ended)})"
     unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
     if unplaced:
-        return f"Ray, which has no place yet for {', '.join(unplaced)}"
+        return f"Ray, which has no place yet for {', '.join(unplaced)} (no room, or it is slow to start them)"
     if trainer is None:
         return "the trainer, which is starting"
     who = f"(the trainer, for {trainer.waiting_seconds:.1f} s)"

@@ -44,9 +44,9 @@ class EnvironmentConfig(Section):
     """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
     four of the game's); the default is what the environment registers, in steps of its own."""
     action_mask: Annotated[Literal["auto", "observation", "info", "off"], OFF] = "auto"
-    """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has one of the action's size;
-    `off`: it is observed like anything else), or in `info["action_mask"]` of each step and reset
-    (docs/ACTION_MASKS.md)."""
+    """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has such an entry, which has to
+    have the action's size; `off`: it is observed like anything else), or in `info["action_mask"]` of each step and
+    reset (docs/ACTION_MASKS.md)."""
     episode_ends: Literal["all", "any"] = "all"
     """Of several agents: `all` goes on until the environment has no agent left; with `any` an episode is over as soon
     as one agent is done, and truncated for the others."""

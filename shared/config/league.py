@@ -123,15 +123,15 @@ class OpponentsConfig(Section):
 
 
 class FixedPlayerConfig(Section):
-    """A player from elsewhere. What stands beside its source is found out when the run starts."""
+    """A player from elsewhere. `kind`, `sha256` and `seats` are filled in when the run starts."""
 
     source: str = Field(min_length=1)
-    """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]` or a checkpoint's folder; or a file
-    `….onnx`. It is copied into this run's store."""
+    """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]` or a checkpoint's folder;
+    `RUN#PLAYER`, a snapshot of that run's league; or a file `….onnx`. It is copied into this run's store."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often it is drawn beside the other fixed players: twice as often with 2 as with 1."""
     kind: PlayerKind | None = None
-    """What it is."""
+    """What it is, by its source."""
     sha256: str = ""
     """Of its bytes in the store (not of a function)."""
     seats: tuple[str, ...] = ()

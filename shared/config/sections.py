@@ -405,9 +405,9 @@ class ConfigFields(Section):
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = Field(None, min_length=1)
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there. Where the same algorithm
-    learned it, critics, temperature and reward statistics are taken, too; counters and optimizers begin anew. An event
-    says so. The source is only read."""
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there, or a snapshot of its
+    league. Where the same algorithm learned it, critics, temperature and reward statistics are taken, too; counters
+    and optimizers begin anew. An event says so. The source is only read."""
     heatup: DurationField = Duration(0, "env_steps")
     """Random acting at the start: normalizers and replay buffer take it in, nothing is learned from it yet. It counts
     neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer while they act have 1000 by
