@@ -11,6 +11,7 @@ from gymnasium import spaces
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
 from rollout_worker.environments.critic_state import state_space
 from rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
+from shared.config.compatibility import check_minibatches
 from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
@@ -123,6 +124,12 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
     """What a new run is not begun with, since it says or does other things than were meant; raises `ConfigError`. A run
     that has it is still resumed and played."""
     _check_patterns(config, description.agents)
+    if config.environment.api == "pettingzoo":
+        slots = {id_: 1 if description.in_turns else description.slots(id_) for id_ in config.policies}
+        try:
+            check_minibatches(config, slots)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     steps, agents = config.rollout.fragment_steps, len(description.agents)
     alone = config.environment.hierarchy is None and config.dataset is None
     if description.in_turns and alone and steps < 2 * agents:  # of each agent the last turn in a fragment is lost

@@ -1,6 +1,7 @@
 """Every check across sections of a run's config; those of a user's own algorithm are in its `validate_run`."""
 
 import re
+from collections.abc import Mapping
 
 from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
 from shared.config.algorithms.off_policy import OffPolicyConfig
@@ -158,8 +159,8 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
     if not run.policies[policy_id].trainable:
         return
     algorithm.validate_run(run)
-    if isinstance(algorithm, BatchOfUpdate):
-        _check_minibatch(run, algorithm)
+    if isinstance(algorithm, BatchOfUpdate) and run.environment.api == "gymnasium":
+        _check_minibatch(run, algorithm, 1)
     if run.state_sizes[policy_id]:
         _check_sequences(run, algorithm)
     elif isinstance(algorithm, R2D2Config):
@@ -193,11 +194,22 @@ def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         )
 
 
-def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
-    if algorithm.minibatch_size > run.transitions_per_update:
+def check_minibatches(run: ConfigFields, agents: Mapping[str, int]) -> None:
+    """Of a PettingZoo environment, where so many `agents` act with each policy in one step; raises `ValueError`."""
+    for policy_id in run.trainable:
+        if isinstance(algorithm := run.algorithm_of(policy_id), BatchOfUpdate):
+            try:
+                _check_minibatch(run, algorithm, agents[policy_id])
+            except ValueError as error:
+                raise ValueError(in_its_place(run, policy_id, str(error))) from None
+
+
+def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate, agents: int) -> None:
+    if algorithm.minibatch_size > run.transitions_per_update * agents:
+        factors = f"{_factors(run)} × {agents} agents" if agents > 1 else _factors(run)
         raise ValueError(
             f"algorithm.minibatch_size={algorithm.minibatch_size} is more than one update's batch of "
-            f"{run.transitions_per_update} transitions ({_factors(run)}); lower the first or raise one of the others"
+            f"{run.transitions_per_update * agents} transitions ({factors}); lower the first or raise one of the others"
         )
 
 

@@ -415,6 +415,25 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
                 assert any(found) != dead, "who has died is not there, from that step on"
 
 
+def test_an_updates_batch_has_a_row_for_each_agent_that_acts_in_a_step() -> None:
+    def checked(size: int, environment: dict[str, Any] = AT_ONCE) -> None:
+        policies = {"one": {}, "rest": {"algorithm": {"minibatch_size": size}}}
+        sections = {"environment": environment | {"num_envs": 1}, "agents": {NAMES[0]: "one", "*": "rest"}}
+        rollout = {"fragments_per_update": 2, "fragment_steps": 40}
+        config = minimal_config(rollout=rollout, policies=policies, algorithm={"minibatch_size": 16}, **sections)
+        check_new(config, describe_environment(config))
+
+    most = 80 * (len(NAMES) - 1)
+    checked(most)
+    with pytest.raises(
+        ConfigError, match=rf"^policies.rest.algorithm.minibatch_size={most + 1} is more than .* {most} "
+    ):
+        checked(most + 1)
+    checked(80, TURNS)
+    with pytest.raises(ConfigError, match="minibatch_size=81 is more than one update's batch of 80 transitions"):
+        checked(81, TURNS)
+
+
 def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told() -> None:
     def lost(steps: int, environment: dict[str, Any] = TURNS, **sections: Any) -> str:
         config = minimal_config(environment=environment, rollout={"fragment_steps": steps}, **sections)
