@@ -47,7 +47,8 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
         if export:
             compared = f"±{export['max_difference']:.0e}" if export["state"] == State.OK else export["state"]
             marks = [*marks, f"ONNX {compared}"]
-        returns = map(figure, (entry["mean_return"], scores.get("mean_return"), confirmed_return(scores)))
+        rank = scores.get("ranking") if by.startswith("rating") else confirmed_return(scores)  # of a whole league's log
+        returns = map(figure, (entry["mean_return"], scores.get("mean_return"), rank))
         size = _kib(entry["bytes"], "")
         table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(marks))
     console.print(table)

@@ -27,6 +27,7 @@ from shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from shared.league.players import PLAYERS, read_player, write_player
 from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
+from shared.printable import figure
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.groups import some_quick
@@ -57,6 +58,10 @@ def played(config: Config, run_id: str) -> Run:
     run = Run.start(config, run_id, inline=True)
     assert run.wait(120).reason == "exhausted"
     return run
+
+
+def line_of(table: str, name: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith(name))
 
 
 def table_of(run: Run) -> MatchTable:
@@ -230,9 +235,9 @@ def onnx_file(spaces: str) -> bytes:
 
 
 def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
-    chase: MakeConfig, ended_run: Run, tmp_path: Path, stagecoach: Stagecoach
+    chase: MakeConfig, ended_run: Run, tmp_path: Path, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = played(chase({"fixed": {"dice": "random"}}), "cats")
+    run = played(chase({"fixed": {"dice": "random"}}, evaluation={"episodes": 1}), "cats")
     found = stagecoach("league", "cats", "--json").json()
     rows = {row["player"]: row for row in found["players"]}
     assert {"hunter", "prey"} <= rows.keys()
@@ -241,6 +246,12 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     printed = stagecoach("league", "cats").ok()
     assert "hunter" in printed and "win rates and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
+    kept = run.checkpoints()
+    rated = [row for row in kept if row["evaluation"]]
+    rated[-1]["evaluation"].pop("confirmation", None)  # a rating needs none
+    monkeypatch.setattr(Run, "checkpoints", lambda handle: kept)
+    listed = stagecoach("checkpoints", "cats").ok()
+    assert all(figure(row["evaluation"]["ranking"]) in line_of(listed, row["name"]) for row in rated)
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
     snapshot = next(row["player"] for row in found["players"] if row["kind"] == "snapshot" and row["seat"] == "prey")
     games = [
