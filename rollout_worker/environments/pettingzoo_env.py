@@ -23,6 +23,7 @@ from rollout_worker.environments.parameters import EpisodeParameters, Parameteri
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.environment import EnvironmentConfig
+from shared.errors import EnvironmentFailure
 from shared.experience.counters import Phase
 from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -44,6 +45,8 @@ class Episode:
     """Whether an agent has ended in it."""
     waiting: set[str] = field(default_factory=set)
     """Of a game: agents that have acted, and have had no turn since."""
+    present: set[str] = field(default_factory=set)
+    """Of a game: agents that it had after the last turn, and that have not been told of their end."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     """Agent → name → sum of what `info` told so far."""
@@ -181,6 +184,11 @@ class Parallel:
 
     def _record(self, index: int, episode: Episode) -> EpisodeRecord:
         record = episode.record()
+        if not math.isfinite(record.episode_return):  # some of it may be in no transition
+            raise EnvironmentFailure(
+                f"the environment returned rewards that cannot be learned from: in an episode they add up to "
+                f"{record.agent_returns}; look for a division by zero"
+            )
         return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
@@ -204,8 +212,9 @@ class Parallel:
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:
                 episode.over.add(agent)
-        for agent in infos.keys() & (self._places.keys() - acting.keys()):  # of who has fallen before
-            if infos[agent]:
+        for agent in self._places.keys() - acting.keys():  # who has fallen before, or is born now
+            episode.returns[agent] += float(rewards.get(agent, 0.0))
+            if infos.get(agent):
                 episode.infos[agent] = {**episode.infos.get(agent, {}), **_told(agent, infos[agent])}
         episode.observations = observations
         episode.over &= there  # one that has left may come again
@@ -340,9 +349,14 @@ class Turns(Parallel):
         episode.live, episode.observations = set(), {}
         while True:
             game = self._game(index)
-            if untold := episode.waiting.difference(game.agents):
-                self._untold(index, game, untold, made)
-                episode.waiting -= untold
+            if dropped := episode.present.difference(game.agents):
+                self._untold(index, game, dropped & episode.waiting, made)
+                for agent in dropped - episode.waiting:  # they had no turn, but may have been paid
+                    episode.returns[agent] += float(game._cumulative_rewards.get(agent, 0.0))
+                    episode.infos[agent] = _told(agent, game.infos.get(agent, {}))
+                    episode.first_over = True
+                episode.waiting -= dropped
+            episode.present = set(game.agents)
             if not game.agents:
                 return
             agent = game.agent_selection
@@ -361,6 +375,7 @@ class Turns(Parallel):
             if not (terminated or truncated):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return
+            episode.present.discard(agent)
             env.step(None)
 
     def _untold(self, index: int, game: Any, agents: Set[str], made: Mapping[str, _Made]) -> None:
@@ -375,6 +390,7 @@ class Turns(Parallel):
     def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
         env, game = self._envs[index], self._game(index)
+        seen_now = copy.deepcopy(episode.observations)  # the environment may use its array again, to show another's
         for agent in [agent for agent in self._places if agent in game.agents]:
             policy_id, first = self._places[agent]
             (step, finals), slot = made[policy_id], first + index
@@ -385,7 +401,7 @@ class Turns(Parallel):
                 self._acted(index, agent, (reward, died, not died, seen), info, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
-                finals.append((slot, copy.deepcopy(episode.observations[agent])))
+                finals.append((slot, seen_now[agent]))
             elif agent not in episode.live:  # it had no turn, but may have been paid
                 episode.returns[agent] += float(game._cumulative_rewards.get(agent, 0.0))
         episode.live = set()

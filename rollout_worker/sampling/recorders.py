@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout_worker.environments.vector_env import PolicyStep
 from rollout_worker.exploration.base import Exploration
-from shared.experience.fragment import LARGEST, STATE, expected_columns, kept_rows
+from shared.experience.fragment import INFO, LARGEST, STATE, expected_columns, kept_rows
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
 from shared.policies.policy import Policy
 
@@ -82,8 +82,8 @@ class PartRecorder(Recorder):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        for array in self.columns.values():
-            array[...] = 0
+        for name, array in self.columns.items():
+            array[...] = _nothing(name)
         shape = self.columns["reward"].shape
         self._numbers = np.full(shape, -1, np.int64)
         """Which of all parameters each row's action was drawn from; -1: of none."""
@@ -122,7 +122,7 @@ class PartRecorder(Recorder):
         blank = ~kept_rows(columns)
         for name, array in columns.items():
             if array.shape[:2] == there.shape and not name.startswith(("bootstrap", STATE)):  # which have no steps
-                array[blank] = 0
+                array[blank] = _nothing(name)
         if there.any():
             actions = {name: array[there] for name, array in self._actions()}
             numbers = self._numbers[there]
@@ -187,6 +187,11 @@ class TurnRecorder(PartRecorder):
         for name in names:
             self.columns[name][self._filled[slots], slots] = after[name][slots]
         return super().finish(policy, exploration, after)
+
+
+def _nothing(name: str) -> float:
+    """What stands in a column where no agent acted: a number of the `info` is unknown there."""
+    return np.nan if name.startswith(INFO) else 0.0
 
 
 def _log_prob(policy: Policy, exploration: Exploration, params: Tensor, actions: Columns) -> Array:

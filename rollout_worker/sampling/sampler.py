@@ -113,7 +113,7 @@ class Sampler:
         if self._pauses:
             self._environment.set_paused(False)
         for step in range(steps):
-            if self._casting is not None:  # what opponents see and get is in no column
+            if self._casting is not None:  # what opponents see is in no column
                 reject_unusable(self._seen(), self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -125,9 +125,6 @@ class Sampler:
                 taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
-            if self._casting is not None:
-                got = {policy_id: {"reward": its.reward} for policy_id, its in result.policies.items()}
-                reject_unusable(got, self._description)
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[self._seat(policy_id)])
             for policy_id in self._description.seated:

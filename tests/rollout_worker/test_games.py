@@ -285,6 +285,42 @@ def test_an_episode_has_the_last_info_of_all_also_of_those_that_had_no_turn_sinc
     assert first.agent_returns == {"ann": steps, "bob": steps}
 
 
+def test_who_is_dropped_before_its_first_turn_has_what_it_was_paid_and_told() -> None:
+    game = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1}
+    (kept, *_), (dropped, *_) = (
+        Stage(game | {"kwargs": {"until": 1, "leaves": leaves}}).sample(3).episodes for leaves in (False, True)
+    )
+    assert dropped == kept and dropped.agent_returns == {"ann": 1.0, "bob": 1.0}
+    assert dropped.metrics == {"ann.score": 1.0, "bob.score": 1.0}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_what_is_paid_to_who_does_not_act_is_in_its_return(listed: bool) -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Trap", "num_envs": 1, "kwargs": {"listed": listed}})
+    (first, *_) = (sample := stage.sample(8)).episodes
+    assert first.agent_returns == {"ann": 1.0, "bob": 1.0} and first.length == 4
+    assert not sample.columns["default"]["reward"].any()
+
+
+@pytest.mark.parametrize("limits", [{"max_episode_steps": 4}, {"max_episode_steps": 3, "episode_ends": "any"}])
+def test_an_environment_may_show_everything_in_one_array(limits: dict[str, Any]) -> None:
+    game = {"api": "pettingzoo", "num_envs": 2, "kwargs": {"until": 99}} | limits
+    reused, fresh = (Stage(game | {"id": f"{MODULE}:{name}"}).sample(14) for name in ("Reused", "Telling"))
+    assert same(reused, fresh) and fresh.columns["default"]["truncated"].any()
+
+
+def test_pay_that_is_no_number_is_the_environments_fault_also_before_a_first_turn() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"in an episode they add up to \{'ann': 6.0, 'bob': nan\}"):
+        Stage({"api": "pettingzoo", "id": f"{MODULE}:NeverPaid", "num_envs": 1}).sample(9)
+
+
+@pytest.mark.parametrize("name", ["Telling", "AllAtOnce"])
+def test_a_number_of_the_info_is_unknown_where_nothing_was_acted(name: str) -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 3, "info_columns": ["score"]})
+    columns = stage.sample(40).columns["default"]
+    assert not columns["mask"].all() and np.isnan(columns["info/score"][~columns["mask"]]).all()
+
+
 def test_the_last_mask_of_who_waits_for_its_turn_is_known_at_the_limit() -> None:
     told = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1, "max_episode_steps": 5}
     columns = Stage(told | {"action_mask": "info"}).sample(6).columns["default"]

@@ -382,6 +382,46 @@ class Telling(InTurns):
             self.agents = []
 
 
+class Reused(Telling):
+    """The same, with one array for whatever it shows."""
+
+    def observe(self, agent: str) -> Any:
+        self._shown = getattr(self, "_shown", np.zeros(3, np.float32))
+        self._shown[:] = super().observe(agent)
+        return self._shown
+
+
+class NeverPaid(Telling):
+    """The same, but what the second one is paid before its first turn is NaN."""
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        if self.steps == 1:
+            self._cumulative_rewards[NAMES[1]] = float("nan")
+
+
+class Trap(AllAtOnce):
+    """`ann` sets a trap and falls; in the third step it is paid for it. `bob` is born in the second, and paid then.
+    `listed`: who has fallen stays in `agents`."""
+
+    possible_agents = NAMES[:2]
+
+    def __init__(self, listed: bool = False) -> None:
+        super().__init__()
+        self._listed = listed
+
+    def _start(self, seed: int | None) -> None:
+        super()._start(seed)
+        self.agents = NAMES[:1]
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.steps += 1
+        acting, fallen = list(actions), {agent: agent == "ann" or self.steps == 4 for agent in actions}
+        rewards = {"ann": float(self.steps == 3), "bob": float(self.steps == 1)}
+        self.agents = [] if self.steps == 4 else NAMES[0 if self._listed else 1 : 2]
+        return {a: self.seen(a) for a in NAMES[:2]}, rewards, fallen, dict.fromkeys(acting, False), {}
+
+
 class Tenfold(BaseWrapper):  # type: ignore[misc]
     """Pays ten times as much, by a state of its own that it has only once a step was made."""
 

@@ -33,6 +33,16 @@ def random_columns(seed: int, steps: int = 6, slots: int = 3) -> Columns:
     return {"reward": reward, "terminated": terminated, "truncated": over & mask & ~terminated, "mask": mask}
 
 
+def test_in_turns_returns_begin_anew_with_each_fragment_since_the_last_turn_of_a_game_may_be_missing() -> None:
+    none = np.zeros((2, 1), np.bool_)
+    columns = {"reward": np.ones((2, 1), np.float32), "terminated": none, "truncated": none, "mask": ~none}
+    for in_turns, mean in ((True, 1.5), (False, 2.5)):
+        scaling = RewardScaling(1.0, in_turns)
+        for _ in range(2):
+            scaling.take_in("worker-0:0.0", columns)
+        assert scaling.state()["moments"][1] == mean
+
+
 class Collector:
     """Every discounted return of every slot, kept in a list."""
 

@@ -250,7 +250,7 @@ def make_learner(
         if policy.reward_ewma is not None:
             rewards[policy_id] = RewardAverage(policy.reward_ewma)
         elif policy.normalize_rewards:
-            rewards[policy_id] = RewardScaling(sections[policy_id].gamma)
+            rewards[policy_id] = RewardScaling(sections[policy_id].gamma, description.in_turns)
     filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sections}
     demonstrations, steps = dict[str, Demonstrations](), config.rollout.fragment_steps
     if config.demonstrations is not None:

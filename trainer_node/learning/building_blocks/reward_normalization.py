@@ -39,8 +39,10 @@ class RewardFilter:
 class RewardScaling(RewardFilter):
     """Rewards divided by the running deviation of the discounted return (as VecNormalize does), for one policy id."""
 
-    def __init__(self, gamma: float) -> None:
-        self._gamma = gamma
+    def __init__(self, gamma: float, in_turns: bool = False) -> None:
+        """`in_turns`: a turn whose outcome comes later than a fragment's end is missing, perhaps a game's last one, so
+        returns begin anew with each fragment."""
+        self._gamma, self._in_turns = gamma, in_turns
         self._moments = np.array([0.0, 0.0, 0.0])  # count, mean, sum of squared deviations
         self._running: dict[str, Array] = {}
 
@@ -52,7 +54,8 @@ class RewardScaling(RewardFilter):
     def take_in(self, source: str, columns: Columns) -> None:
         reward, mask = columns["reward"].astype(np.float64), columns["mask"]
         over = columns["terminated"] | columns["truncated"]
-        running = self._running.get(source, np.zeros(reward.shape[1]))
+        none = np.zeros(reward.shape[1])
+        running = none if self._in_turns else self._running.get(source, none)
         discounted = np.empty_like(reward)
         for step in range(len(reward)):
             running = np.where(mask[step], running * self._gamma + reward[step], running)
