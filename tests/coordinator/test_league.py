@@ -246,10 +246,10 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     printed = stagecoach("league", "cats").ok()
     assert "hunter" in printed and "win rates and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
-    kept = run.checkpoints()
-    rated = [row for row in kept if row["evaluation"]]
+    entries = run.checkpoints()
+    rated = [row for row in entries if row["evaluation"]]
     rated[-1]["evaluation"].pop("confirmation", None)  # a rating needs none
-    monkeypatch.setattr(Run, "checkpoints", lambda handle: kept)
+    monkeypatch.setattr(Run, "checkpoints", lambda handle: entries)
     listed = stagecoach("checkpoints", "cats").ok()
     assert all(figure(row["evaluation"]["ranking"]) in line_of(listed, row["name"]) for row in rated)
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
