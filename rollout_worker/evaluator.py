@@ -23,7 +23,7 @@ from rollout_worker.watchdog import Watchdog
 from shared import errors
 from shared.config.league import LeagueConfig, first_learner
 from shared.config.run_config import Config
-from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
@@ -291,12 +291,12 @@ class Evaluator:
                     continue
                 if results := [match.result(side) for side, matches in played.items() for match in matches]:
                     found[f"{learner}/{player}"] = fmean(results)
-                    self._tell_forfeits(player, [match for matches in played.values() for match in matches])
+                    self._tell_forfeits(player, [match.forfeited for its in played.values() for match in its])
         return found
 
-    def _tell_forfeits(self, player: str, matches: Sequence[MatchRecord]) -> None:
-        """Once for each fixed player: a win rate against one that forfeits says nothing."""
-        why = [match.forfeited[player] for match in matches if player in match.forfeited]
+    def _tell_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
+        """Once for each fixed player, of each match's forfeits: a win rate against one that forfeits says nothing."""
+        why = [forfeited[player] for forfeited in matches if player in forfeited]
         if why and player not in self._forfeiting:
             self._forfeiting.add(player)
             self._context.tell(

@@ -10,7 +10,7 @@ import torch
 from rollout_worker.environments.factory import evaluation_environment, make_vector
 from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SEEDS, episode_seed
-from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
+from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import Opponents
@@ -65,7 +65,7 @@ def _play(
                     f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
-            reject_unusable({id_: its | {"mask": acts[id_] > 0} for id_, its in now.items()}, description)
+            reject_unusable_now(now, acts, description)
             step = environment.step({id_: act(id_, now[id_], acts[id_]) for id_ in description.seated})
             stepped(step)
             now = {policy_id: result.obs for policy_id, result in step.policies.items()}

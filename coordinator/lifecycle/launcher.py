@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
@@ -87,14 +88,14 @@ def resume(
 
 
 def submit(sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None]) -> Started:
-    JobServer(sent.cluster).close()  # a cluster that does not answer costs nothing of what stands there
-    make_room()
-    folder = RunFolder.create(config, run_id)
-    try:
-        coordinator = submit_and_follow(folder, config, sent)
-    except BaseException:
-        folder.remove()
-        raise
+    with ExitStack() as undo:
+        jobs = JobServer(sent.cluster)  # first: one that does not answer costs nothing of what stands there
+        undo.callback(jobs.close)
+        make_room()
+        folder = RunFolder.create(config, run_id)
+        undo.callback(folder.remove)
+        coordinator = submit_and_follow(folder, config, sent, jobs)
+        undo.pop_all()
     folder.unlock()
     begun()
     return folder, config, coordinator
@@ -108,7 +109,7 @@ def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
             f"run {folder.run_id!r} is interrupted, and was not submitted from here; continue it from where its "
             f"config is: stagecoach train CONFIG --address … --run-id {folder.run_id} --or-resume"
         )
-    coordinator = submit_and_follow(folder, config, elsewhere.submission)
+    coordinator = submit_and_follow(folder, config, elsewhere.submission, JobServer(elsewhere.submission.cluster))
     begun()
     return folder, config, coordinator
 

@@ -256,12 +256,12 @@ class JobCoordinator:
         return errors[-1] if errors else f"job {self._job} ended as {state}; it says last: {tail}"
 
 
-def submit_and_follow(folder: RunFolder, config: Config, sent: Submission) -> JobCoordinator:
+def submit_and_follow(folder: RunFolder, config: Config, sent: Submission, jobs: JobServer) -> JobCoordinator:
     """Submits the run's job and waits until it trains; where its last job is just about to, follows that one.
 
     Raises `UserError` or `StagecoachError` with what the job said; a job that was begun is ended then.
     """
-    known, jobs = folder.remote, JobServer(sent.cluster)
+    known = folder.remote
     with ExitStack() as undo:
         undo.callback(jobs.close)
         job = None if known is None else known.job

@@ -126,10 +126,7 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
     _check_patterns(config, description.agents)
     if config.environment.api == "pettingzoo":
         slots = {id_: 1 if description.in_turns else description.slots(id_) for id_ in config.policies}
-        try:
-            check_minibatches(config, slots)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_minibatches(config, slots)
     steps, agents = config.rollout.fragment_steps, len(description.agents)
     alone = config.environment.hierarchy is None and config.dataset is None
     if description.in_turns and alone and steps < 2 * agents:  # of each agent the last turn in a fragment is lost

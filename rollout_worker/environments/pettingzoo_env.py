@@ -212,7 +212,7 @@ class Parallel:
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:
                 episode.over.add(agent)
-        for agent in self._places.keys() - acting.keys():  # who has fallen before, or is born now
+        for agent in (its for its in self._places if its not in acting):  # who has fallen before, or is born now
             episode.returns[agent] += float(rewards.get(agent, 0.0))
             if infos.get(agent):
                 episode.infos[agent] = {**episode.infos.get(agent, {}), **_told(agent, infos[agent])}
@@ -350,11 +350,7 @@ class Turns(Parallel):
         while True:
             game = self._game(index)
             if dropped := episode.present.difference(game.agents):
-                self._untold(index, game, dropped & episode.waiting, made)
-                for agent in dropped - episode.waiting:  # they had no turn, but may have been paid
-                    episode.returns[agent] += float(game._cumulative_rewards.get(agent, 0.0))
-                    episode.infos[agent] = _told(agent, game.infos.get(agent, {}))
-                    episode.first_over = True
+                self._untold(index, episode, dropped, made)
                 episode.waiting -= dropped
             episode.present = set(game.agents)
             if not game.agents:
@@ -367,22 +363,23 @@ class Turns(Parallel):
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
-            else:  # before its first turn
-                episode.returns[agent] += float(reward)
-                episode.first_over |= bool(terminated or truncated)
-                if terminated or truncated:
-                    episode.infos[agent] = _told(agent, info)
+            else:
+                _without_turn(episode, agent, reward, bool(terminated or truncated), info)
             if not (terminated or truncated):
                 episode.live, episode.observations = {agent}, {agent: observation}
                 return
             episode.present.discard(agent)
             env.step(None)
 
-    def _untold(self, index: int, game: Any, agents: Set[str], made: Mapping[str, _Made]) -> None:
+    def _untold(self, index: int, episode: Episode, agents: Set[str], made: Mapping[str, _Made]) -> None:
         """Their last turns, of which the game has not told them before it ended or dropped them: they have terminated,
         unless the game says that they are truncated alone."""
+        game = self._game(index)
         for agent in sorted(agents):
             reward, info = float(game._cumulative_rewards.get(agent, 0.0)), game.infos.get(agent, {})
+            if agent not in episode.waiting:
+                _without_turn(episode, agent, reward, True, info)
+                continue
             cut = bool(game.truncations.get(agent)) and not game.terminations.get(agent)
             seen = self._with_mask(agent, self._envs[index].observe(agent), info, set()) if cut else None
             self._acted(index, agent, (reward, not cut, cut, seen), info, made)
@@ -402,8 +399,8 @@ class Turns(Parallel):
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, seen_now[agent]))
-            elif agent not in episode.live:  # it had no turn, but may have been paid
-                episode.returns[agent] += float(game._cumulative_rewards.get(agent, 0.0))
+            elif agent not in episode.live:
+                _without_turn(episode, agent, game._cumulative_rewards.get(agent, 0.0), False, {})
         episode.live = set()
 
 
@@ -416,6 +413,14 @@ def _told(agent: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, Mapping):
         raise TypeError(f"the info of {agent} is {info!r:.60}; expected a dict, such as {{}}")
     return dict(info)
+
+
+def _without_turn(episode: Episode, agent: str, reward: Any, ended: bool, info: Any) -> None:
+    """What an agent was paid, and told at its end, before its first turn: it is in no transition."""
+    episode.returns[agent] += float(reward)
+    episode.first_over |= ended
+    if ended:
+        episode.infos[agent] = _told(agent, info)
 
 
 def _last(env: Any, game: Any, agent: str) -> Any:

@@ -148,6 +148,13 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
                 raise EnvironmentFailure(f"the environment returned {what} that cannot be learned from: {expected}")
 
 
+def reject_unusable_now(
+    now: Mapping[str, Columns], acts: Mapping[str, Array], description: EnvironmentDescription
+) -> None:
+    """The same of what all slots observe now, `acts` `[S]` being who is to act: also where no fragment will hold it."""
+    reject_unusable({policy_id: its | {"mask": acts[policy_id] > 0} for policy_id, its in now.items()}, description)
+
+
 def _unusable(array: Array, leaf: Leaf | None) -> str | None:
     """What is found in a column and was expected there; None where nothing is wrong."""
     if array.dtype.kind == "f":

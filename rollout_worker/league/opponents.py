@@ -85,13 +85,12 @@ class Function(Player):
         seen = self._spaces.observation.own.nest("obs", own)
         random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
         try:
-            if (acted := self._function(seen, random)) is None:
-                raise Forfeit("it returned None")
-            columns = self._spaces.action.flatten("action", acted)
-        except Forfeit:
-            raise
+            acted = self._function(seen, random)
+            columns = None if acted is None else self._spaces.action.flatten("action", acted)
         except (Exception, SystemExit) as error:
             raise Forfeit(headline(error)) from error
+        if columns is None:
+            raise Forfeit("it returned None")
         masks = [observations[name][row].reshape(-1) for name in self._spaces.observation.mask_columns]
         for leaf in self._spaces.action.leaves:
             action = columns[leaf.column("action")]

@@ -10,7 +10,7 @@ import torch
 
 from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable
+from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable, reject_unusable_now
 from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
 from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
@@ -86,12 +86,8 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                reject_unusable(self._seen(), self._description)
+                reject_unusable_now(self._now, self._acts, self._description)
                 raise
-
-    def _seen(self) -> dict[str, Columns]:
-        """What all slots observe now, and which of them are to act (`mask`)."""
-        return {policy_id: its | {"mask": self._acts[policy_id] > 0} for policy_id, its in self._now.items()}
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
@@ -114,7 +110,7 @@ class Sampler:
             self._environment.set_paused(False)
         for step in range(steps):
             if self._casting is not None:  # what opponents see is in no column
-                reject_unusable(self._seen(), self._description)
+                reject_unusable_now(self._now, self._acts, self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
                 actions = {

@@ -14,6 +14,7 @@ from shared.config.league_compatibility import check_league
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
+from shared.errors import ConfigError
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 
@@ -195,13 +196,13 @@ def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
 
 
 def check_minibatches(run: ConfigFields, agents: Mapping[str, int]) -> None:
-    """Of a PettingZoo environment, where so many `agents` act with each policy in one step; raises `ValueError`."""
+    """Of a PettingZoo environment, where so many `agents` act with each policy in one step; raises `ConfigError`."""
     for policy_id in run.trainable:
         if isinstance(algorithm := run.algorithm_of(policy_id), BatchOfUpdate):
             try:
                 _check_minibatch(run, algorithm, agents[policy_id])
             except ValueError as error:
-                raise ValueError(in_its_place(run, policy_id, str(error))) from None
+                raise ConfigError(in_its_place(run, policy_id, str(error))) from None
 
 
 def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate, agents: int) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 
 from shared.experience.spaces import Array, Columns
+from trainer_node.learning.building_blocks.reward_normalization import of_other_workers
 
 
 class ShapedReturns:
@@ -25,8 +26,7 @@ class ShapedReturns:
         over = columns["terminated"] | columns["truncated"]
         sums = self._sums.get(source)
         if sums is None or self._in_turns:
-            worker = source.partition(":")[0]
-            self._sums = {key: its for key, its in self._sums.items() if key.partition(":")[0] != worker}
+            self._sums = of_other_workers(self._sums, source)
             sums = self._sums[source] = np.full(rewards.shape[1], 0.0 if first else np.nan)
         begin = 0
         for step in np.flatnonzero(over.any(axis=1)):

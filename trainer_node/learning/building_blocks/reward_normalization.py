@@ -1,5 +1,7 @@
 """Reward normalization, learned from the log in its order, so that every replay is the same; kept in checkpoints."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from shared.experience.spaces import Array, Columns
@@ -7,6 +9,12 @@ from shared.experience.spaces import Array, Columns
 _EPSILON = 1e-8
 _RUNNING = "running/"
 _CLIP = 10.0
+
+
+def of_other_workers(kept: Mapping[str, Array], source: str) -> dict[str, Array]:
+    """By source: a worker goes on in one line of episodes, so what is kept of its others is not asked for again."""
+    worker = source.partition(":")[0]
+    return {key: its for key, its in kept.items() if key.partition(":")[0] != worker}
 
 
 class RewardFilter:
@@ -61,8 +69,7 @@ class RewardScaling(RewardFilter):
             running = np.where(mask[step], running * self._gamma + reward[step], running)
             discounted[step] = running
             running = np.where(over[step], 0.0, running)
-        worker = source.partition(":")[0]
-        self._running = {key: value for key, value in self._running.items() if key.partition(":")[0] != worker}
+        self._running = of_other_workers(self._running, source)
         self._running[source] = running
         values = discounted[mask]
         if not values.size:
