@@ -1,6 +1,6 @@
 """Trying a run's environment before anything starts: in a process of its own, which may hang, crash or be ended.
 
-In: the config. Out: agents and spaces, and everything that is wrong (rollout_worker/environments/check.py finds it).
+In: the config. Out: agents and spaces, and everything that is wrong (rollout_worker/environments/checking/ finds it).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator.services.embedded import spawn
-from rollout_worker.environments.check import FATAL, NOTE, RAISED, Problem
+from rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
 from shared import errors
 from shared.config.run_config import Config
 from shared.errors import EnvironmentUnusable, UserError
@@ -87,7 +87,7 @@ def try_environment(
         "import_path": sys.path, "whole": whole, "alone": alone, "any_api": any_api,
     }  # fmt: skip
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", "-m", "rollout_worker.environments.check"]
+    command = [sys.executable, "-P", "-m", "rollout_worker.environments.checking.check"]
     with tempfile.TemporaryFile() as said:
         with spawn(
             command, json.dumps(asked).encode(), signal.SIGKILL, stdout=subprocess.PIPE, stderr=said,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.diagnostics.environment_trial import Trial, try_environment
-from rollout_worker.environments import check
+from rollout_worker.environments.checking import check
 from shared.errors import EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE
@@ -82,6 +82,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"id": f"{GAMES}:Odd", "api": "pettingzoo", "kwargs": {"kind": "wordy"}},
         ["fatal: step() returned str 'x' as the info of "],
     ),
+    "an agent that has ended and stays": (
+        {"id": f"{GAMES}:Trap", "api": "pettingzoo", "kwargs": {"listed": True}},
+        ["note: env.agents still has ann after terminated or truncated"],
+    ),
+    "an agent that has ended": ({"id": f"{GAMES}:Trap", "api": "pettingzoo"}, []),
     "an agent": (
         {"id": "SilentMouse", "api": "pettingzoo", "kwargs": {"counts": False}},
         ["fatal: step() returned None as reward for mouse",

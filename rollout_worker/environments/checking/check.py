@@ -14,11 +14,8 @@ import json
 import os
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -26,6 +23,8 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, count_choices, from_info
+from rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report, Unsteppable
+from rollout_worker.environments.checking.values import check_outcome, check_value, shown
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make_environment, make_native
 from rollout_worker.environments.pettingzoo_env import OneAtATime
@@ -34,99 +33,15 @@ from rollout_worker.environments.vector_env import OUTCOME, pick
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
 from shared.config.sections import RunPolicyConfig
-from shared.errors import EnvironmentUnusable, OtherApi, StagecoachError, UserError
-from shared.experience.fragment import LARGEST
+from shared.errors import OtherApi, StagecoachError, UserError
 from shared.experience.spaces import Array, PolicySpaces
 from shared.printable import counted
 from shared.runtime.process import tell_of_exits
 
-FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
-"""A run cannot learn in it; it raised (`environment.failures_allowed` bears some); it is wrong; it does no harm."""
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
-_NO_WARNING = "no warning"
-_LARGEST = f"numbers up to {LARGEST:g}, beyond which nothing is learned"
 _COMPARED_STEPS = 20
 _LONGEST_SECONDS = 60.0
 """Of random steps, however many are asked for; each call has its own deadline."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    severity: str
-    found: str
-    expected: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.found}; expected {self.expected}; {self.remedy}"
-
-
-class Unsteppable(Exception):
-    """Nothing more can be found out: a problem was told that keeps from going on."""
-
-
-class Report:
-    """Makes the calls, each by its name and with a deadline, and tells what is wrong."""
-
-    def __init__(self, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._deadline, self.tell = deadline_seconds, tell
-        self._told: set[tuple[str, str]] = set()
-        self._written: dict[str, list[int]] = {}
-        """Call → bytes that it wrote to standard output or error, of each time that it wrote any."""
-
-    def add(self, severity: str, found: str, expected: str, remedy: str) -> None:
-        """Tells it once, however often it is found."""
-        if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
-            self._told.add(key)
-            self.tell({"problem": asdict(Problem(severity, found, expected, remedy))})
-
-    def fatal(self, found: str, expected: str, remedy: str) -> NoReturn:
-        """Tells what keeps from finding out anything more."""
-        self.add(FATAL, found, expected, remedy)
-        raise Unsteppable
-
-    def raised(self, what: str, error: BaseException) -> NoReturn:
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, EnvironmentUnusable):  # of ours, which says what is wrong and what to do
-            self.tell({"error": type(error).__name__, "text": str(error)})
-            raise Unsteppable from None
-        mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
-        raised = f"{type(error).__name__}: {' '.join(str(error).split())} (at {mine[-1].filename}:{mine[-1].lineno})"
-        self.add(RAISED, f"{what} raised {raised}", "no exception", "mend the environment")
-        raise Unsteppable from None
-
-    def calling(self, what: str, call: Callable[[], Any]) -> Any:
-        """One call with its name and its deadline; warnings of Gymnasium's own checkers are told as notes."""
-        self.tell({"doing": what})
-        faulthandler.dump_traceback_later(self._deadline, exit=True)
-        before = _bytes_said()
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always", UserWarning)
-                return call()
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            if wrote := _bytes_said() - before:
-                self._written.setdefault(what, []).append(wrote)
-            for item in said:
-                if issubclass(item.category, UserWarning):
-                    text = " ".join(str(item.message).split()).removeprefix("\x1b[33mWARN:").removesuffix("\x1b[0m")
-                    self.add(NOTE, f"{what} warns: {text.strip()}", _NO_WARNING, "see to it")
-
-    def guarded(self, what: str, call: Callable[[], Any]) -> Any:
-        """As `calling`; that it raises is a problem that keeps from going on."""
-        try:
-            return self.calling(what, call)
-        except (Exception, SystemExit) as error:
-            self.raised(what, error)
-
-    def chatter(self) -> None:
-        """Tells which calls write something; once may be a library's greeting."""
-        for call in ("step()", "reset()"):
-            if len(written := self._written.get(call, ())) > 1:
-                found = f"{call} printed {counted(sum(written), 'byte')} in {counted(len(written), 'call')}"
-                expected = "no output: it slows each step and floods the logs of the workers"
-                self.add(NOTE, found, expected, f"take the print out of {call}, or put it behind a flag")
 
 
 class Check:
@@ -146,6 +61,8 @@ class Check:
         """Names of the numbers that any step's `info` held."""
         self._mask_untaken = False
         """Whether an `info` has a mask, and what is observed has none."""
+        self._ended: set[str] = set()
+        """Agents that have ended and are in `env.agents` since: none of them acts."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
@@ -248,10 +165,10 @@ class Check:
         except (Exception, SystemExit) as error:
             self._report.raised("reset()", error)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            found, expected = f"reset() returned {_shown(result)}", "reset() that returns (observation, info)"
+            found, expected = f"reset() returned {shown(result)}", "reset() that returns (observation, info)"
             self._report.add(FATAL, found, expected, "this is the interface of old Gym: return (observation, {})")
             result = (result[0] if isinstance(result, tuple) and result else result), {}
-        self._infos = result[1]
+        self._infos, self._ended = result[1], set()
         agents = list(getattr(self._env, "agents", [])) if self._many else [SINGLE_AGENT]
         if not agents or set(agents) - set(self._spaces):
             expected = f"some of possible_agents={list(self._spaces)}"
@@ -267,7 +184,7 @@ class Check:
         return f" for {agent}" if self._many else ""
 
     def _observed(self, call: str, observation: Any, agents: list[str]) -> dict[str, Any]:
-        given = self._by_agent(f"{call} returned {_shown(observation)}", observation)
+        given = self._by_agent(f"{call} returned {shown(observation)}", observation)
         for agent in agents:
             if agent not in given:
                 found = f"{call} returned no observation{self._whose(agent)}"
@@ -283,7 +200,7 @@ class Check:
             space.seed(int(self._random.integers(2**31)))
             actions[agent] = space.sample()
             if not space.contains(actions[agent]):
-                found = f"the action space {space} does not contain its own sample {_shown(actions[agent])}"
+                found = f"the action space {space} does not contain its own sample {shown(actions[agent])}"
                 self._report.add(WRONG, found, "a space that contains what it samples", "correct its bounds and dtype")
             if agent in self._masked:
                 actions[agent] = self._legal(agent, observations[agent], actions[agent])
@@ -320,22 +237,22 @@ class Check:
             self._report.add(FATAL, what, _STEP, remedy)
             result = (*result[:3], {} if self._many else False, result[3])
         if not (isinstance(result, tuple) and len(result) == 5):
-            self._report.fatal(f"step() returned {_shown(result)}", _STEP, "return these five")
+            self._report.fatal(f"step() returned {shown(result)}", _STEP, "return these five")
         observation, *outcomes, info = result
         if not isinstance(info, dict):
-            found = f"step() returned {_shown(info)} as info"
+            found = f"step() returned {shown(info)} as info"
             self._report.add(FATAL, found, "a dict", "return {} where there is nothing to say")
         else:
             self._infos = info
             each = info.values() if self._many else [info]
             if no_dicts := [agent for agent, its in info.items() if self._many and not isinstance(its, dict)]:
-                found = f"step() returned {_shown(info[no_dicts[0]])} as the info of {no_dicts[0]}"
+                found = f"step() returned {shown(info[no_dicts[0]])} as the info of {no_dicts[0]}"
                 self._report.fatal(found, "a dict for each agent", "return {} where there is nothing to say")
             self._check_outcomes(each)
             self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
             if not self._masked and any(isinstance(its, dict) and KEY in its for its in each):
                 self._mask_untaken = self._config.environment.action_mask == "auto"
-        by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]
+        by_agent = [self._by_agent(f"step() returned {shown(item)}", item) for item in outcomes]
         over, self._outcomes = {}, {}
         for agent in actions:
             values = [item.get(agent) for item in by_agent]
@@ -343,7 +260,12 @@ class Check:
             over[agent] = check_outcome(self._report, self._whose(agent), *values)
         left = set(self._env.agents) if self._many else {SINGLE_AGENT}
         on = [agent for agent in actions if not over[agent] and agent in left]
-        new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
+        self._ended = {agent for agent in self._spaces if (over.get(agent) or agent in self._ended) and agent in left}
+        new = [agent for agent in left - set(actions) - self._ended if self._many and agent in self._spaces]
+        if (on or new) and (staying := sorted(self._ended)) and self._many:
+            found = f"env.agents still has {', '.join(staying)} after terminated or truncated"
+            expected = "only agents that act on: these do not act until they were away for a step"
+            self._report.add(NOTE, found, expected, "take them out of agents in the step in which they end")
         return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
 
     def _check_outcomes(self, infos: Iterable[Mapping[str, Any]]) -> None:
@@ -351,7 +273,7 @@ class Check:
         told = [its[OUTCOME] for its in infos if OUTCOME in its] if self._config.league is not None else []
         for outcome in told:
             if not 0 <= vector_env.scalar(OUTCOME, outcome).get(OUTCOME, -1) <= 1:
-                found = f"step() returned {_shown(outcome)} as info[{OUTCOME!r}]"
+                found = f"step() returned {shown(outcome)} as info[{OUTCOME!r}]"
                 self._report.add(WRONG, found, "a number from 0 (lost) to 1 (won)", "else the sides' returns decide")
 
     def _check_info(self, played: int) -> None:
@@ -384,77 +306,6 @@ class Check:
         return seen
 
 
-def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
-    """Reward and both flags of one agent; whether its episode is over."""
-    shown = f"step() returned {_shown(reward)} as reward{whose}"
-    try:
-        number = float(reward)
-    except (TypeError, ValueError):
-        report.add(FATAL, shown, "a number", "return a float")
-    else:
-        found = f"step() returned {number:g} as reward{whose}"
-        if not np.isfinite(number):
-            report.add(FATAL, found, "a finite number", "look for a division by zero")
-        elif abs(number) > LARGEST:
-            report.add(FATAL, found, _LARGEST, "scale it down")
-        if np.ndim(reward):
-            report.add(WRONG, shown, "a number", "return float(reward)")
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool | np.bool_):
-            usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
-            found = f"step() returned {_shown(flag)} as {name}{whose}"
-            report.add(WRONG if usable else FATAL, found, "a bool", f"return bool({name})")
-    return bool(np.any(terminated)) or bool(np.any(truncated))
-
-
-def check_value(report: Report, what: str, value: Any, space: spaces.Space[Any]) -> None:
-    """Where a value does not fit its space: structure, shape, dtype, NaN, bounds."""
-    shown, expected = f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}"
-    remedy = "return what the space says, or correct observation_space"
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-        given = dict(enumerate(value)) if isinstance(value, tuple | list) else value
-        if not isinstance(given, Mapping) or set(given) != set(parts):
-            keys = sorted(map(str, given)) if isinstance(given, Mapping) else _shown(value)
-            report.add(FATAL, f"{what} with {keys}", f"{sorted(map(str, parts))}", remedy)
-            return
-        for name, part in parts.items():
-            check_value(report, f"{what} ({name})", given[name], part)
-        return
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        array = np.asarray(None)
-    bounded = array.dtype.kind in "buif" and array.size
-    span = f"{what} from {float(array.min()):.6g} to {float(array.max()):.6g}" if bounded else ""
-    if array.dtype.kind not in "buif":
-        report.fatal(shown, expected, remedy)
-    elif array.shape != space.shape:
-        report.add(FATAL, shown, expected, remedy)
-    elif array.dtype.kind == "f" and not np.isfinite(array).all():
-        report.add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
-    elif bounded and np.abs(array.astype(np.float64)).max() > LARGEST:
-        report.add(FATAL, span, _LARGEST, "scale it down")
-    elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
-        severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
-        report.add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)
-    elif isinstance(space, spaces.Box) and space.dtype is not None:
-        if not np.can_cast(array.dtype, space.dtype):
-            report.add(NOTE, f"{what} of dtype {array.dtype}", f"{space.dtype} (it is converted)", remedy)
-        if (array < space.low).any() or (array > space.high).any():
-            bounds = f"numbers within the space's bounds, {space.low.min():.6g} to {space.high.max():.6g}"
-            report.add(WRONG, span, bounds, remedy)
-    elif not space.contains(value) and not space.contains(array.astype(space.dtype)):
-        report.add(FATAL, shown, f"one of {space}", remedy)
-
-
-def _bytes_said() -> int:
-    """How much was written to standard output and error so far, which are one file (`main`)."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # the environment may have closed it
-        sys.stdout.flush()
-    return os.fstat(2).st_size
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _copied(item) for name, item in value.items()}
@@ -462,15 +313,6 @@ def _copied(value: Any) -> Any:
         return tuple(map(_copied, value))
     array = np.array(value)
     return np.nan_to_num(array) if array.dtype.kind == "f" else array  # NaN is equal to NaN here
-
-
-def _shown(value: Any) -> str:
-    """Its type, and its shape or what it is where that is short."""
-    if isinstance(value, np.ndarray | np.generic):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return "None" if value is None else f"{type(value).__name__} {repr(value)[:60]}"
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Trying an environment before a run learns in it."""
