@@ -76,7 +76,7 @@ def score_in_words(scores: Mapping[str, Any], second: bool = True) -> str:
     for pair, rate in scores.get("win_rates", {}).items():
         learner, _, player = pair.partition("/")
         rates.setdefault(learner, []).append(f"{rate:.0%} against {player}")
-    won = "".join(f"; {learner} won {', '.join(its)}" for learner, its in rates.items())
+    won = "".join(f"; win rate of {learner} {', '.join(its)}" for learner, its in rates.items())
     return f"{_spread(scores)} over {counted(scores.get('episodes'), 'episode')}{found}{won}"
 
 

@@ -56,6 +56,12 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
     exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
     """
+    whole, sign, policy_id = target.partition("#")
+    if sign and not Path(target).exists():
+        raise CheckpointNotFound(
+            f"no checkpoint is named {target}: it is played with all its policies, and each has its own score; leave "
+            f"#{policy_id} out: {whole}"
+        )
     scheme, separator, rest = target.partition("://")
     if separator and scheme != "file":
         run_id = rest.rstrip("/").rpartition("/")[2]

@@ -16,6 +16,7 @@ from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
 _CONFIDENCE = 0.95
 _NOT_OF_A_GROUP = ("seed", "runs_dir")
 _POINTS = 20_001
+_RATING = "league/rating/"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RunResult:
     evaluations: int
     training_return: float | None
     """Mean of the last training episodes."""
+    ratings: dict[str, float]
+    """Of each policy that learns in a league, as the newest row of metrics has it."""
     env_steps: int
     updates: int
     episodes: int
@@ -63,7 +66,9 @@ def result_of(run: Run) -> RunResult:
         run_id=run.run_id, seed=run.config.seed, state=status.state, reason=status.reason,
         best=confirmed_return(scores), best_checkpoint=best["name"] if best else None,
         ranked_by=(scores.get("confirmation") or {}).get("ranked_by", ""), last=newest[1], evaluations=count,
-        training_return=end.get("rollout/ep_rew_mean"), env_steps=status.env_steps, updates=status.updates,
+        training_return=end.get("rollout/ep_rew_mean"),
+        ratings={name.removeprefix(_RATING): its for name, its in sorted(end.items()) if name.startswith(_RATING)},
+        env_steps=status.env_steps, updates=status.updates,
         episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
         env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,
     )  # fmt: skip

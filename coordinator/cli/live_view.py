@@ -201,7 +201,8 @@ def scores_of_note(
     best, last = (marked.get(mark) or {} for mark in ("best", "latest"))
     if scores := best.get("evaluation"):
         text = _score(scores.get("confirmation") or scores)
-        yield "result", f"{text}, {best['name']} (the best, by its second evaluation)"
+        by = "rating" if str(scores.get("ranked_by", "")).startswith("rating") else "second evaluation"
+        yield "result", f"{text}, {best['name']} (the best, by its {by})"
     if scores := last.get("evaluation"):
         yield "last", f"{_score(scores)}, {last['name']} (the last)"
     elif last:

@@ -197,6 +197,7 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
         if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # a snapshot of its league?
             snapshot = read_snapshot(f"initialize_from={told}", found, theirs)
             checkpoint = checkpoint if snapshot is None else Checkpoint(checkpoint.manifest, {name: snapshot})
-        sources[policy_id] = Source(checkpoint, theirs or policy_id)
+        there = [key.partition("/")[0] for key in checkpoint.objects if key.endswith(POLICY.format(""))]
+        sources[policy_id] = Source(checkpoint, theirs or (there[0] if len(there) == 1 else policy_id))
         take_over(policy_id, made[policy_id], sources[policy_id])
     return sources

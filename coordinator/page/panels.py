@@ -1,6 +1,7 @@
 """The panels of a run: one list, of which the page draws charts and deploy/grafana has the same as queries.
 
-A line is a metric of one of the run's streams (shared/storage/metric_log.py), or all that begin with a prefix.
+A line is a metric of one of the run's streams (shared/storage/metric_log.py), or all that begin with a prefix. In the
+group Learning a line also stands for what the metric is of each policy (`train/entropy/wolf`).
 """
 
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Panel:
     """A field of the run's status whose value is drawn across."""
     queries: tuple[tuple[str, str], ...] = ()
     """Label and query of what Prometheus knows beside the lines."""
+    needs: str = ""
+    """A metric as in `Line`: a run that has none such does not show the panel."""
 
 
 def _rate(metric: str, by: str = "run", labels: str = "") -> str:
@@ -79,6 +82,11 @@ PANELS = (
         (_train("rollout/ep_rew_mean", "training", ("rollout/ep_rew_p10", "rollout/ep_rew_p90")),),
         "Mean of the last training episodes, 10th to 90th percentile shaded; dots are evaluations, ★ is the best.",
         "No episode has ended yet.", queries=(("evaluation", _gauge("stagecoach_evaluation_return")),),
+    ),
+    Panel(
+        "Learning", "ratings", "Ratings", unit="rating", lines=(Line("league/rating/*", "rating"),),
+        note="OpenSkill's mu − 3 sigma of each learner's current weights; it begins again with a reset.",
+        needs="league/rating/*",
     ),
     Panel(
         "Learning", "length", "Episode length", unit="steps",
@@ -195,12 +203,9 @@ PANELS = (
         "Records", "video", "Last evaluation", "video",
         absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
     ),
-    Panel("Records", "league", "League", "league", absent="A run without a league."),
-    Panel(
-        "Records", "ratings", "Ratings", lines=(Line("league/rating/*", "rating"),), absent="A run without a league.",
-    ),
+    Panel("Records", "league", "League", "league", absent="No checkpoint has ratings yet.", needs="league/rating/*"),
     Panel(
         "Records", "curriculum", "Lessons", unit="lesson", lines=(Line("curriculum/lesson/*", "lesson"),),
-        absent="A run without lessons.",
+        needs="curriculum/lesson/*",
     ),
 )  # fmt: skip

@@ -221,7 +221,7 @@ class Casting:
         for loser, why in lost.items():
             self._forfeited[loser] += 1
             if (count := self._forfeited[loser]).bit_count() == 1:  # 1, 2, 4 …: there may be thousands
-                _LOGGER.warning("a match is lost by forfeit, %s: %s (that player's number %d here)", loser, why, count)
+                _LOGGER.warning("a match is lost by forfeit, %s: %s (its forfeit %d here)", loser, why, count)
         said = "\n".join(f"{loser}: {why}" for loser, why in lost.items())
         decided = len(set(outcome)) > 1 or self._draws < 0
         self._draws = -1 if decided else self._draws + 1

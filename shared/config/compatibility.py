@@ -145,7 +145,9 @@ def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfi
     try:
         _check_algorithm(run, policy_id, algorithm)
     except ValueError as error:
-        raise ValueError(in_its_place(run, policy_id, str(error))) from None
+        message = in_its_place(run, policy_id, str(error))
+        named = len(run.trainable) < 2 or f"policies.{policy_id}" in message
+        raise ValueError(message if named else f"policies.{policy_id}: {message}") from None
 
 
 def in_its_place(run: ConfigFields, policy_id: str, message: str) -> str:

@@ -106,7 +106,7 @@ class RunPolicyConfig(PolicyConfig):
     """Whether it learns. One that does not acts as its algorithm explores when all schedules have ended, also in
     warm-up; its observation statistics stay as they are."""
     initialize_from: str | None = Field(None, min_length=1)
-    """As the run's `initialize_from`, for this policy alone."""
+    """As the run's `initialize_from`, for this policy alone; where the source has a single policy, it is that one."""
 
     @property
     def network(self) -> PolicyConfig:

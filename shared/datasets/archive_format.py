@@ -41,7 +41,7 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
         versions, wanted = item.header.policy_versions, description.policies.keys() & item.columns.keys()
         if not wanted and item.columns:
             raise DatasetError(
-                f"{location} does not fit the run's environment: it has rows of the policies {sorted(item.columns)}, "
+                f"{location} does not fit the run's environment: it has rows of the policies {sorted(versions)}, "
                 f"expected {sorted(description.policies)}; name the archive of a run with the same policy ids"
             )
         header = replace(item.header, policy_versions={name: versions[name] for name in sorted(wanted & set(versions))})

@@ -89,35 +89,42 @@ def read_csv(path: Path, description: EnvironmentDescription) -> dict[str, list[
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
             header = [name.strip() for name in next(rows, [])]
-            cells = [row for row in rows if row]
+            lines, cells = [], []
+            for row in rows:
+                if row:
+                    lines.append(rows.line_num)
+                    cells.append(row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(f"{path} cannot be read as CSV: {error}") from None
     odd = next((number for number, row in enumerate(cells) if len(row) != len(header)), None)
     if odd is not None:
         found = len(cells[odd])
-        raise DatasetError(f"{path}: row {odd} has {found} cells, expected {len(header)} as in the first line")
+        raise DatasetError(f"{path}: line {lines[odd]} has {found} cells, expected {len(header)} as in the first line")
     if len(description.policies) > 1 and _POLICY not in header:
         wanted = ", ".join(description.policies)
         raise DatasetError(f"{path} has no column {_POLICY}; expected in each row which policy acted, such as {wanted}")
-    parts = {policy_id: _of_policy(path, header, cells, policy_id) for policy_id in description.policies}
+    numbered = list(zip(lines, cells, strict=True))
+    parts = {policy_id: _of_policy(path, header, numbered, policy_id) for policy_id in description.policies}
     spaces, told = description.policies, description.info_columns
     return {policy_id: list(episodes_of(_csv_table(its, spaces[policy_id], told))) for policy_id, its in parts.items()}
 
 
-def _of_policy(path: Path, header: list[str], rows: list[list[str]], policy_id: str) -> "_Cells":
-    """The policy's rows, agent by agent, without the columns that are empty in all of them: other policies'."""
+def _of_policy(path: Path, header: list[str], numbered: list[tuple[int, list[str]]], policy_id: str) -> "_Cells":
+    """The policy's rows, agent by agent, without the columns that are empty in all of them: other policies'. Each comes
+    with its line in the file."""
     places = {name: header.index(name) for name in (_POLICY, _AGENT) if name in header}
-    if not places:
-        return _Cells(path, header, rows)
     if _POLICY in places:
-        rows = [row for row in rows if row[places[_POLICY]].strip() == policy_id]
-        if not rows:
+        numbered = [(line, row) for line, row in numbered if row[places[_POLICY]].strip() == policy_id]
+        if not numbered:
             raise DatasetError(f"{path} has no row of policy {policy_id}; name it in the column {_POLICY}")
     if _AGENT in places:
-        rows = sorted(rows, key=lambda row: row[places[_AGENT]])
+        numbered = sorted(numbered, key=lambda each: each[1][places[_AGENT]])
+    lines, rows = [line for line, _ in numbered], [row for _, row in numbered]
+    if not places:
+        return _Cells(path, header, rows, lines)
     kept = [at for at, name in enumerate(header) if name != _POLICY and any(row[at].strip() for row in rows)]
     where = f"{path} (policy {policy_id})"
-    return _Cells(where, [header[at] for at in kept], [[row[at] for at in kept] for row in rows])
+    return _Cells(where, [header[at] for at in kept], [[row[at] for at in kept] for row in rows], lines)
 
 
 def _flags(source: "_Cells | _Group", name: str, rows: int, optional: bool = False) -> Array:
@@ -136,10 +143,12 @@ def _numbers(source: "_Cells | _Group", name: str, rows: int, reset: bool = Fals
 
 
 class _Cells:
-    def __init__(self, where: Path | str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, where: Path | str, header: Sequence[str], cells: Sequence[Sequence[str]], lines: Sequence[int]
+    ) -> None:
         if twice := sorted({name for name in header if list(header).count(name) > 1}):
             raise DatasetError(f"{where} has the columns {', '.join(twice)} more than once")
-        self.where = where
+        self.where, self.lines = where, lines
         self._columns = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else dict.fromkeys(header, ())
         self.rows = len(cells)
         self.unread = set(header)
@@ -162,7 +171,9 @@ class _Cells:
             try:
                 values[row] = float(_WORDS.get(cell.strip().lower(), cell))
             except ValueError:
-                raise DatasetError(f"{self.where}: {name} is {cell!r} in row {row}, expected a number") from None
+                raise DatasetError(
+                    f"{self.where}: {name} is {cell!r} in line {self.lines[row]}, expected a number"
+                ) from None
         return values
 
     def space(self, spec: SpaceSpec, prefix: str, name: str) -> Columns:
@@ -220,9 +231,10 @@ def _check_steps(cells: _Cells, table: Table) -> None:
     expected = np.where(begins, 0, np.concatenate([[0], steps[:-1] + 1]))
     if (steps != expected).any():
         row = int(np.flatnonzero(steps != expected)[0])
+        whose = f" of {cells.text(_AGENT)[row]}" if _AGENT in cells else ""
         raise DatasetError(
-            f"{cells.where}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, "
-            f"out of order, or is an episode's end not marked (terminated, truncated, episode)?"
+            f"{cells.where}: step is {steps[row]:g} in line {cells.lines[row]}{whose}, expected {expected[row]:g}; are "
+            f"transitions missing, out of order, or is an episode's end not marked (terminated, truncated, episode)?"
         )
 
 

@@ -91,7 +91,8 @@ def extend_imports(folders: Iterable[str]) -> None:
 def import_object(path: str, field: str, error: type[UserError] = ConfigError, kind: str = "name") -> Any:
     """`package.module:name` → the object; raises `error` with the config field, and `kind` as what was expected."""
     module, _, name = path.partition(":")
-    expected = f"expected package.module:{kind}, importable from the config's folder or the working directory"
+    places = "the config's folder or the working directory (a program of yours: from sys.path)"
+    expected = f"expected package.module:{kind}, importable from {places}"
     if not name:
         raise error(f"{field}={path}: {expected}")
     try:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from coordinator.catalog.checkpoint_lookup import evaluate
+from coordinator.catalog.checkpoint_lookup import evaluate, find_checkpoint
 from coordinator.catalog.checkpoint_operations import (
     Removed,
     export,
@@ -21,7 +21,9 @@ from coordinator.catalog.checkpoint_operations import (
     verify,
     withdraw,
 )
+from coordinator.lifecycle.launcher import first_policies
 from coordinator.run import Run
+from rollout_worker.environments.description import describe_environment
 from shared.config.sections import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
 from shared.policies.deployed import load_policy
@@ -412,3 +414,15 @@ def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: 
     assert set(again.checkpoint_store().names()) == left
     with pytest.raises(UserError, match="keep_last=0: expected at least 1"):
         again.prune(keep_last=0)
+
+
+def test_a_policy_begins_as_the_only_one_of_another_run_and_a_checkpoint_is_played_whole(ended_run: Run) -> None:
+    """Whatever its name is there."""
+    begins = {
+        "mine": {"hidden_sizes": ended_run.config.policies["default"].hidden_sizes, "initialize_from": ended_run.run_id}
+    }
+    config = minimal_config(runs_dir=str(ended_run.config.runs_dir), policies=begins)
+    (found,) = first_policies(config, describe_environment(config)).values()
+    assert (found.policy_id, found.checkpoint.manifest.run_id) == ("default", ended_run.run_id)
+    with pytest.raises(CheckpointNotFound, match=f"leave #mine out: {ended_run.run_id}$"):
+        find_checkpoint(f"{ended_run.run_id}#mine", config.runs_dir)

@@ -253,6 +253,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     listed = stagecoach("checkpoints", "cats").ok()
     assert all(figure(row["evaluation"]["ranking"]) in line_of(listed, row["name"]) for row in rated)
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    compared = stagecoach("compare", "cats", "a").ok()
+    assert f"rating of prey │ {figure(rows['prey']['rating'])} │ –" in " ".join(compared.split())
     snapshot = next(row["player"] for row in found["players"] if row["kind"] == "snapshot" and row["seat"] == "prey")
     games = [
         stagecoach("match", name, "random", "--games", "4", *more, "--json").json()

@@ -345,15 +345,15 @@ HEADER = b"obs.0,obs.1,obs.2,action,reward,terminated\n"
 PROBLEMS: list[tuple[dict[str, Any] | bytes, str]] = [
     ({"obs.1": [0.0, float("nan"), *[0.0] * (ROWS - 2)]}, r"data.csv: obs.… holds NaN or .*, first in row 1"),
     ({"reward": ["inf"] * ROWS}, "data.csv: reward holds NaN or infinite"),
-    ({"reward": [*["1"] * 3, "one", *["1"] * 13]}, "data.csv: reward is 'one' in row 3, expected a number"),
+    ({"reward": [*["1"] * 3, "one", *["1"] * 13]}, "data.csv: reward is 'one' in line 5, expected a number"),
     ({"action": [*[1] * 16, 5]}, r"data.csv: action holds 5.0 in row 16, .* expected \(4,\) choices"),
     ({"action": [1.5] * ROWS}, "data.csv: action holds 1.5 in row 0, expected whole numbers"),
     ({"terminated": [2] * ROWS}, "data.csv: terminated is float64.*expected 17 times true or false"),
-    ({"step": [0, 1, 3, *[0] * 14]}, "data.csv: step is 3 in row 2, expected 2"),
+    ({"step": [0, 1, 3, *[0] * 14]}, "data.csv: step is 3 in line 4, expected 2"),
     ({"obs.9": [0] * ROWS}, "data.csv has the columns obs.9, which mean nothing here"),
     ({"log_prob": ["inf"] * ROWS}, "log_prob holds NaN or infinite"),
     (HEADER.replace(b"obs.2,", b""), r"has no column obs.2, which the run's spaces ask for; found obs.0, obs.1"),
-    (HEADER + b"0,0,0,1,0,0\n0,0\n", "row 1 has 2 cells, expected 6"),
+    (HEADER + b"0,0,0,1,0,0\n0,0\n", "line 3 has 2 cells, expected 6"),
     (HEADER, r"data.csv holds no transition"),
     (b"\xff\xfe\x00", "cannot be read as CSV"),
 ]  # fmt: skip

@@ -166,5 +166,6 @@ def test_a_score_tells_of_each_policy_or_side_and_of_what_a_league_has_won() -> 
     policies = {f"p{number}": float(number) for number in range(6)}
     assert score_in_words(scores | {"policies": policies}) == "0 ± 0 (p0 0, p1 1, p2 2, p3 3, …) over 20 episodes"
     won = {"win_rates": {"main/careful": 0.25, "main/random": 0.5, "other/random": 1.0}}
-    told = "0 ± 0 over 20 episodes; main won 25% against careful, 50% against random; other won 100% against random"
+    rates = "; win rate of main 25% against careful, 50% against random; win rate of other 100% against random"
+    told = f"0 ± 0 over 20 episodes{rates}"
     assert score_in_words(scores | won) == told

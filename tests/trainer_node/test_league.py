@@ -252,6 +252,9 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
                 change(policies["exploiter"])
                 begun += [number + 1] * len(league.after_update(policies, number))
         assert begun == [0, games]
+        told = "".join(league.lines_to_tell())
+        assert f"exploiter begins again with its initial weights after {7 * games} env steps (reset 1)" in told
+        assert "begins again" not in "".join(league.lines_to_tell())
         standing = league.state.learners["exploiter"]
         assert (standing.resets, standing.form, len(league.state.snapshots)) == (1, {}, 2)
         assert league.state.ratings["main"]["exploiter"] == Rating()

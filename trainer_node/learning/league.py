@@ -108,6 +108,8 @@ class League:
         """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
         self._acted_by = 0
         self._told: set[str] = set()
+        self._resets: list[str] = []
+        """Lines that are to be told."""
         self._why: dict[str, str] = {}
         """Player → why it forfeited last."""
         for name in sorted(self._learners):
@@ -196,6 +198,11 @@ class League:
             if reset or self._snapshot_due(standing):
                 self._take_snapshot(name, policies, updates)
             if reset:
+                played = standing.played.env_steps - standing.began_at.env_steps
+                self._resets.append(
+                    f"{name} begins again with its initial weights after {played:,} env steps (reset "
+                    f"{standing.resets + 1}); what it was is a snapshot"
+                )
                 standing.began_at, standing.form = replace(standing.played), {}
                 standing.resets += 1
                 standing.former = self.state.version + self._lag  # the present version is not above that
@@ -334,9 +341,11 @@ class League:
         return found
 
     def lines_to_tell(self) -> list[str]:
-        """A line, once in a process, where fixed players are not met, for each learner whose `plays` is no opponent of
-        it, and for each player that has forfeited more matches than `forfeits_allowed`."""
-        allowed, lines = self._config.forfeits_allowed, []
+        """A line for each reset since the last call; and once in a process, where fixed players are not met, for each
+        learner whose `plays` is no opponent of it, and for each player that has forfeited more matches than
+        `forfeits_allowed`."""
+        allowed, lines = self._config.forfeits_allowed, self._resets
+        self._resets = []
         if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
             self._told.add("")
             named = ", ".join(sorted(self._config.fixed))

@@ -9,6 +9,8 @@ from shared.printable import figure
 from shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from coordinator.catalog.run_comparison import RunResult
 
 app = typer.Typer()
@@ -35,12 +37,14 @@ def compare(
         configs.add_row(name, *(str(value) for value in values))
     console.print(configs if changed else "their configs do not differ")
     table = Table("", *ids, title="result", title_justify="left")
-    for (title, cell), (_, its) in zip(*map(_rows, results), strict=True):
+    rated = sorted({name for result in results for name in result.ratings})
+    for (title, cell), (_, its) in zip(*(_rows(result, rated) for result in results), strict=True):
         table.add_row(title, cell, its)
     console.print(table)
 
 
-def _rows(result: "RunResult") -> list[tuple[str, str]]:
+def _rows(result: "RunResult", rated: "Iterable[str]") -> list[tuple[str, str]]:
+    """With the rating of each of the policies `rated`."""
     state = f"{result.state}: {reason_in_words(result.reason)}" if result.reason else result.state
     by = f", {result.ranked_by}" if result.ranked_by else ""
     best = f"{figure(result.best)}{by} ({result.best_checkpoint})" if result.best is not None else "–"
@@ -50,6 +54,7 @@ def _rows(result: "RunResult") -> list[tuple[str, str]]:
         ("last score", figure(result.last)),
         ("evaluations", f"{result.evaluations:,}"),
         ("training return", figure(result.training_return)),
+        *((f"rating of {name}", figure(result.ratings.get(name))) for name in rated),
         ("env steps", f"{result.env_steps:,}"),
         ("updates", f"{result.updates:,}"),
         ("time", "–" if result.seconds is None else f"{result.seconds:,.1f} s"),

@@ -20,6 +20,7 @@ import { PagedTable } from "./tables.js";
 
 const FORMATS = { bytes, share: percent };
 const COUNTED = ["workers", "fragments", "versions"];
+const HUES = 8;
 const WORK = [1, 6, 3, 8];
 const WAITS = [2, 5, 4, 7];
 
@@ -44,12 +45,17 @@ class Panel {
     };
     this.root = el("section", attributes, head, this.note, this.absent, this.body);
     this.wants = spec.lines.flatMap((line) =>
-      [line.metric, ...(line.band || [])].map((name) => [this.stream(line), name]),
+      [line.metric, ...this.parts(line), ...(line.band || [])].map((name) => [this.stream(line), name]),
     );
   }
 
   stream(line) {
     return line.stream || this.spec.stream;
+  }
+
+  /** The metrics of each policy, or of each agent. */
+  parts(line) {
+    return this.spec.group === "Learning" && !line.metric.endsWith("*") ? [`${line.metric}/*`] : [];
   }
 
   update() {}
@@ -73,14 +79,20 @@ class Panel {
         high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
       const reduced = series.low.some((value, at) => value !== series.high[at]);
       const band = named || (reduced ? { ...series, names: ["least", "most"] } : null);
-      return [{ label: line.label, hue: index + 1, series, band }];
+      return [{ label: line.label, of: line.of || line.label, hue: (index % HUES) + 1, series, band }];
     });
   }
 
-  /** The line, or with a `*` at the end of its metric's name one for each metric that begins so. */
+  /** The line and that of each policy, or with a `*` at the end of its metric's name one for each metric that begins so. */
   each(line, run) {
-    if (!line.metric.endsWith("*")) return [line];
-    const prefix = line.metric.slice(0, -1);
+    if (line.metric.endsWith("*")) return this.below(line.metric.slice(0, -1), line, run);
+    if (!this.parts(line).length) return [line];
+    const policies = run.policies();
+    const below = this.below(`${line.metric}/`, { ...line, of: line.label, band: null }, run);
+    return [line, ...below.filter(({ label }) => policies.includes(label))];
+  }
+
+  below(prefix, line, run) {
     const there = Object.keys(run.series[this.stream(line)] || {}).filter((name) => name.startsWith(prefix));
     return there.sort().map((metric) => ({ ...line, metric, label: metric.slice(prefix.length) }));
   }
@@ -121,7 +133,10 @@ class ChartPanel extends Panel {
     if (!lines.length) return;
     const bound = this.bound(run);
     if (this.spec.kind === "multiples")
-      for (const line of lines) this.chart(line.label, { legend: false }).draw([{ ...line, hue: 1 }], run.axis);
+      for (const title of new Set(lines.map(({ of }) => of))) {
+        const own = lines.filter(({ of }) => of === title).map((line, index) => ({ ...line, hue: (index % HUES) + 1 }));
+        this.chart(title, { legend: run.policies().length > 1 }).draw(own, run.axis);
+      }
     else this.chart(this.spec.title, { stacked: this.spec.kind === "shares" }).draw(lines, run.axis, bound);
     if (!this.tableHost.hidden) this.drawTable(run);
   }
@@ -143,7 +158,9 @@ class ChartPanel extends Panel {
 
   drawTable(run) {
     const tables = [...this.charts.values()].map((chart) => chart.table());
-    const heads = tables.flatMap((table) => table.heads);
+    const heads = [...this.charts.values()].flatMap((chart, index) =>
+      tables[index].heads.map((head) => (tables.length > 1 && head !== chart.label ? `${chart.label}: ${head}` : head)),
+    );
     const rows = tables.length === 1 ? tables[0].rows : mergedRows(tables);
     const x = {
       label: run.axis === "time" ? "time" : "env steps",
@@ -183,7 +200,19 @@ function mergedRows(tables) {
 }
 
 class ReturnPanel extends ChartPanel {
+  each(line, run) {
+    const found = super.each(line, run);
+    if (found.length > 1) return found;
+    return [line, ...this.below(`${line.metric}/`, { ...line, of: line.label, band: null }, run).slice(0, HUES - 2)];
+  }
+
+  /** Of a league the sum over both sides, which evaluations have too, says nothing: what each side gets is shown. */
   lines(run) {
+    const sides = super.lines(run).filter(({ label, of }) => label !== of);
+    if (run.has("league/rating/*") && sides.length) {
+      setText(this.note, "Of each side in training; how good a player is, say its rating and its matches.");
+      return sides;
+    }
     const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
     const found = run.snapshot.evaluations.filter(
       (row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined,
@@ -333,6 +362,7 @@ function doing(beat) {
 /** Pairs of name and value, with what the value belongs to. */
 export function drawTiles(host, tiles) {
   while (host.children.length < tiles.length) host.append(el("div", {}, el("dt"), el("dd"), el("small")));
+  while (host.children.length > tiles.length) host.lastChild.remove();
   tiles.forEach(([name, value, of = ""], index) => {
     const [term, data, small] = host.children[index].children;
     setText(term, name);
@@ -371,10 +401,11 @@ function scalingInWords({ mode, min, max, capacity }, wanted) {
 const LANES = [
   ["checkpoints", ["checkpoint", "export"], 3],
   ["evaluations", ["evaluation"], 2],
-  ["crash, resume, preemption", ["trainer", "worker", "rank", "evaluator", "environment", "coordinator", "dropped"], 4],
+  ["processes", ["trainer", "worker", "rank", "evaluator", "environment", "coordinator", "dropped"], 4],
   ["services", ["service", "store", "outage", "metrics"], 5],
   ["scaling", ["scaling"], 1],
   ["state and promotion", ["state", "promotion"], 6],
+  ["league", ["league"], 7],
   ["notes", ["note"], 8],
 ];
 

@@ -9,8 +9,10 @@ const ALWAYS = [
   ["train", "time/env_steps"],
   ["train", "rollout/ep_rew_mean"],
   ["train", "time/fps"],
+  ["train", "league/rating/*"],
 ];
 const SERIES_MILLISECONDS = 3000;
+const RATINGS = "league/rating/";
 const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
 
 export class RunPage {
@@ -124,7 +126,19 @@ export class RunPage {
 
   update() {
     if (this.snapshot === null) return;
+    for (const panel of this.panels) panel.root.hidden = Boolean(panel.spec.needs) && !this.has(panel.spec.needs);
     for (const panel of this.visible) panel.update(this);
+  }
+
+  /** Whether the run has rows of a metric, or of any that begins so. */
+  has(name) {
+    return matching(name, this.snapshot.metrics.train || []).length > 0;
+  }
+
+  /** The ids of its policies, where they are several. */
+  policies() {
+    const prefix = "time/transitions/";
+    return matching(`${prefix}*`, this.snapshot.metrics.train || []).map((name) => name.slice(prefix.length));
   }
 
   drawHead() {
@@ -138,13 +152,19 @@ export class RunPage {
     const best = evaluations.find((row) => row.label === state.best);
     const newest = state.metrics || {};
     const last = (name) => newest[name] ?? this.series.train[name]?.mean.at(-1);
+    const rated = Object.keys(this.series.train).filter((name) => name.startsWith(RATINGS));
+    const scores = rated.length
+      ? rated.sort().slice(0, 3).map((name) => [`rating of ${name.slice(RATINGS.length)}`, figure(last(name)), "training"])
+      : [
+          ["return", figure(last("rollout/ep_rew_mean")), "training"],
+          ["best evaluation", figure(best?.["eval/ep_rew_mean"]), best && `at ${compact(best["time/env_steps"])} steps`],
+        ];
     drawTiles(this.tiles, [
       ["env steps", whole(state.env_steps)],
       ["updates", whole(state.updates)],
       ["episodes", whole(state.episodes)],
       ["policy version", whole(state.version)],
-      ["return", figure(last("rollout/ep_rew_mean")), "training"],
-      ["best evaluation", figure(best?.["eval/ep_rew_mean"]), best && `at ${compact(best["time/env_steps"])} steps`],
+      ...scores,
       ["trained", `${compact(last("time/fps"))} /s`, "env steps"],
     ]);
   }
@@ -154,10 +174,7 @@ export class RunPage {
     const wanted = { train: new Set(), fleet: new Set() };
     for (const [stream, name] of [...ALWAYS, ...[...panels].flatMap((panel) => panel.wants)]) {
       const there = this.snapshot?.metrics[stream] || [];
-      const found = name.endsWith("*")
-        ? there.filter((each) => each.startsWith(name.slice(0, -1)))
-        : there.filter((each) => each === name);
-      for (const each of found) wanted[stream].add(each);
+      for (const each of matching(name, there)) wanted[stream].add(each);
     }
     return wanted;
   }
@@ -292,5 +309,9 @@ export class RunPage {
     );
   }
 }
+
+/** The metric of this name, or with a `*` at its end all that begin so. */
+const matching = (name, there) =>
+  there.filter((each) => (name.endsWith("*") ? each.startsWith(name.slice(0, -1)) : each === name));
 
 const CONFIGURED = { "flow.max_policy_lag": "rollout.max_policy_lag", "log.max_bytes": "redis.max_log_bytes" };

@@ -130,8 +130,9 @@ def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Vis
             page.locator(f"#panel-{panel}").scroll_into_view_if_needed()
             page.locator(f"#panel-{panel} canvas").first.wait_for()
         page.locator("#panel-config").scroll_into_view_if_needed()
-        for panel in ("success", "video", "league", "ratings", "curriculum"):
+        for panel in ("success", "video"):
             page.locator(f"#panel-{panel} .absent").wait_for()
+        assert all(page.locator(f"#panel-{panel}").is_hidden() for panel in ("league", "ratings", "curriculum"))
         page.locator("#panel-timeline .mark.best").wait_for()
         page.locator("#panel-ledger .sentence", has_text="it balances").wait_for()
         page.locator("#panel-config td", has_text="CartPole-v1").wait_for()
@@ -165,6 +166,13 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         page.locator("#panel-ratings").scroll_into_view_if_needed()
         page.locator("#panel-ratings canvas").wait_for()
         page.locator("#panel-ratings .legend", has_text="hunter").wait_for()
+        page.locator(".summary dt", has_text="rating of hunter").wait_for()
+        page.locator("#panel-return .legend", has_text="prey").wait_for()  # and not what both sides together get
+        shown = page.locator("#panel-return .legend button").all_inner_texts()
+        assert [words.split()[0] for words in shown] == ["hunter", "prey"]
+        entropy = page.locator("#panel-stability figure", has=page.locator("figcaption", has_text="entropy"))
+        entropy.scroll_into_view_if_needed()
+        entropy.locator(".legend", has_text="prey").wait_for()
         page.locator("#panel-video video[aria-label='a.mp4']").wait_for(state="attached")  # the newest
 
 
