@@ -92,7 +92,7 @@ Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
 ]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once it trains; it continues without this terminal.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once it is prepared; it needs no terminal.")]
 Inline = Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")]
 Background = Annotated[bool, typer.Option("--background", hidden=True)]
 _Target = Annotated[

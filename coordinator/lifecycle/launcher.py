@@ -17,7 +17,14 @@ from rollout_worker.environments.description import check_new
 from shared.config.loading import parse_config, parse_yaml
 from shared.config.run_config import Config
 from shared.config.sections import StopConfig
-from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, UserError
+from shared.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    ObjectMissing,
+    RunNotFound,
+    UserError,
+)
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import build_policies
 from shared.protocol.keys import check_run_id
@@ -187,12 +194,15 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
     for policy_id, told in begun.items():
         target, _, theirs = told.partition("#")
         if target not in loaded:
-            found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
+            own = "" if config.policies[policy_id].initialize_from is None else f"policies.{policy_id}."
             try:
+                found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
                 only = tuple(f"{name}.safetensors" for name in needed)
                 loaded[target] = found, found.store.load(found.name, only=only)
+            except (RunNotFound, CheckpointNotFound) as error:
+                raise type(error)(f"{own}initialize_from={told}: {error}") from None
             except CheckpointDamaged as error:
-                raise UserError(f"initialize_from={told}: {error}; choose another checkpoint") from None
+                raise UserError(f"{own}initialize_from={told}: {error}; choose another checkpoint") from None
         found, checkpoint = loaded[target]
         if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # a snapshot of its league?
             snapshot = read_snapshot(f"initialize_from={told}", found, theirs)

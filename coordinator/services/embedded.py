@@ -44,6 +44,8 @@ _RAY_SESSIONS_KEPT = 5
 """Of the logs of a run's former Rays; each start has one, and a few MB."""
 _NICENESS = "RAY_worker_niceness"
 """By default Ray gives its workers 15: beside anything else on the machine, the run would stand still."""
+_LISTED_FOR = "2s"
+"""For so long the S3 server knows a folder's files without a look; by default it would be five minutes."""
 
 
 class ServiceError(StagecoachError):
@@ -180,13 +182,13 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
-    """`rclone serve s3` over `folder`; its buckets are plain folders."""
+    """`rclone serve s3` over `folder`; its buckets are plain folders, and what is put there by hand is seen soon."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     environment = child_environment(RCLONE_AUTH_KEY=f'"{access_key},{secret_key}"', RCLONE_CONFIG="/dev/null")
 
     def launch(port: int) -> subprocess.Popen[bytes]:
         serve = ["serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off"]
-        return _spawn([rclone_binary(), *serve], log, environment)
+        return _spawn([rclone_binary(), *serve, "--dir-cache-time", _LISTED_FOR], log, environment)
 
     def ready(port: int) -> bool:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_SECONDS)) as asking:

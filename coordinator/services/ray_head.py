@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,23 @@ class RayHead:
             return None
         return {found.name: int(child) for child in children if (found := process_stat(child)) is not None}
 
-    def _watch(self, places: dict[str, tuple[str, int]], stop: threading.Event) -> None:
-        """Ends a raylet or a GCS that does not reply any more; then it has died, and is noticed as such.
+    def _watch(self, places: dict[str, tuple[str, int]], sockets: Sequence[Path], stop: threading.Event) -> None:
+        """Ends a raylet or a GCS that does not reply any more; then it has died, and is noticed as such. So is a Ray
+        whose folder was removed: what is there works on, and no process can be started any more.
 
         Runs in a thread of its own: a caller of Ray itself waits without end, and is ended with it.
         """
         silences = {name: Silence() for name in places}
         while not stop.wait(_WATCH_SECONDS):
-            for name, pid in (self._parts() or {}).items():
+            parts = self._parts() or {}
+            if gone := [path for path in sockets if not path.exists()]:
+                self.fate = f"Ray's folder was removed ({gone[0]} is gone)"
+                _LOGGER.warning("%s; it is ended", self.fate)
+                for pid in parts.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+            for name, pid in parts.items():
                 if name not in places or silences[name].ask(partial(_ask_server, *places[name]), pid):
                     continue
                 if (seconds := silences[name].seconds) >= self._silent_seconds and not stop.is_set():
@@ -141,7 +151,8 @@ class RayHead:
             (node,), (host, _, port) = _ray().nodes(), head.address.rpartition(":")
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
             self._unwatch = threading.Event()
-            watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, self._unwatch)
+            sockets = [Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName")]
+            watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, sockets, self._unwatch)
             threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
 
     def stop(self) -> None:

@@ -130,10 +130,13 @@ class SpaceSpec(PlainData):
         return sum(sum(leaf.nvec) for leaf in self.leaves)
 
     def flatten(self, prefix: str, value: Any) -> Columns:
-        """Nested (batched) value → columns; choices from 0. Raises `ValueError` for fractions, and what NumPy does."""
+        """Nested (batched) value → columns; choices from 0. Raises `ValueError` for fractions and text, and what
+        NumPy does."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
-            if leaf.nvec and not _whole(given := np.asarray(part)):
+            if (given := np.asarray(part)).dtype.kind in "SU":
+                raise ValueError(f"{part!r} is text, and no number of a {leaf.kind} space")
+            if leaf.nvec and not _whole(given):
                 raise ValueError(f"{given.tolist()} is none of a {leaf.kind} space's choices")
             columns[leaf.column(prefix)] = leaf.counted(part)
         return columns

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 DIES = """
-import gc, os, signal, sys, threading, time
+import gc, os, shutil, signal, sys, threading, time
 from pathlib import Path
 from coordinator.services.ray_head import RayHead
 from tests.conftest import minimal_config
@@ -22,10 +22,13 @@ head.connect()
 import ray
 
 references = [ray.put(number) for number in range(1000)]
-os.kill(head._parts()["gcs_server"], signal.SIGKILL)
+if sys.argv[2] == "killed":
+    os.kill(head._parts()["gcs_server"], signal.SIGKILL)
+else:
+    shutil.rmtree(Path(ray.nodes()[0]["RayletSocketName"]).parents[3])
 while not head.lost():
     time.sleep(0.1)
-joined = threading.Event()
+fate, joined = head.fate, threading.Event()
 
 
 def collect():  # as a former fleet is freed: by the collector, in whichever thread it runs
@@ -39,12 +42,17 @@ def collect():  # as a former fleet is freed: by the collector, in whichever thr
 threading.Thread(target=collect, daemon=True).start()
 head.start_again()
 joined.set()
+print(fate, file=sys.stderr)
 print("joined", ray.get(ray.put("another one")), gc.isenabled(), flush=True)
 head.stop()
 """
 
 
-def test_a_driver_outlives_its_dead_ray_although_the_collector_finds_references_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "fate"), [("killed", "Ray has died"), ("folder", "Ray's folder was removed")])
+def test_a_driver_outlives_its_dead_ray_although_the_collector_finds_references_of_it(
+    tmp_path: Path, how: str, fate: str
+) -> None:
     environ = {**os.environ, "RAY_enable_metrics_collection": "1"}  # leaving takes ten seconds then
-    done = subprocess.run([sys.executable, "-c", DIES, tmp_path], capture_output=True, text=True, env=environ)
+    done = subprocess.run([sys.executable, "-c", DIES, tmp_path, how], capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["joined another one True"]), done
+    assert fate in done.stderr

@@ -74,6 +74,13 @@ def test_s3_keeps_plain_files_and_no_service_has_its_secrets_in_its_arguments_or
         with client(servers.environ["AWS_SECRET_ACCESS_KEY"]) as owner:
             owner.put_object(Bucket=BUCKET, Key="folder/object", Body=b"bytes")
         assert (tmp_path / "s3" / BUCKET / "folder" / "object").read_bytes() == b"bytes"
+        with client(servers.environ["AWS_SECRET_ACCESS_KEY"]) as owner:
+            later = {"Bucket": BUCKET, "Key": "folder/later"}
+            with pytest.raises(owner.exceptions.NoSuchKey):
+                owner.get_object(**later)
+            (tmp_path / "s3" / BUCKET / "folder" / "later").write_bytes(b"by hand")
+            eventually(lambda: owner.list_objects_v2(Bucket=BUCKET, Prefix="folder/later").get("Contents"), 30)
+            assert owner.get_object(**later)["Body"].read() == b"by hand"
         with client("other") as stranger, pytest.raises(botocore.exceptions.ClientError):
             stranger.get_object(Bucket=BUCKET, Key="folder/object")
 

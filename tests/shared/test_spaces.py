@@ -140,3 +140,10 @@ def test_the_size_of_a_fragment_is_that_of_its_columns() -> None:
     assert state == ((8, 6), np.dtype(np.float32))
     with_state = description.fragment_bytes(steps=10, num_envs=4, state_sizes={"default": 6})
     assert with_state == description.fragment_bytes(steps=10, num_envs=4) + 8 * 6 * 4
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(9), spaces.MultiDiscrete([9]), spaces.Box(0, 9, (1,))])
+@pytest.mark.parametrize("value", ["7", b"7", ["7"]])
+def test_text_is_no_number(space: gym.Space[Any], value: Any) -> None:
+    with pytest.raises(ValueError, match="is text, and no number of a"):
+        describe_space(space).flatten("action", value)
