@@ -151,7 +151,8 @@ class RayHead:
             (node,), (host, _, port) = _ray().nodes(), head.address.rpartition(":")
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
             self._unwatch = threading.Event()
-            sockets = [Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName")]
+            named = (Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName"))
+            sockets = [path for path in named if path.exists()]
             watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, sockets, self._unwatch)
             threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
 
