@@ -231,7 +231,9 @@ class ReturnPanel extends ChartPanel {
       unix_seconds: best["time/unix_seconds"],
       value: best["eval/ep_rew_mean"],
     };
-    return [...super.lines(run), { label: "evaluations", hue: 2, series, dots: true, best: marked }];
+    const trained = super.lines(run);
+    const hue = trained.length > 1 ? HUES : 2;
+    return [...trained, { label: "evaluations", hue, series, dots: true, best: marked }];
   }
 }
 
