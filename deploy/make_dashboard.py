@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.page.panels import PANELS, Line, Panel, training_query
+from coordinator.page.panels import PANELS, TRAINING_METRIC, Line, Panel, training_query
 
 _WIDTH, _HEIGHT, _SMALL_WIDTH = 12, 8, 6
 _COLUMNS = 24
@@ -38,7 +38,8 @@ def targets(panel: Panel) -> list[tuple[str, str]]:
 def _of_line(line: Line) -> Iterator[tuple[str, str]]:
     if not line.query:
         return
-    yield f"{{{{run}}}} {'{{stage}}' if line.metric.endswith('*') else line.label}", line.query
+    label = "{{stage}}" if line.metric.endswith("*") else line.label
+    yield f"{{{{run}}}} {f'{line.label} {{{{of}}}}' if TRAINING_METRIC in line.query else label}", line.query
     for name in line.band or ():
         yield f"{{{{run}}}} {name.rpartition('_')[2]}", training_query(name)
 

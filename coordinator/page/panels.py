@@ -50,6 +50,9 @@ class Panel:
     """A metric as in `Line`: a run that has none such does not show the panel."""
 
 
+TRAINING_METRIC = "stagecoach_training_metric"
+
+
 def _rate(metric: str, by: str = "run", labels: str = "") -> str:
     return f'sum by ({by}) (rate({metric}{{run=~"$run"{labels}}}[$__rate_interval]))'
 
@@ -69,7 +72,8 @@ def _gauge(metric: str) -> str:
 
 
 def training_query(name: str) -> str:
-    return f'stagecoach_training_metric{{run=~"$run",name="{name}"}}'
+    """Of the whole, and of each policy (label `of`)."""
+    return f'{TRAINING_METRIC}{{run=~"$run",name="{name}"}}'
 
 
 def _train(metric: str, label: str, band: tuple[str, str] | None = None) -> Line:
@@ -84,7 +88,8 @@ PANELS = (
         "No episode has ended yet.", queries=(("evaluation", _gauge("stagecoach_evaluation_return")),),
     ),
     Panel(
-        "Learning", "ratings", "Ratings", unit="rating", lines=(Line("league/rating/*", "rating"),),
+        "Learning", "ratings", "Ratings", unit="rating",
+        lines=(Line("league/rating/*", "rating", None, training_query("league/rating")),),
         note="OpenSkill's mu − 3 sigma of each learner's current weights; it begins again with a reset.",
         needs="league/rating/*",
     ),
@@ -205,7 +210,8 @@ PANELS = (
     ),
     Panel("Records", "league", "League", "league", absent="No checkpoint has ratings yet.", needs="league/rating/*"),
     Panel(
-        "Records", "curriculum", "Lessons", unit="lesson", lines=(Line("curriculum/lesson/*", "lesson"),),
+        "Records", "curriculum", "Lessons", unit="lesson",
+        lines=(Line("curriculum/lesson/*", "lesson", None, training_query("curriculum/lesson")),),
         needs="curriculum/lesson/*",
     ),
 )  # fmt: skip

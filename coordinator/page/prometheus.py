@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coordinator.catalog.run_files import RunStatus
-from coordinator.page.panels import PANELS
+from coordinator.page.panels import PANELS, TRAINING_METRIC
 from coordinator.page.totals import ROLES
 from coordinator.page.view import RunView
 from shared.errors import DropReason
@@ -84,19 +84,33 @@ METRICS: dict[str, Described] = {
     ),
     "stagecoach_store_away": _gauge("1 while the run waits for its store, 0 else."),
     "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, 0 else."),
-    "stagecoach_training_metric": _gauge("The newest row of training metrics: those that the page draws.", "name"),
+    TRAINING_METRIC: _gauge(
+        "The newest row of training metrics: those that the page draws, also of each policy, agent or lesson.",
+        "name",
+        "of",
+    ),
     "stagecoach_evaluation_return": _gauge("Mean return of the newest evaluation."),
 }
 
-TRAINING_METRICS = sorted(
+TRAINING_METRICS = frozenset(
     {
         name
         for panel in PANELS
         for line in panel.lines
         if (line.stream or panel.stream) == TRAIN
-        for name in (line.metric, *(line.band or ()))
+        for name in (line.metric.removesuffix("/*"), *(line.band or ()))
     }
 )
+
+
+def _drawn(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Name, whose it is, and value: `train/entropy/wolf` is `train/entropy` of wolf."""
+    for metric, number in metrics.items():
+        name, _, of = (metric, "", "") if metric in TRAINING_METRICS else metric.rpartition("/")
+        if name in TRAINING_METRICS:
+            yield name, of, number
+
+
 Sample = tuple[str, tuple[str, ...], float]
 
 
@@ -142,7 +156,7 @@ def _samples(view: RunView) -> Iterator[Sample]:
         ("stagecoach_fragments_window",): flow.get("window"),
         ("stagecoach_workers_wanted",): state.get("desired_workers"),
         ("stagecoach_evaluation_return",): evaluation.get("mean_return"),
-        **{("stagecoach_training_metric", name): metrics.get(name) for name in TRAINING_METRICS},
+        **{(TRAINING_METRIC, name, of): value for name, of, value in _drawn(metrics)},
     }
     for (name, *labels), value in gauges.items():
         if value is not None:

@@ -92,10 +92,11 @@ async function showRun(runId) {
     let snapshot;
     try {
       const specs = page ? null : await insistently(() => api("/api/panels"));
+      const { can_order: canOrder } = page ? {} : await insistently(() => api("/api/page"));
       snapshot = await insistently(() => api(path));
       showBanner(snapshot.banner);
       if (!page) {
-        page = new RunPage(runId, specs);
+        page = new RunPage(runId, specs, canOrder);
         main.replaceChildren(page.root);
         document.getElementById("tools").replaceChildren(page.tools);
       }

@@ -464,7 +464,7 @@ function promoteButton(row, run) {
   const attributes = {
     type: "button",
     class: "quiet",
-    disabled: promoted,
+    disabled: promoted || !run.canOrder,
     "aria-label": `Promote ${row.name}`,
     onclick: () => run.promote(row.name),
   };

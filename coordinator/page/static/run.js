@@ -16,8 +16,9 @@ const RATINGS = "league/rating/";
 const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
 
 export class RunPage {
-  constructor(runId, specs) {
+  constructor(runId, specs, canOrder) {
     Object.assign(this, { runId, snapshot: null, series: { train: {}, fleet: {} }, config: null });
+    this.canOrder = canOrder;
     this.axis = new URLSearchParams(location.search).get("x") === "time" ? "time" : "steps";
     this.visible = new Set();
     this.complete = false;
@@ -147,8 +148,8 @@ export class RunPage {
     setText(this.state, state.state);
     this.state.dataset.state = state.state;
     setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : this.snapshot.reason);
-    for (const button of this.orders) button.disabled = !state.live;
-    this.promoteOrder.disabled = !this.snapshot.checkpoints?.length;
+    for (const button of this.orders) button.disabled = !this.canOrder || !state.live;
+    this.promoteOrder.disabled = !this.canOrder || !this.snapshot.checkpoints?.length;
     const best = evaluations.find((row) => row.label === state.best);
     const newest = state.metrics || {};
     const last = (name) => newest[name] ?? this.series.train[name]?.mean.at(-1);

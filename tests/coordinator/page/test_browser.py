@@ -144,6 +144,17 @@ def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Vis
         page.locator("#panel-timeline .mark.promoted").wait_for()
 
 
+def test_a_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> None:
+    with serve(runs_dir, TOKEN, read_only=True) as url:
+        page = visitor.enter(url, "/runs/a")
+        page.locator("#panel-timeline .mark.best").wait_for(state="attached")
+        page.locator("#panel-timeline").scroll_into_view_if_needed()
+        assert page.get_by_role("button", name="Promote …").is_disabled()
+        promote = page.locator("#panel-timeline button", has_text="Promote")
+        promote.first.wait_for()
+        assert all(button.is_disabled() for button in promote.all())
+
+
 def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path, visitor: Visitor) -> None:
     environment = CHASE | {"kwargs": {"counts": False}}
     config = minimal_config(

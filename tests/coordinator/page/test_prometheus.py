@@ -89,7 +89,7 @@ def test_an_ended_run_and_a_live_one_tell_what_their_status_tells(ended_run: Run
     assert value(found, "store_away", "b") == value(found, "redis_away", "b") == 0
     assert 0 <= value(found, "heartbeat_age_seconds", "b", role="worker") < 10
     name = "rollout/ep_rew_mean"
-    assert value(found, "training_metric", "b", name=name) == live["metrics"][name]
+    assert value(found, "training_metric", "b", name=name, of="") == live["metrics"][name]
     trainer = next(beat for beat in live["roles"] if beat["role"] == "trainer")
     for stage, seconds in trainer["stages"].items():
         assert value(found, "stage_seconds_total", "b", role="trainer", stage=stage) == seconds
@@ -189,6 +189,20 @@ def test_what_is_away_is_told(ended_run: Run) -> None:
     assert value(parsed(view), "ledger_unbalanced", "a") == 1
 
 
+def test_what_is_of_a_policy_has_its_name(ended_run: Run) -> None:
+    view = RunView(ended_run)
+    view.refresh()
+    view.state["metrics"] |= {
+        "train/entropy/wolf": 0.5, "league/rating/wolf": 20.0, "league/elo/wolf": 1200.0, "curriculum/lesson/wall": 1.0,
+    }  # fmt: skip
+    found = parsed(view)
+    assert value(found, "training_metric", "a", name="train/entropy", of="wolf") == 0.5
+    assert value(found, "training_metric", "a", name="league/rating", of="wolf") == 20.0
+    assert value(found, "training_metric", "a", name="curriculum/lesson", of="wall") == 1.0
+    assert value(found, "training_metric", "a", name="train/entropy", of="") == view.state["metrics"]["train/entropy"]
+    assert "league/elo" not in str(found), "it is not drawn"
+
+
 def test_a_view_that_knows_nothing_yet_is_no_failure(ended_run: Run) -> None:
     found = parsed(RunView(ended_run))
     assert {name for name, _ in found} == {"stagecoach_build_info", "stagecoach_run_info"}
@@ -230,10 +244,10 @@ def test_alerts_are_of_metrics_that_exist_and_each_is_seen_to_fire_and_not_to_fi
 
 
 EMPTY_FOR_PPO_ON_CARTPOLE = {
-    "rollout/success_rate", "train/update_kl", "train/value_mean", "train/q_value", "train/temperature",
-    "train/critic_loss",
+    "league/rating", "curriculum/lesson", "rollout/success_rate", "train/update_kl", "train/value_mean",
+    "train/q_value", "train/temperature", "train/critic_loss",
 }  # fmt: skip
-"""Metrics of other algorithms, or of environments that tell whether an episode succeeds."""
+"""Metrics of other algorithms, of leagues and lessons, or of environments that tell whether an episode succeeds."""
 
 
 @needs_prometheus
