@@ -55,20 +55,26 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         kind = row["kind"] if row["env_steps"] is None else f"at {row['env_steps']:,}"
         table.add_row(name, kind, *numbers, *(f"{row[column]:,}" for column in troubled))
     console.print(table)
-    console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
+    seats = dict.fromkeys(row["seat"] for row in found["players"])
+    for seat in seats if found["payoff"] else ():
+        of = {row["player"] for row in found["players"] if row["seat"] == seat}
+        if rows := {player: row for player, row in found["payoff"].items() if player in of}:
+            console.print(_matrix(found, rows, f" of {seat}" if several else ""))
+    if not found["payoff"]:
+        console.print("no match has ended yet")
 
 
-def _matrix(found: dict[str, Any]) -> Any:
+def _matrix(found: dict[str, Any], rows: Mapping[str, Mapping[str, Any]], whose: str) -> Any:
+    """Of these rows, against whom they have met."""
     from rich.table import Table
 
-    rows = found["payoff"]
     order = [row["player"] for row in sorted(found["players"], key=lambda row: row["kind"] != "fixed")]
     met = {opponent for row in rows.values() for opponent in row}
     columns = [player for player in dict.fromkeys((*order, *sorted(met))) if player in met]  # not all are rated
     most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)  # fixed players first, then the best
     more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
     columns = columns[:most]
-    table = Table("wins against", *columns, title=f"win rates and their 95 % intervals{more}")
+    table = Table("wins against", *columns, title=f"win rates{whose} and their 95 % intervals{more}")
     for player in dict.fromkeys(order):
         if player in rows:
             table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))

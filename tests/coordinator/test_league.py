@@ -244,7 +244,7 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert {row["kind"] for row in rows.values()} <= {"current", "snapshot", "fixed"}
     assert found["payoff"]
     printed = stagecoach("league", "cats").ok()
-    assert "hunter" in printed and "win rates and their 95 % intervals" in printed
+    assert "hunter" in printed and "win rates of hunter and their 95 % intervals" in printed
     assert "rating" in stagecoach("status", "cats").ok()
     entries = run.checkpoints()
     rated = [row for row in entries if row["evaluation"]]
@@ -299,7 +299,7 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
 def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:
     """As the one player of three sides' other two is."""
     cell = {"games": 9, "wins": 6, "draws": 0, "rate": 0.67, "low": 0.3, "high": 0.9}
-    made = _matrix({"players": [{"player": "main", "kind": "current"}], "payoff": {"main": {"random": cell}}})
+    made = _matrix({"players": [{"player": "main", "kind": "current"}]}, {"main": {"random": cell}}, "")
     assert [column.header for column in made.columns] == ["wins against", "random"] and made.row_count == 1
 
 

@@ -644,8 +644,13 @@ class LeaguePanel extends Panel {
       "Players",
       [
         { label: "player", left: true, value: (row) => row.player },
-        { label: "kind", left: true, value: (row) => row.kind },
+        {
+          label: "kind",
+          left: true,
+          value: (row) => (row.env_steps === null ? row.kind : `at ${whole(row.env_steps)} steps`),
+        },
         { label: "rating", value: (row) => row.rating, text: figure },
+        { label: "±", value: (row) => 3 * row.sigma, text: figure },
         { label: "Elo", value: (row) => row.elo, text: whole },
         { label: "matches", value: (row) => row.matches, text: whole },
         { label: "forfeits", value: (row) => row.forfeits, text: whole },
