@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 import pettingzoo
-from pettingzoo import AECEnv
 
-from benchmarks.learning import games, judges
+from benchmarks.learning import judges
 from shared.policies.deployed import DeployedPolicy
 
 Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
@@ -58,15 +57,7 @@ def rock_paper_scissors_cycle(policy: DeployedPolicy, snapshots: Snapshots) -> f
 def connect_four(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     """The share of games that it wins in both seats, as a part of what is asked: 0.9 against minimax of two plies, 0.99
     against random play; the smaller one."""
-    return _won_connect_four(partial(pettingzoo.make, "aec", "classic/connect_four-v3"), policy)
-
-
-def connect_four_unmirrored(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """As `connect_four`, of a policy that is shown one of a board and its mirror image."""
-    return _won_connect_four(games.connect_four, policy)
-
-
-def _won_connect_four(make: Callable[[], AECEnv], policy: DeployedPolicy) -> float:
+    make = partial(pettingzoo.make, "aec", "classic/connect_four-v3")
     parts = []
     for other, asked in ((judges.minimax, 0.9), (judges.random_player, 0.99)):
         won, _, _ = judges.match(make, judges.greedy_player(policy), other, _PAIRS)
