@@ -20,6 +20,10 @@ from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 MIN_LOG_BYTES = 1 << 20
 
 
+ConvolutionLayer = tuple[Width, Width, Width]
+"""Channels, kernel and stride."""
+
+
 class PolicyConfig(Section):
     """The network of one policy id."""
 
@@ -29,10 +33,13 @@ class PolicyConfig(Section):
     """Non-linearity; tanh is the usual choice for PPO on vectors."""
     layer_norm: bool = False
     """Normalize each hidden layer's outputs before the activation, in critics too (Ba et al. 2016)."""
-    cnn: Literal["auto", "nature", "small", "residual"] = "auto"
+    cnn: (
+        Literal["auto", "nature", "small", "residual"] | Annotated[tuple[ConvolutionLayer, ...], Field(min_length=1)]
+    ) = "auto"
     """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
     is `nature` where it fits and `small` below. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
-    often better."""
+    often better. Or layers of your own, `[[channels, kernel, stride], …]`, with one of 256 units behind them:
+    `[[128, 4, 1]]` sees each line of four on a board."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
     critic_observes: Literal["own", "team", "state"] = "own"

@@ -86,7 +86,7 @@ def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Pl
     for part in loc:
         if len(choices) > 1:
             others, choices = choices, [one for one in choices if section_tag(one)[1] == part] or choices[-1:]
-        elif isinstance(data, dict | list | tuple):
+        elif isinstance(data, dict) or (isinstance(data, list | tuple) and isinstance(part, int)):  # else a type's name
             path.append(str(part))
             data = (data if isinstance(data, dict) else dict(enumerate(data))).get(part, {})
             if in_container or not choices:

@@ -1,13 +1,13 @@
 """From observation columns to features: one-hot choices, normalized vectors, convolutions for images, then an MLP."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
+from shared.config.sections import ConvolutionLayer, PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.experience.spaces import Leaf, SpaceSpec
 
@@ -145,12 +145,21 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, paddin
     return layer
 
 
+_FEATURES = 256
+_STACKS: dict[str, tuple[list[ConvolutionLayer], int]] = {
+    "nature": ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512),  # Mnih et al. 2015
+    "small": ([(16, 3, 1)], 128),  # MinAtar's network (Young and Tian 2019)
+}
+"""Layers, and how many features they come to."""
 _SMALLEST = {"nature": 36, "small": 5, "residual": 1}
 
 
-def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
+def _convolutions(leaf: Leaf, kind: str | Sequence[ConvolutionLayer]) -> tuple[nn.Sequential, int]:
+    """With the number of features; raises `UnsupportedSpace` where the images are too small."""
     image = _Image(leaf)
     channels, height, width = image.shape
+    if not isinstance(kind, str):
+        return _stacked(image, kind, _FEATURES, leaf)
     if kind == "auto":
         kind = "nature" if min(height, width) >= _SMALLEST["nature"] else "small"
     if min(height, width) < (smallest := _SMALLEST[kind]):
@@ -159,22 +168,29 @@ def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
             f"observation {leaf.path or 'space'}: images of {height}×{width} are too small for cnn: {kind}, which "
             f"needs {smallest}×{smallest}; use policies.<id>.cnn: {other} or larger images"
         )
+    if kind != "residual":
+        return _stacked(image, *_STACKS[kind], leaf)
     layers: list[nn.Module] = [image]
-    if kind == "residual":
-        for outputs in (16, 32, 32):
-            layers += [_convolution(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
-            layers += [_Residual(outputs), _Residual(outputs)]
-            channels, height, width = outputs, (height + 1) // 2, (width + 1) // 2
-        layers.append(nn.ReLU())
-        features = 256
-    else:
-        if kind == "nature":  # Mnih et al. 2015
-            plan, features = [(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512
-        else:  # MinAtar's network (Young and Tian 2019)
-            plan, features = [(16, 3, 1)], 128
-        for outputs, kernel, stride in plan:
-            layers += [_convolution(channels, outputs, kernel, stride), nn.ReLU()]
-            channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+    for outputs in (16, 32, 32):
+        layers += [_convolution(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
+        layers += [_Residual(outputs), _Residual(outputs)]
+        channels, height, width = outputs, (height + 1) // 2, (width + 1) // 2
+    layers += [nn.ReLU(), nn.Flatten(), linear(channels * height * width, _FEATURES, math.sqrt(2)), nn.ReLU()]
+    return nn.Sequential(*layers), _FEATURES
+
+
+def _stacked(image: _Image, plan: Sequence[ConvolutionLayer], features: int, leaf: Leaf) -> tuple[nn.Sequential, int]:
+    """Convolutions without padding, a layer of `features` behind them."""
+    layers: list[nn.Module] = [image]
+    channels, height, width = image.shape
+    for number, (outputs, kernel, stride) in enumerate(plan, 1):
+        if min(height, width) < kernel:
+            raise UnsupportedSpace(
+                f"observation {leaf.path or 'space'}: layer {number} of policies.<id>.cnn has a kernel of "
+                f"{kernel}×{kernel} and gets {height}×{width}; use smaller kernels or strides"
+            )
+        layers += [_convolution(channels, outputs, kernel, stride), nn.ReLU()]
+        channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     layers += [nn.Flatten(), linear(channels * height * width, features, math.sqrt(2)), nn.ReLU()]
     return nn.Sequential(*layers), features
 

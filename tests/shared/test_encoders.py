@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from rollout_worker.environments.description import describe_space
 from shared.config.sections import PolicyConfig
-from shared.errors import UnsupportedSpace
+from shared.errors import ConfigError, UnsupportedSpace
 from shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
+from tests.conftest import minimal_config
 from tests.support.environments import OBSERVATIONS
 from tests.support.policies import batch_of
 
@@ -104,6 +105,19 @@ def test_auto_is_the_same_network_to_the_bit_as_the_one_that_fits(side: int, kin
     auto, plain = (encoder({"obs": torch.from_numpy(image)}, None) for encoder in made)
     assert torch.equal(auto, plain)
     assert PolicyConfig().cnn == "auto"
+
+
+def test_layers_of_ones_own_see_each_line_of_four_on_a_board_and_too_large_ones_are_refused_by_name() -> None:
+    spec = describe_space(spaces.Dict({"board": spaces.Box(0, 1, (6, 7, 2), np.bool_)}))
+    config = PolicyConfig.model_validate_json(PolicyConfig(cnn=((8, 4, 1), (4, 2, 1))).model_dump_json())
+    encoder = Encoder(spec, config)
+    first, second = (layer for layer in encoder.modules() if isinstance(layer, torch.nn.Conv2d))
+    assert (first.weight.shape, second.weight.shape) == ((8, 2, 4, 4), (4, 8, 2, 2))
+    assert encoder({"obs.board": torch.ones((3, 6, 7, 2), dtype=torch.bool)}, None).shape == (3, 64)
+    with pytest.raises(UnsupportedSpace, match=r"board: layer 2 of policies.<id>.cnn has a kernel of 4×4 and gets 3×4"):
+        Encoder(spec, PolicyConfig(cnn=((8, 4, 1), (4, 4, 1))))
+    with pytest.raises(ConfigError, match=r"; policies.default.cnn.0.1: expected 1 or more, found 0$"):
+        minimal_config(policies={"default": {"cnn": [[8, 0, 1]]}})
 
 
 @pytest.mark.parametrize("size", [(1, 2), (8, 8), (21, 30)])
