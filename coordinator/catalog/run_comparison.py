@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.catalog.run_metrics import ratings_in
 from coordinator.run import Run
 from shared.config.section import leaves
 from shared.experience.spaces import Array
@@ -16,7 +17,6 @@ from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
 _CONFIDENCE = 0.95
 _NOT_OF_A_GROUP = ("seed", "runs_dir")
 _POINTS = 20_001
-_RATING = "league/rating/"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def result_of(run: Run) -> RunResult:
         best=confirmed_return(scores), best_checkpoint=best["name"] if best else None,
         ranked_by=(scores.get("confirmation") or {}).get("ranked_by", ""), last=newest[1], evaluations=count,
         training_return=end.get("rollout/ep_rew_mean"),
-        ratings={name.removeprefix(_RATING): its for name, its in sorted(end.items()) if name.startswith(_RATING)},
+        ratings=ratings_in(end),
         env_steps=status.env_steps, updates=status.updates,
         episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
         env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,

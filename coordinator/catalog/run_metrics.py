@@ -5,9 +5,10 @@ bounds, so that a run of millions of rows takes bounded memory and time to show.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import redis
@@ -198,3 +199,9 @@ class Recorded:
             for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
                 self._position = position
                 self.rows += rows.named()
+
+
+def ratings_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The rating of each policy that learns in a league, by its id, of a row of training metrics."""
+    prefix = "league/rating/"
+    return {name.removeprefix(prefix): its for name, its in sorted(metrics.items()) if name.startswith(prefix)}

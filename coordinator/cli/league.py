@@ -55,8 +55,7 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         kind = row["kind"] if row["env_steps"] is None else f"at {row['env_steps']:,}"
         table.add_row(name, kind, *numbers, *(f"{row[column]:,}" for column in troubled))
     console.print(table)
-    seats = dict.fromkeys(row["seat"] for row in found["players"])
-    for seat in seats if found["payoff"] else ():
+    for seat in dict.fromkeys(row["seat"] for row in found["players"]):
         of = {row["player"] for row in found["players"] if row["seat"] == seat}
         if rows := {player: row for player, row in found["payoff"].items() if player in of}:
             console.print(_matrix(found, rows, f" of {seat}" if several else ""))

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_metrics import ratings_in
 from coordinator.catalog.status import Status, acting_speed
 from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Outcome
@@ -106,7 +107,7 @@ def _progress(status: Status, config: Config) -> Table | Text:
     return Text(f"{status.env_steps} env steps")
 
 
-_RATING, _LESSON, _EACH = "league/rating/", "curriculum/lesson/", "rollout/ep_rew_mean/"
+_LESSON, _EACH = "curriculum/lesson/", "rollout/ep_rew_mean/"
 
 
 def metrics_table(status: Status) -> Table:
@@ -123,8 +124,8 @@ def metrics_table(status: Status) -> Table:
     table.add_row("speed", f"{metrics.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
     table.add_row("return", _returns(metrics), "policy lag", figure(metrics.get("policy/lag_mean")))
     table.add_row("evaluated", _evaluated(status), "checkpoint", status.latest or "–")
-    for policy_id in sorted(name.removeprefix(_RATING) for name in metrics if name.startswith(_RATING)):
-        rating, elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("rating", "elo", "win_rate"))
+    for policy_id, rating in ratings_in(metrics).items():
+        elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("elo", "win_rate"))
         table.add_row("rating", f"{policy_id} {figure(rating)}", "Elo, wins", f"{figure(elo)}, {rate or 0:.0%}")
     for entry in sorted(name.removeprefix(_LESSON) for name in metrics if name.startswith(_LESSON)):
         until = metrics.get(f"curriculum/until/{entry}")
@@ -159,8 +160,7 @@ def one_line(status: Status) -> str:
     metrics = status.metrics
     scores = status.evaluation
     score = f" · evaluated {_evaluated_return(scores)}" if scores else ""
-    rated = [name for name in metrics if name.startswith(_RATING)]
-    rating = "".join(f" · rating of {name.removeprefix(_RATING)} {figure(metrics[name])}" for name in sorted(rated))
+    rating = "".join(f" · rating of {policy_id} {figure(its)}" for policy_id, its in ratings_in(metrics).items())
     return (
         f"{status.state:<11} {status.env_steps:,} env steps · {metrics.get('time/fps') or 0:,.0f}/s · "
         f"return {_returns(metrics)}{rating} · version {status.version} · "

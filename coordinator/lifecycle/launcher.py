@@ -33,7 +33,7 @@ from shared.runtime.run_context import RunContext, open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
-from trainer_node.checkpointing.fork import Source, beginnings, take_over
+from trainer_node.checkpointing.fork import Source, beginnings, policies_in, take_over
 from trainer_node.checkpointing.snapshot import POLICY
 
 Begun = Callable[[], None]
@@ -207,7 +207,7 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
         if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # a snapshot of its league?
             snapshot = read_snapshot(f"initialize_from={told}", found, theirs)
             checkpoint = checkpoint if snapshot is None else Checkpoint(checkpoint.manifest, {name: snapshot})
-        there = [key.partition("/")[0] for key in checkpoint.objects if key.endswith(POLICY.format(""))]
+        there = policies_in(checkpoint)
         sources[policy_id] = Source(checkpoint, theirs or (there[0] if len(there) == 1 else policy_id))
         take_over(policy_id, made[policy_id], sources[policy_id])
     return sources

@@ -98,12 +98,17 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
     return Checkpoint(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
+def policies_in(checkpoint: Checkpoint) -> list[str]:
+    """The ids of the policies whose files are at hand."""
+    return sorted(key.partition("/")[0] for key in checkpoint.objects if key.endswith(snapshot.POLICY.format("")))
+
+
 def take_over(policy_id: str, policy: Policy, source: Source) -> None:
     """Weights and statistics; raises `ConfigError` where the source has no such policy, or one that does not fit."""
     theirs, objects = source.policy_id, source.checkpoint.objects
     data = objects.get(snapshot.POLICY.format(theirs))
     if data is None:
-        there = ", ".join(sorted(key.partition("/")[0] for key in objects if key.endswith("policy.safetensors")))
+        there = ", ".join(policies_in(source.checkpoint))
         raise ConfigError(
             f"initialize_from: {source} has no policy {theirs!r}; it has {there}: name one for policies.{policy_id} as "
             f"in initialize_from=RUN#POLICY, or a snapshot of its league as in RUN#PLAYER"

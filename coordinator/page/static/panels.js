@@ -88,13 +88,13 @@ class Panel {
     if (line.metric.endsWith("*")) return this.below(line.metric.slice(0, -1), line, run);
     if (!this.parts(line).length) return [line];
     const policies = run.policies();
-    const below = this.below(`${line.metric}/`, { ...line, of: line.label, band: null }, run);
-    return [line, ...below.filter(({ label }) => policies.includes(label))];
+    return [line, ...this.below(`${line.metric}/`, line, run).filter(({ label }) => policies.includes(label))];
   }
 
   below(prefix, line, run) {
     const there = Object.keys(run.series[this.stream(line)] || {}).filter((name) => name.startsWith(prefix));
-    return there.sort().map((metric) => ({ ...line, metric, label: metric.slice(prefix.length) }));
+    const part = { ...line, of: line.label, band: null };
+    return there.sort().map((metric) => ({ ...part, metric, label: metric.slice(prefix.length) }));
   }
 }
 
@@ -203,12 +203,13 @@ class ReturnPanel extends ChartPanel {
   each(line, run) {
     const found = super.each(line, run);
     if (found.length > 1) return found;
-    return [line, ...this.below(`${line.metric}/`, { ...line, of: line.label, band: null }, run).slice(0, HUES - 2)];
+    return [line, ...this.below(`${line.metric}/`, line, run).slice(0, HUES - 2)];
   }
 
   /** Of a league the sum over both sides, which evaluations have too, says nothing: what each side gets is shown. */
   lines(run) {
-    const sides = super.lines(run).filter(({ label, of }) => label !== of);
+    const trained = super.lines(run);
+    const sides = trained.filter(({ label, of }) => label !== of);
     if (run.has("league/rating/*") && sides.length) {
       setText(this.note, "Of each side in training; how good a player is, say its rating and its matches.");
       return sides;
@@ -217,7 +218,7 @@ class ReturnPanel extends ChartPanel {
     const found = run.snapshot.evaluations.filter(
       (row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined,
     );
-    if (!found.length) return super.lines(run);
+    if (!found.length) return trained;
     const rows = found.toSorted((one, other) => one["time/env_steps"] - other["time/env_steps"]);
     const column = (name) => rows.map((row) => row[name] ?? null);
     const series = {
@@ -231,7 +232,6 @@ class ReturnPanel extends ChartPanel {
       unix_seconds: best["time/unix_seconds"],
       value: best["eval/ep_rew_mean"],
     };
-    const trained = super.lines(run);
     const hue = trained.length > 1 ? HUES : 2;
     return [...trained, { label: "evaluations", hue, series, dots: true, best: marked }];
   }

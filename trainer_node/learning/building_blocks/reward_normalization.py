@@ -12,7 +12,7 @@ _CLIP = 10.0
 
 
 def of_other_workers(kept: Mapping[str, Array], source: str) -> dict[str, Array]:
-    """By source: a worker goes on in one line of episodes, so what is kept of its others is not asked for again."""
+    """By source: a worker continues one line of episodes, so what is kept of its others is not asked for again."""
     worker = source.partition(":")[0]
     return {key: its for key, its in kept.items() if key.partition(":")[0] != worker}
 
