@@ -1,5 +1,6 @@
-"""Games of the kit's own, from their rules: Kuhn and Leduc poker, rock-paper-scissors; and level-based foraging as a
-PettingZoo environment. How a match has ended is told in the last `info`: `outcome` is 1, 0.5 or 0.
+"""Games of the kit's own, from their rules: Kuhn and Leduc poker, rock-paper-scissors; connect four as pictures without
+mirror images; and level-based foraging as a PettingZoo environment. How a match of ours has ended is told in the last
+`info`: `outcome` is 1, 0.5 or 0.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils import BaseWrapper
 
 FOLD, CALL, RAISE = range(3)
 """A call of nothing is a check."""
@@ -135,6 +137,46 @@ def kuhn() -> Poker:
 def leduc() -> Poker:
     """Leduc poker (Southey et al. 2005): six cards of three ranks, two rounds of two raises, of two and of four."""
     return Poker(3, 2, [2, 4], 2)
+
+
+class Unmirrored(BaseWrapper):  # type: ignore[misc]
+    """Shows a board `[H, W, planes]` of ones and zeros as a picture, booleans of the same shape, and a board and its
+    mirror image as one: of the two the one whose bytes come first. A column that is chosen in the image is the mirrored
+    one on the board. So half as many boards have to be learned."""
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        parts = super().observation_space(agent).spaces
+        return spaces.Dict({**parts, "observation": spaces.Box(0, 1, parts["observation"].shape, np.bool_)})
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        super().reset(seed, options)
+        self._as_image: dict[str, bool] = {}
+
+    def observe(self, agent: str) -> Any:
+        seen = super().observe(agent)
+        board, mask = seen["observation"].astype(np.bool_), seen["action_mask"]
+        image = np.ascontiguousarray(board[:, ::-1])
+        self._as_image[agent] = image.tobytes() < board.tobytes()
+        if self._as_image[agent]:
+            board, mask = image, np.ascontiguousarray(mask[::-1])
+        return {"observation": board, "action_mask": mask}
+
+    def step(self, action: int | None) -> None:
+        agent = self.agent_selection
+        if action is not None:
+            if agent not in self._as_image:
+                self.observe(agent)
+            if self._as_image[agent]:
+                action = self.action_space(agent).n - 1 - int(action)
+        self._as_image = {}
+        super().step(action)
+
+
+def connect_four() -> Unmirrored:
+    """PettingZoo's own, without the wrappers that look at each call, which take longer than the game."""
+    from pettingzoo.classic.connect_four.connect_four import raw_env
+
+    return Unmirrored(raw_env())
 
 
 class RockPaperScissors(ParallelEnv):  # type: ignore[misc]

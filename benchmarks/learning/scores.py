@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-import pettingzoo
 
-from benchmarks.learning import judges
+from benchmarks.learning import games, judges
 from shared.policies.deployed import DeployedPolicy
 
 Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
@@ -57,9 +55,8 @@ def rock_paper_scissors_cycle(policy: DeployedPolicy, snapshots: Snapshots) -> f
 def connect_four(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     """The share of games that it wins in both seats, as a part of what is asked: 0.9 against minimax of two plies, 0.99
     against random play; the smaller one."""
-    make = partial(pettingzoo.make, "aec", "classic/connect_four-v3")
     parts = []
     for other, asked in ((judges.minimax, 0.9), (judges.random_player, 0.99)):
-        won, _, _ = judges.match(make, judges.greedy_player(policy), other, _PAIRS)
+        won, _, _ = judges.match(games.connect_four, judges.greedy_player(policy), other, _PAIRS)
         parts.append(won / (2 * _PAIRS) / asked)
     return min(parts)

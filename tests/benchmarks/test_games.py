@@ -13,7 +13,7 @@ import pytest
 from pettingzoo import make
 
 from benchmarks.learning import judges, scores
-from benchmarks.learning.games import PLAYERS, Foraging, Poker, RockPaperScissors, kuhn, leduc
+from benchmarks.learning.games import PLAYERS, Foraging, Poker, RockPaperScissors, connect_four, kuhn, leduc
 from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task, load_tasks
 
@@ -221,6 +221,32 @@ def test_minimax_beats_random_and_a_match_is_the_same_again() -> None:
     assert won + drawn + lost == 40
     assert won >= 30
     assert judges.match(CONNECT_FOUR, judges.random_player, judges.minimax, 20, seed=1)[2] >= 30
+
+
+def test_a_board_and_its_image_are_shown_alike_and_played_as_one() -> None:
+    """Random games beside PettingZoo's own, in which the same columns are taken: what is shown is the board or its
+    image, of two mirrored games the same, and the games end alike."""
+    random, turned = np.random.default_rng(0), 0
+    for _ in range(30):
+        whole, mirrored, plain = connect_four(), connect_four(), CONNECT_FOUR()
+        for env in (whole, mirrored, plain):
+            env.reset()
+        while not any(plain.terminations.values()):
+            seen, its, board = (env.last()[0] for env in (whole, mirrored, plain))
+            assert seen in whole.observation_space(whole.agent_selection)
+            for name, axis in (("observation", 1), ("action_mask", 0)):
+                assert np.array_equal(seen[name], its[name])
+                assert any(np.array_equal(seen[name], each) for each in (board[name], np.flip(board[name], axis)))
+            column = int(random.choice(np.flatnonzero(board["action_mask"])))
+            image = not np.array_equal(seen["observation"], board["observation"])
+            turned += image
+            whole.step(6 - column if image else column)
+            own = np.array_equal(its["observation"], np.flip(board["observation"], 1))  # its board, as it is
+            mirrored.step(6 - column if own else column)
+            plain.step(column)
+            assert whole.rewards == mirrored.rewards == plain.rewards
+            assert whole.terminations == plain.terminations
+    assert turned > 100
 
 
 def test_poker_by_seed_is_dealt_alike_in_both_seats() -> None:
