@@ -93,11 +93,11 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
     examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
     verdicts = [verdict for verdict in examined if verdict is not None]
     whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
-    return [*verdicts, *_damaged_exports(checkpoints, whole), *_damaged_players(checkpoints, whole), *files]
+    return [*verdicts, *_damaged_exports(checkpoints, whole), *_damaged_players(checkpoints, whole, live), *files]
 
 
-def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:
-    """Of the leagues in whole checkpoints, each once."""
+def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
+    """Of the leagues in whole checkpoints, each once. Of one that is being pruned they go first."""
     listed: dict[str, str] = {}
     for name in names:
         with suppress(CheckpointNotFound):  # pruned meanwhile
@@ -106,7 +106,7 @@ def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str]) -> Iter
         try:
             read_player(checkpoints.store, sha256)
         except PlayerUnusable as error:
-            if name in checkpoints.names():
+            if not _goes(checkpoints, name, live):
                 yield Verdict(PLAYERS + sha256, State.DAMAGED, (str(error),))
 
 
@@ -179,11 +179,16 @@ def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Ve
         return Verdict(name, State.DAMAGED, (f"{MANIFEST} is missing",))
     if live and (stored.checkpoint_version(name) or 0) > (stored.checkpoint_version(latest or "") or -1):
         return Verdict(name, State.BEING_WRITTEN)
-    for _ in range(_POLLS if live else 0):  # where it is being pruned, the manifest goes first, the rest in a moment
-        time.sleep(_POLL_SECONDS)
+    return None if _goes(checkpoints, name, live) else Verdict(name, State.CUT_OFF)
+
+
+def _goes(checkpoints: CheckpointStore, name: str, live: bool) -> bool:
+    """Whether it is gone, or in a moment: while one is being pruned, a part of it is there still."""
+    for _ in range(_POLLS if live else 0):
         if name not in checkpoints.names():
-            return None
-    return Verdict(name, State.CUT_OFF)
+            return True
+        time.sleep(_POLL_SECONDS)
+    return name not in checkpoints.names()
 
 
 def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:

@@ -18,6 +18,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.league.players import LEAGUE
 from shared.league.table import PlayerRef, kind_of, sides_of
 from shared.policies.registry import build_policies
+from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore
 from trainer_node.learning.league import LeagueState, standings, wilson
@@ -48,6 +49,9 @@ class Result:
     by_side: list[dict[str, Any]]
     forfeits: dict[str, int]
     """Of `first` and `second`, how many matches each lost by forfeit."""
+    may_repeat: bool
+    """Whether neither is known to draw its actions: then games of one start are one game, which the interval takes for
+    several."""
 
     def as_dict(self) -> dict[str, Any]:
         rate = (self.wins + 0.5 * self.draws) / self.games
@@ -69,9 +73,11 @@ def match(
     policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
     held: dict[str, bytes] = {}
     players: dict[str, PlayerRef] = {}
+    draws = False
     for name, source in (("first", first), ("second", second)):
         players[name], data = find_player("", source, runs_dir, description)
         held[players[name].sha256] = data
+        draws |= _draws(players[name], data, greedy)
     fits = {name: set(ref.seats) for name, ref in players.items()}
     each = -(-games // max(1, len(playable(seats, *fits.values()))))
     opponents = Opponents(held.__getitem__, {ref.source for ref in players.values()}, greedy=greedy)
@@ -90,7 +96,14 @@ def match(
     lost = Counter(player for matches in played.values() for its in matches for player in its.forfeited)
     forfeits = {name: lost[name] for name in players}
     total = {name: sum(its[name] for its in by_side) for name in ("games", "wins", "draws")}
-    return Result(**total, by_side=by_side, forfeits=forfeits)
+    return Result(**total, by_side=by_side, forfeits=forfeits, may_repeat=not draws)
+
+
+def _draws(player: PlayerRef, data: bytes, greedy: bool) -> bool:
+    """Of a scripted player it is not known."""
+    if player.kind != "policy":
+        return player.kind == "random"
+    return not greedy and decode_policy(data)[0].distribution.draws
 
 
 def _named(seats: set[str]) -> str:

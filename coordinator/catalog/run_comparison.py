@@ -86,11 +86,19 @@ def config_fields(run: Run) -> dict[str, Any]:
 
 
 def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs whose configs differ in nothing but the seed are together, in the order given."""
+    """Runs whose configs differ in nothing but the seed are together, in the order given; a seed's repetition is of no
+    group, since it says nothing of other seeds."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
         fields = {name: value for name, value in config_fields(run).items() if name not in _NOT_OF_A_GROUP}
-        same = next((members for known, members in groups if known == fields), None)
+        same = next(
+            (
+                members
+                for known, members in groups
+                if known == fields and run.config.seed not in {member.config.seed for member in members}
+            ),
+            None,
+        )
         same.append(run) if same is not None else groups.append((fields, [run]))
     return [members for _, members in groups]
 

@@ -114,8 +114,8 @@ def match(
     total = (
         f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
     )
-    again = "with --greedy a game may repeat another one of the same start; the interval takes all for different games"
-    console.text(total, *lines, *([again] if greedy else []))
+    again = "neither player draws its actions: a game may repeat another one, and the interval takes all for different"
+    console.text(total, *lines, *([again] if found["may_repeat"] else []))
 
 
 def _counts(row: Mapping[str, Any]) -> str:

@@ -6,7 +6,9 @@ What is found stands in the run's config, and so in its store and in its hash: a
 import contextlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.run_config import Config
@@ -22,14 +24,23 @@ from shared.storage.object_store import ObjectStore
 _POLICY_FILE = "policy.safetensors"
 
 
-def with_fixed_players(config: Config, description: EnvironmentDescription, before: Config | None = None) -> Config:
-    """The config with what each of `league.fixed` is; raises `ConfigError` where one cannot be found, or fits no seat.
+Players = Mapping[str, bytes]
+"""What was read of `league.fixed`, by SHA-256: a source may be of a live run, where another one is the newest soon."""
+NO_PLAYERS: Players = MappingProxyType({})
+
+
+def with_fixed_players(
+    config: Config, description: EnvironmentDescription, before: Config | None = None
+) -> tuple[Config, Players]:
+    """The config with what each of `league.fixed` is, and what was read; raises `ConfigError` where one cannot be
+    found, or fits no seat.
 
     One that was found when the run started, whose config was `before`, stays what it was, whatever has become of its
     source. In a new run nothing is known, whatever its config says: that may be of another run, with other seats.
     """
     if config.league is None or not config.league.fixed:
-        return config
+        return config, NO_PLAYERS
+    read: dict[str, bytes] = {}
     fixed, then = dict(config.league.fixed), before.league.fixed if before and before.league else {}
     for name, player in fixed.items():
         known = then.get(name)
@@ -38,7 +49,7 @@ def with_fixed_players(config: Config, description: EnvironmentDescription, befo
                 _check_function(field := f"league.fixed.{name}", import_object(known.source, field, kind="function"))
             fixed[name] = player.model_copy(update={key: getattr(known, key) for key in ("kind", "sha256", "seats")})
             continue
-        ref, _ = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
+        ref, data = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
         if not ref.seats:
             raise ConfigError(
                 f"league.fixed.{name}={player.source} was made for other observation or action spaces than those of "
@@ -48,14 +59,19 @@ def with_fixed_players(config: Config, description: EnvironmentDescription, befo
             raise ConfigError(_changed(name, player.source, player.sha256))
         update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
         fixed[name] = player.model_copy(update=update)
-    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": fixed})})
+        read[ref.sha256] = data
+    league = config.league.model_copy(update={"fixed": fixed})
+    return config.model_copy(update={"league": league}), read
 
 
-def store_fixed_players(store: ObjectStore, config: Config) -> None:
-    """Copies them into a new run's store; raises `ConfigError` where one has changed since it was found."""
+def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> None:
+    """Copies them into a new run's store. One that was found by an earlier start, which was cut off, is read again;
+    raises `ConfigError` where it has changed since."""
     for name, player in config.league.fixed.items() if config.league else ():
         if player.sha256:
-            data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
+            data = read.get(player.sha256)
+            if data is None:
+                data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
             if player_hash(data) != player.sha256:
                 raise ConfigError(_changed(name, player.source, player.sha256))
             write_player(store, data)

@@ -8,7 +8,7 @@ from functools import partial
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
-from coordinator.lifecycle.fixed_players import read_snapshot, with_fixed_players
+from coordinator.lifecycle.fixed_players import Players, read_snapshot, with_fixed_players
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, JobServer, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -50,7 +50,7 @@ def start(
     extend_imports(import_path)
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
-    config, description = _checked(config, import_path, inline, before)
+    config, description, players = _checked(config, import_path, inline, before)
     if before is not None:
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
@@ -58,12 +58,12 @@ def start(
         if before.stop_at == config.stop_at and at_its_end:
             folder.unlock()
             return folder, before, None
-        return _continue(folder, config, description, before.stop_at, prepare_resume, inline, begun)
+        return _continue(folder, config, description, players, before.stop_at, prepare_resume, inline, begun)
     sources = first_policies(config, description)
     make_room()
     folder = RunFolder.create(config, name, import_path)
     try:
-        prepare = partial(prepare_new, description=description, sources=sources)
+        prepare = partial(prepare_new, description=description, sources=sources, players=players)
         return folder, config, Coordinator(folder, config, prepare, inline, begun)
     except BaseException:
         folder.remove()
@@ -73,12 +73,12 @@ def start(
 def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
-    config, description = _checked(config, (os.getcwd(), *import_path))
+    config, description, players = _checked(config, (os.getcwd(), *import_path))
     sources = first_policies(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
     context = open_run_context(config, address, "coordinator")
     with context.redis:
-        prepare_new(context, description, sources)
+        prepare_new(context, description, sources, players)
 
 
 def resume(
@@ -89,9 +89,9 @@ def resume(
         name = folder.run_id
         raise UserError(f"run {name!r} lives on other machines; `stagecoach attach {name}` continues it there")
     before = folder.config()
-    config, description = _checked(folder.config(overrides), folder.import_path(), inline, before)
+    config, description, players = _checked(folder.config(overrides), folder.import_path(), inline, before)
     _check_same_learning(config, before)
-    return _continue(folder, config, description, before.stop_at, prepare, inline, begun)
+    return _continue(folder, config, description, players, before.stop_at, prepare, inline, begun)
 
 
 def submit(sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None]) -> Started:
@@ -123,16 +123,16 @@ def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
 
 def _checked(
     config: Config, import_path: tuple[str, ...], inline: bool = False, before: Config | None = None
-) -> tuple[Config, EnvironmentDescription]:
-    """The config with the hashes of its data and the players of a league, which in a resume are those of `before`, and
-    its environment; raises a `UserError` where a run would fail."""
+) -> tuple[Config, EnvironmentDescription, Players]:
+    """The config with the hashes of its data and the players of a league, which in a resume are those of `before`, its
+    environment, and the players that were read; raises a `UserError` where a run would fail."""
     extend_imports(import_path)
     description = check(config, inline)
     if before is None:
         check_new(config, description)
-    config = with_fixed_players(with_recorded(config, description), description, before)
+    config, players = with_fixed_players(with_recorded(config, description), description, before)
     check_services(config)
-    return config, description
+    return config, description, players
 
 
 def _check_same_learning(config: Config, before: Config) -> None:
@@ -151,13 +151,13 @@ def _check_same_learning(config: Config, before: Config) -> None:
 
 
 def _continue(
-    folder: RunFolder, config: Config, description: EnvironmentDescription, before: StopConfig,
+    folder: RunFolder, config: Config, description: EnvironmentDescription, players: Players, before: StopConfig,
     prepare: Callable[..., None], inline: bool, begun: Begun,
 ) -> Started:  # fmt: skip
     """A run that had `before` to reach. A folder that was made for it here is removed if it cannot continue."""
 
     def begin(context: RunContext) -> None:
-        prepare_new(context, description, first_policies(config, description))
+        prepare_new(context, description, first_policies(config, description), players)
 
     made_here = folder.held
     try:

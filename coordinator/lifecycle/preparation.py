@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from coordinator.lifecycle.fixed_players import store_fixed_players
+from coordinator.lifecycle.fixed_players import NO_PLAYERS, Players, store_fixed_players
 from shared.config.loading import dump_config
 from shared.config.sections import StopConfig
 from shared.errors import (
@@ -45,11 +45,13 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 def prepare_new(
-    context: RunContext, description: EnvironmentDescription, sources: Mapping[str, Source] = MappingProxyType({})
-) -> None:
+    context: RunContext, description: EnvironmentDescription, sources: Mapping[str, Source] = MappingProxyType({}),
+    players: Players = NO_PLAYERS,
+) -> None:  # fmt: skip
     """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing.
 
-    In version 0, policies that have one of `sources`, by policy id, are what was learned there.
+    In version 0, policies that have one of `sources`, by policy id, are what was learned there. `players` are those of
+    `league.fixed` that were read already.
     """
     store = context.checkpoints.store
     if (holder := _holder(context)) is not None:
@@ -57,7 +59,7 @@ def prepare_new(
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         first = forked(context, sources) if sources else None
-        store_fixed_players(store, context.config)
+        store_fixed_players(store, context.config, players)
         if first is not None:
             for policy_id in sorted(
                 learner.policy for learner in context.config.league_learners.values()

@@ -142,7 +142,8 @@ class _Runs(Collector):
 def _samples(view: RunView) -> Iterator[Sample]:
     """Name, labels behind `run`, value; nothing for what is not known."""
     state, config = view.state, view.run.config
-    named = (state.get("state", RunStatus.UNKNOWN), config.algorithm.name, config.environment.id)
+    algorithms = ", ".join(sorted({config.algorithm_of(policy_id).name for policy_id in config.trainable}))
+    named = (state.get("state", RunStatus.UNKNOWN), algorithms, config.environment.id)
     yield "stagecoach_run_info", named, 1
     yield from _counters(view)
     metrics = state.get("metrics", {})

@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
 from shared.experience.goals import MISSED
 from shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from shared.league.table import sides_of
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -124,6 +125,9 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
     """What a new run is not begun with, since it says or does other things than were meant; raises `ConfigError`. A run
     that has it is still resumed and played."""
     _check_patterns(config, description.agents)
+    _check_stops(config, description.agents)
+    for policy_id, spaces_of in description.policies.items():
+        _check_convolutions(f"policies.{policy_id}.cnn", config.policies[policy_id].cnn, spaces_of.observation.own)
     if config.environment.api == "pettingzoo":
         slots = {id_: 1 if description.in_turns else description.slots(id_) for id_ in config.policies}
         check_minibatches(config, slots)
@@ -135,6 +139,34 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
             f"after a fragment's end is not learned from: half of them or more would be lost; set it to {10 * agents} "
             f"or more"
         )
+
+
+def _check_convolutions(field: str, cnn: object, observation: SpaceSpec) -> None:
+    """Whether what is asked for is there to be convolved."""
+    if cnn == "auto" or any(leaf.is_image for leaf in observation.leaves):
+        return
+    shown = ", ".join(f"{leaf.path or 'space'} {list(leaf.shape)} of {leaf.dtype}" for leaf in observation.leaves)
+    raise ConfigError(
+        f"{field} would change nothing: convolutions see images alone, arrays of three or four axes of uint8 or bool, "
+        f"and observed is {shown}; let the environment give them so, or leave cnn out"
+    )
+
+
+def _check_stops(config: Config, agents: Mapping[str, str]) -> None:
+    """Whether a return that ends the run is of one side: evaluations play current weights on all."""
+    asked = config.stop_at.mean_return
+    if config.league is None or asked is None:
+        return
+    sides, _ = sides_of(config.league.sides, agents)
+    for policy_id in asked if isinstance(asked, dict) else (None,):
+        summed = [side for side in sides if policy_id is None or policy_id in {agents[agent] for agent in side}]
+        if len(summed) > 1:
+            field = "" if policy_id is None else f".{policy_id}"
+            raise ConfigError(
+                f"stop_at.mean_return{field} would add up the returns of {len(summed)} sides of the league, which in a "
+                f"game that one side wins say nothing (0 where the pay is zero-sum); name a policy of one side, as in "
+                f"stop_at.mean_return={{POLICY: 0.5}}, or end by env_steps"
+            )
 
 
 def _check_patterns(config: Config, agents: Collection[str]) -> None:

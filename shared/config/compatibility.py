@@ -10,7 +10,7 @@ from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
 from shared.config.environment import EnvironmentConfig
 from shared.config.hierarchy import HierarchyConfig, OptionsConfig
-from shared.config.league_compatibility import check_league
+from shared.config.league_compatibility import check_league, check_replay
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
@@ -162,6 +162,7 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
     if not run.policies[policy_id].trainable:
         return
     algorithm.validate_run(run)
+    check_replay(run, policy_id, algorithm)
     if isinstance(algorithm, BatchOfUpdate) and run.environment.api == "gymnasium":
         _check_minibatch(run, algorithm, 1)
     if run.state_sizes[policy_id]:

@@ -1,5 +1,6 @@
 """A league's learners, shares and players against the run's policies."""
 
+from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.league import LeagueConfig, LearnerConfig
 from shared.config.sections import ConfigFields
 from shared.league.table import SNAPSHOT
@@ -29,21 +30,6 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
                 f"agents have its own policy {learner.policy!r}; use reset.or_after"
             )
         _check_meets(run, league, name, learner, alone)
-        algorithm = run.policies[learner.policy].algorithm or run.algorithm
-        if getattr(algorithm, "replay_buffer", None) is None:
-            continue
-        for field, why in (
-            (
-                f"learners.{name}.reset" if learner.reset is not None else "",
-                "hold what the former weights learned from",
-            ),
-            ("swap_every" if league.swap_every is not None else "", "be learned from while it is another one's turn"),
-        ):
-            if field:
-                raise ValueError(
-                    f"league.{field} with the algorithm {algorithm.name} of {learner.policy!r}: its replay buffer "
-                    f"would {why}; leave {field.rpartition('.')[2]} out, or use an algorithm without a replay buffer"
-                )
     if not learners:
         raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
     taught = {learner.policy for learner in learners.values()}
@@ -71,6 +57,31 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
     if taken := sorted(({*league.fixed} & {*run.policies}) | snapshots):
         said = "ids of policies or might be their snapshots'"
         raise ValueError(f"league.fixed: {taken} are {said}; give the players names of their own")
+
+
+def check_replay(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
+    """Raises `ValueError` where a league begins a policy again, or lets it wait, that learns from a replay buffer.
+    `algorithm` is its section, a user's own resolved."""
+    if run.league is None or getattr(algorithm, "replay_buffer", None) is None:
+        return
+    for name, learner in run.league_learners.items():
+        if learner.policy != policy_id:
+            continue
+        for field, why in (
+            (
+                f"learners.{name}.reset" if learner.reset is not None else "",
+                "hold what the former weights learned from",
+            ),
+            (
+                "swap_every" if run.league.swap_every is not None else "",
+                "be learned from while it is another one's turn",
+            ),
+        ):
+            if field:
+                raise ValueError(
+                    f"league.{field} with the algorithm {algorithm.name} of {policy_id!r}: its replay buffer "
+                    f"would {why}; leave {field.rpartition('.')[2]} out, or use an algorithm without a replay buffer"
+                )
 
 
 def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: LearnerConfig, alone: bool) -> None:

@@ -28,6 +28,8 @@ _INSIDE = 1.0 - 1e-6
 class SquashedGaussian:
     """tanh of normals, rescaled (Haarnoja et al. 2018b, appendix C); `params` are means, then log σ, `[B, 2D]`."""
 
+    draws = True
+
     def __init__(self, bounds: BoundedActions) -> None:
         self._bounds = bounds
         self.parameters = 2 * bounds.size
@@ -67,6 +69,8 @@ def _log_density(before: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
 
 class Certain:
     """One action and no other; `params` are its elements before tanh, `[B, D]`."""
+
+    draws = False
 
     def __init__(self, bounds: BoundedActions) -> None:
         self.bounds = bounds

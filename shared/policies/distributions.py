@@ -103,6 +103,8 @@ class DiagonalGaussian:
 class ActionDistribution:
     """The joint distribution over all leaves of an action space; actions are dicts of columns."""
 
+    draws = True
+
     def __init__(self, action: SpaceSpec) -> None:
         self.names = action.column_names("action")
         self._leaves = [_leaf_distribution(leaf) for leaf in action.leaves]

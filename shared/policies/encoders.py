@@ -102,14 +102,20 @@ class Encoder(nn.Module):
 
 
 class _Image(nn.Module):
-    """Bytes to channels first in [0, 1]: H×W×C, C×H×W, and stacks of either (stack × H × W × C)."""
+    """Bytes to channels first in [0, 1]: H×W×C, C×H×W, and stacks of either (stack × H × W × C).
+
+    Which of the two is told by the two sides that are alike (a board may have more planes than rows), else by the fewer
+    channels.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
-        self._scale = 255.0 if leaf.dtype == "uint8" else 1.0
+        self._scale = float(leaf.bounds()[1].max()) or 1.0  # bytes of ones and zeros are no dark pictures
         self._stacked = len(leaf.shape) == 4
         shape = leaf.shape[1:] if self._stacked else leaf.shape
         self._channels_last = shape[-1] <= shape[0]
+        if (shape[0] == shape[1]) != (shape[1] == shape[2]):
+            self._channels_last = shape[0] == shape[1]
         height, width, channels = shape if self._channels_last else (shape[1], shape[2], shape[0])
         self.shape = (channels * (leaf.shape[0] if self._stacked else 1), height, width)
 

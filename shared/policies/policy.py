@@ -17,6 +17,9 @@ Network = TypeVar("Network", bound=nn.Module)
 class Distribution(Protocol):
     """How actions follow from a policy's outputs: pure functions of `params` [B, P]; actions are dicts of columns."""
 
+    draws: bool
+    """Whether `sample` may give another action than `mode`."""
+
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """A random joint action."""
 

@@ -31,6 +31,8 @@ _RESCALING = 1e-3
 class BestChoice:
     """Takes the choice of the largest value; the parameters are the values."""
 
+    draws = False
+
     def __init__(self, action: SpaceSpec) -> None:
         self._name = action.column_names("action")[0]
 

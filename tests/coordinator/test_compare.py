@@ -52,6 +52,8 @@ def test_seeds_of_one_config_are_a_group(ended_run: Run, tmp_path: Path) -> None
     made: dict[str, dict[str, Any]] = {"b": {"seed": 2}, "c": {"algorithm.learning_rate": 0.1}, "d": {"seed": 3}}
     runs = copies(ended_run, tmp_path / "runs", made)
     assert [[run.run_id for run in group] for group in groups_by_seed(runs)] == [["b", "d"], ["c"]]
+    again = [*runs[:1], *runs]  # a seed's repetition says nothing of others
+    assert [[run.run_id for run in group] for group in groups_by_seed(again)] == [["b", "d"], ["b"], ["c"]]
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(2, 12.7062), (3, 4.3027), (5, 2.7764), (31, 2.0423)])

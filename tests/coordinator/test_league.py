@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import urllib.request
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+import torch
 from onnx import TensorProto, helper
 
 from coordinator.catalog.league import league_of, match
@@ -19,15 +21,18 @@ from coordinator.cli.league import _matrix
 from coordinator.diagnostics.doctor import examine
 from coordinator.lifecycle import launcher, preparation
 from coordinator.lifecycle.fixed_players import with_fixed_players
+from coordinator.lifecycle.supervisor import Coordinator
 from coordinator.page.server import serve
 from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from shared.league.players import PLAYERS, read_player, write_player
+from shared.league.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
 from shared.league.table import MatchTable, player_hash
 from shared.policies.deployed import load_policy
+from shared.policies.serialization import decode_policy
 from shared.printable import figure
+from shared.storage.checkpoint_store import CheckpointStore, Pointer
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.groups import some_quick
@@ -140,15 +145,14 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
 def test_what_a_config_of_another_run_says_of_its_players_is_found_out_anew(chase: MakeConfig) -> None:
     """Its policies may have had other names."""
     played(chase({}), "first")
-    found = with_fixed_players(
-        chase({"fixed": {"rival": "first/latest#hunter"}}), describe_environment(chase({}))
-    ).league  # fmt: skip
+    fresh = chase({"fixed": {"rival": "first/latest#hunter"}})
+    found = with_fixed_players(fresh, describe_environment(fresh))[0].league
     assert found is not None and found.fixed["rival"].seats == ("hunter",)
     stale = found.fixed["rival"].model_copy(update={"seats": ("other",), "kind": "onnx"})
     config = chase({"fixed": {"rival": stale.model_dump()}})
-    again = with_fixed_players(config, describe_environment(config)).league
+    again = with_fixed_players(config, describe_environment(config))[0].league
     assert again is not None and again.fixed == found.fixed
-    kept = with_fixed_players(config, describe_environment(config), before=config).league
+    kept = with_fixed_players(config, describe_environment(config), before=config)[0].league
     assert kept is not None and kept.fixed["rival"] == stale, "a resume has what it had"
     run = played(chase({"fixed": {"rival": "first/latest#hunter"}}, checkpoint={"best_by": "hunter"}), "second")
     with pytest.raises(ConfigError, match=r"best_by=prey cannot change in a resume: .* are ranked by hunter"):
@@ -164,7 +168,11 @@ def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, m
     begins = {"hunter": {"initialize_from": f"first#{snapshot}"}, "prey": {}}
     second = played(chase({}, policies=begins), "second")
     begun = second.checkpoint_store().load(second.checkpoint_store().names()[0])
-    assert player_hash(begun.objects["hunter/policy.safetensors"]).startswith(snapshot.removeprefix("hunter-"))
+    store = first.checkpoint_store()
+    listed = snapshots_in(store.load(store.resolve("latest"), only=LEAGUE).objects[LEAGUE])
+    then = decode_policy(read_player(store.store, listed[snapshot]))[0]  # of whatever version
+    now = decode_policy(begun.objects["hunter/policy.safetensors"])[0]
+    assert all(torch.equal(tensor, now.state_dict()[name]) for name, tensor in then.state_dict().items())
     assert begun.manifest.provenance["initialized_from"]["summary"].startswith(f"hunter: {snapshot} of ")
     monkeypatch.setattr(launcher, "Coordinator", None)
     with pytest.raises(ConfigError, match=r"has no policy 'hunter-x'; it has hunter, prey.*or a snapshot"):
@@ -219,7 +227,7 @@ def test_an_onnx_file_takes_the_seats_whose_spaces_it_tells(chase: MakeConfig, t
     config = chase({"fixed": {"own": str(path)}})
     description = describe_environment(config)
     path.write_bytes(onnx_file(json.dumps(description.policies["prey"].as_dict())))
-    found = with_fixed_players(config, description).league
+    found = with_fixed_players(config, description)[0].league
     assert found is not None
     player = found.fixed["own"]
     assert (player.kind, player.seats, player.sha256) == ("onnx", ("prey",), player_hash(path.read_bytes()))
@@ -274,6 +282,9 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     with pytest.raises(CheckpointDamaged, match=f"the player {snapshot} was altered"):
         load_policy(path, snapshot)
     mine.write_bytes(kept)
+    assert "may_repeat" in games[0] and "a game may repeat" not in stagecoach("match", "cats#hunter", "random").out
+    sure = stagecoach("match", "cats#hunter", "tests.support.games:takes_one", "--games", "2", "--greedy").ok()
+    assert "neither player draws its actions: a game may repeat another one" in sure
     raising = stagecoach("match", f"cats#{snapshot}", "tests.support.games:raises", "--games", "4").ok()
     assert ", 4 forfeits of tests.support.games:raises; win rate 100.0%" in raising
     check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
@@ -294,6 +305,33 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
             urllib.request.urlopen(f"{url}/api/runs/a/league")
         assert caught.value.code == 400
         assert b"has no league" in caught.value.read()
+
+
+def test_a_player_of_a_live_run_is_the_one_that_was_found_whatever_that_run_does_then(
+    chase: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest` is another one by the time the services are up."""
+    first = played(chase({}), "first").checkpoint_store()
+    pointer, coordinator = first.pointer(), Coordinator
+    assert pointer is not None
+    found = first.load(pointer.latest).objects["hunter/policy.safetensors"]
+
+    def moved(*arguments: Any) -> Any:
+        older = first.names()[0]
+        assert older != pointer.latest
+        first.write_pointer(Pointer(latest=older, epoch=pointer.epoch, manifest_sha256=digest(first, older)))
+        assert first.resolve("latest") == older
+        return coordinator(*arguments)
+
+    monkeypatch.setattr(launcher, "Coordinator", moved)
+    run = played(chase({"fixed": {"rival": "first/latest#hunter"}}), "second")
+    assert run.config.league is not None
+    assert run.config.league.fixed["rival"].sha256 == player_hash(found)
+    assert read_player(run.checkpoint_store().store, player_hash(found)) == found
+
+
+def digest(checkpoints: CheckpointStore, name: str) -> str:
+    return hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()
 
 
 def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:

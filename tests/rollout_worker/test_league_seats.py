@@ -119,6 +119,22 @@ def test_a_learner_in_the_seats_of_another_has_no_return_that_could_be_asked_for
         described(EXPLOITER, policies=POLICIES, **asked)
 
 
+def test_a_return_that_adds_up_sides_ends_no_new_run() -> None:
+    """Evaluations play current weights on all of them: of a zero-sum game it is always 0."""
+
+    def new(asked: Any, **more: Any) -> None:
+        config = minimal_config(**({"environment": CHASE, "league": {}, "stop_at": {"mean_return": asked}} | more))
+        check_new(config, describe_environment(config))
+
+    pairs = {"environment": {"api": "pettingzoo", "id": f"{MODULE}:Pairs"}}
+    alone = pairs | {"policies": {"main": {}}, "agents": {"*": "main"}}
+    with pytest.raises(ConfigError, match=r"mean_return would add up the returns of 2 sides of the league"):
+        new(0.5, **CHASE_POLICIES)
+    with pytest.raises(ConfigError, match=r"mean_return\.main would add up the returns of 4 sides"):
+        new({"main": 0.5}, **alone)
+    new({"hunter": 0.5}, **CHASE_POLICIES)
+
+
 def test_a_lesson_by_rating_is_of_a_learner() -> None:
     until = {"rating": 30, "policy": "prey"}
     lessons = {"parameters": {"cat_steps": {"lessons": [{"value": 2, "until": until}, {"value": 3}]}}}

@@ -56,17 +56,19 @@ def test_choices_are_one_hot_counted_from_their_start_and_leaves_stand_beside_ea
     assert Encoder(spec, PLAIN)(columns, None).tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
+@pytest.mark.parametrize(("dtype", "most"), [(np.uint8, 255), (np.uint8, 1), (np.bool_, 1)])
 @pytest.mark.parametrize(
-    ("shape", "channels", "place"),
-    [((40, 48, 3), 3, (5, 7, 0)), ((3, 40, 48), 3, (0, 5, 7)), ((4, 40, 48), 4, (0, 5, 7)),
-     ((4, 40, 48, 3), 12, (0, 5, 7, 0)), ((4, 3, 40, 48), 12, (0, 0, 5, 7))],
-    ids=["HWC", "CHW", "stacked gray", "stack of HWC", "stack of CHW"],
+    ("shape", "channels", "size", "place"),
+    [((40, 48, 3), 3, (40, 48), (5, 7, 0)), ((3, 40, 48), 3, (40, 48), (0, 5, 7)),
+     ((4, 40, 48), 4, (40, 48), (0, 5, 7)), ((4, 40, 48, 3), 12, (40, 48), (0, 5, 7, 0)),
+     ((4, 3, 40, 48), 12, (40, 48), (0, 0, 5, 7)), ((8, 8, 111), 111, (8, 8), (5, 7, 0)),
+     ((111, 8, 8), 111, (8, 8), (0, 5, 7)), ((16, 10, 10), 16, (10, 10), (0, 5, 7)),
+     ((2, 8, 8, 17), 34, (8, 8), (0, 5, 7, 0))],
+    ids=["HWC", "CHW", "stacked gray", "stack of HWC", "stack of CHW", "chess", "chess first", "16 gray", "stacked go"],
 )  # fmt: skip
 def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
-    shape: tuple[int, ...], channels: int, place: tuple[int, ...], dtype: Any
+    shape: tuple[int, ...], channels: int, size: tuple[int, int], place: tuple[int, ...], dtype: Any, most: int
 ) -> None:
-    most = 255 if dtype is np.uint8 else 1
     space = spaces.Box(0, most, shape, dtype)
     image = torch.from_numpy(np.zeros((1, *shape), dtype))
     image[(0, *place)] = most
@@ -75,7 +77,7 @@ def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
     first.register_forward_pre_hook(lambda _, arguments: met.append(arguments[0]))
     assert encoder({"obs": image}, None).shape == (1, 64)
     (seen,) = met
-    assert seen.shape == (1, channels, 40, 48)
+    assert seen.shape == (1, channels, *size)
     assert seen.nonzero().tolist() == [[0, 0, 5, 7]] and seen.max().item() == 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,11 @@ def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",),
     )  # fmt: skip
 
 
-def league_of(config: Config) -> tuple[League, dict[str, Policy]]:
+def league_of(config: Config, agents: Mapping[str, str] | None = None) -> tuple[League, dict[str, Policy]]:
     """A new league and its policies."""
     whole = describe({"main": _SPACES}, agents=2)
+    if agents is not None:
+        whole = dataclasses.replace(whole, agents=dict(agents))
     seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
     description = dataclasses.replace(
         whole, policies=dict.fromkeys(config.policies, whole.policies["main"]), seats=seats

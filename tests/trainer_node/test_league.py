@@ -306,6 +306,33 @@ def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int
     assert len(league.state.snapshots) == 2
 
 
+def test_a_learner_begins_again_once_it_has_met_all_of_its_opponents_often_enough() -> None:
+    """Of three sides, the one that it beats may have been met sooner."""
+    learners = {name: {"policy": name} for name in ("main", "b", "c")}
+    learners["main"]["reset"] = {"win_rate": 0.7}  # type: ignore[assignment]
+    agents = {"main-0": "main", "main-1": "b", "main-2": "c"}
+    settings = {"learners": learners, "snapshot": {"min_games": 100}, "opponents": {"latest": 1, "past": 0}}
+    league, policies = league_of(league_config(settings, ("main", "b", "c"), agents=agents), agents)
+    standing = league.state.learners["main"]
+    for games, rate, resets in ((99, 0.05, 0), (100, 0.05, 0), (100, 0.7, 1)):
+        standing.form = {"b": (100, 0.9), "c": (games, rate)}
+        assert league.after_update(policies, 1) == ["main"] * resets
+    assert not league.lines_to_tell()[1:]
+
+
+def test_a_reset_by_matches_that_are_never_played_is_told_once() -> None:
+    learners = {"main": {"policy": "main", "reset": {"win_rate": 0.7}}, "b": {"policy": "b"}}
+    settings = {
+        "learners": learners, "opponents": {"latest": 0, "past": 0.5, "fixed": 0.5},
+        "fixed": {"dice": {"source": "random", "kind": "random", "seats": ["main", "b"]}},
+    }  # fmt: skip
+    agents = {"main-0": "main", "main-1": "b"}
+    league, _ = league_of(league_config(settings, ("main", "b"), agents=agents), agents)
+    (line,) = league.lines_to_tell()
+    assert line.startswith("league.learners.main.reset.win_rate is never reached: it counts matches against current")
+    assert not league.lines_to_tell()
+
+
 def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
     """It fits no seat that a learner plays against, as one may of a run whose policies had other names."""
     stone = {"source": "random", "kind": "random", "seats": ["hero"]}

@@ -185,6 +185,20 @@ def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame
     assert not any(name.startswith(("adam/", "optimizer/")) and array.any() for name, array in beside.items())
 
 
+def test_a_policy_with_a_hyphen_in_its_name_is_no_snapshot_of_another(new_game: NewGame, tmp_path: Path) -> None:
+    policies = {"red-elite": {"hidden_sizes": [8]}}
+    source = new_game(config_of("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
+    source.play_to(2)
+    there = source.trainer.state.snapshot().checkpoint
+    there.manifest.provenance["algorithms"] = {"red": "ppo"}  # as of a policy `red` beside it
+    begun = forked(
+        new_game(config_of("discrete sac", tmp_path, seed=7, policies=policies)).role,
+        {"red-elite": Source(there, "red-elite")},
+    )
+    summary = begun.manifest.provenance["initialized_from"]["summary"]
+    assert summary.startswith("taken: policy, critics"), summary
+
+
 def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: NewGame, tmp_path: Path) -> None:
     policies = {"default": {"hidden_sizes": [8], "normalize_rewards": True}}
     source = new_game(config_of("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))

@@ -157,8 +157,10 @@ def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: So
         anew.append("replay buffer")
         beside, here = list(algorithm.beside_policy), section.name
         there = provenance.get("algorithm", "an unknown algorithm")
-        named = source.policy_id.rpartition("-")[0], source.policy_id  # a snapshot is learned as its policy is
-        there = next((its for name in named if (its := provenance.get("algorithms", {}).get(name))), there)
+        learned = source.policy_id
+        if snapshot.POLICY.format(learned) not in source.checkpoint.manifest.objects:
+            learned = learned.rpartition("-")[0]  # a snapshot is learned as its policy is
+        there = provenance.get("algorithms", {}).get(learned, there)
         try:
             if there != here:
                 raise ValueError(f"learned by {there} there, by {here} here")

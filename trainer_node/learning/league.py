@@ -16,7 +16,7 @@ from typing import Any
 
 from openskill.models import PlackettLuce
 
-from shared.config.league import LearnerConfig, first_learner
+from shared.config.league import first_learner
 from shared.config.run_config import Config
 from shared.experience.counters import Counters, Duration
 from shared.experience.fragment import EpisodeRecord, MatchRecord
@@ -194,7 +194,7 @@ class League:
         self.unstored, self.left, begin_again = {}, [], []  # by now a trainer has stored and told what there was
         for name, learner in sorted(self._learners.items()):
             standing = self.state.learners[name]
-            reset = self._reset_due(standing, learner)
+            reset = self._reset_due(name)
             if reset or self._snapshot_due(standing):
                 self._take_snapshot(name, policies, updates)
             if reset:
@@ -217,12 +217,13 @@ class League:
         strong = config.win_rate is not None and games >= config.min_games and rate >= config.win_rate
         return strong and _passed(config.at_most_every, standing.played, standing.snapshot_at)
 
-    def _reset_due(self, standing: Standing, learner: LearnerConfig) -> bool:
-        if (reset := learner.reset) is None:
+    def _reset_due(self, name: str) -> bool:
+        standing, least = self.state.learners[name], self._config.snapshot.min_games
+        if (reset := self._learners[name].reset) is None:
             return False
-        met = [standing.form.get(seat, (0, 0.0)) for seat in sorted(set(self._seats))]
-        strong = [rate for games, rate in met if games >= self._config.snapshot.min_games]
-        won = reset.win_rate is not None and bool(strong) and min(strong) >= reset.win_rate
+        met = [standing.form.get(policy_id, (0, 0.0)) for policy_id in sorted(self._current(name))]
+        strong = reset.win_rate is not None and all(games >= least and rate >= reset.win_rate for games, rate in met)
+        won = bool(met) and strong
         return won or (reset.or_after is not None and _passed(reset.or_after, standing.played, standing.began_at))
 
     def _take_snapshot(self, name: str, policies: Mapping[str, Policy], updates: int) -> None:
@@ -279,6 +280,13 @@ class League:
     def _met(self, seat: str) -> list[str]:
         """The policies whose seats are on other sides than one of this policy."""
         return sorted(other for other, count in Counter(self._seats).items() if other != seat or count > 1)
+
+    def _drawn(self, name: str) -> set[str]:
+        return {its for seat in self._met(self._learners[name].seat) for its, _ in self._opponents(name, seat)}
+
+    def _current(self, name: str) -> set[str]:
+        """The other policies whose current weights `name` may meet."""
+        return self._drawn(name) & {*self._seats} - {self._learners[name].policy}
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
         opponents = self._config.opponents
@@ -352,14 +360,20 @@ class League:
             lines.append(f"fixed players are met in evaluations alone ({named}): league.opponents.fixed is 0")
         if self._config.opponents.fixed.share and "fixed" not in self._told:
             self._told.add("fixed")
-            drawn = {its for name, each in self._learners.items() for seat in self._met(each.seat)
-                     for its, _ in self._opponents(name, seat)}  # fmt: skip
+            drawn = set[str]().union(*map(self._drawn, self._learners))
             lines += [
                 f"fixed player {name} is never drawn: it fits the seats of {', '.join(ref.seats)}, where no learner "
                 f"meets a fixed player"
                 for name, ref in self._fixed.items() if name not in drawn
             ]  # fmt: skip
         for name, learner in sorted(self._learners.items()):
+            counts = learner.reset is not None and learner.reset.win_rate is not None
+            if counts and (key := f"reset {name}") not in self._told and not self._current(name):
+                self._told.add(key)
+                lines.append(
+                    f"league.learners.{name}.reset.win_rate is never reached: it counts matches against current "
+                    f"weights, and no share of its opponents is left for them (league.opponents.latest)"
+                )
             key = f"learner {name}"
             if learner.plays and key not in self._told and learner.seat not in (met := self._met(learner.seat)):
                 self._told.add(key)

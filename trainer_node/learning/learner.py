@@ -121,7 +121,7 @@ class Learner:
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
-                if self.league is not None:
+                if self.league is not None and item.header.phase is Phase.TRAIN:  # heatup acts at random
                     self.league.saw(item.header.version)
                     for record in item.header.episodes:
                         self.league.take(record)

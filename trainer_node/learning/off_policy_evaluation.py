@@ -28,7 +28,7 @@ from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig
 from shared.datasets.recording import DatasetReader, Episode, Recording, Recordings
 from shared.errors import StagecoachError
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.policies.continuous import SquashedGaussian
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, ObservationNormalizer
@@ -163,10 +163,10 @@ class FittedQ(nn.Module):
     It begins as a regression on the returns that were seen, which is near the answer where the policies are.
     """
 
-    def __init__(self, spaces: PolicySpaces, observations: Tensors, scale: float) -> None:
+    def __init__(self, policy: Policy, observations: Tensors, scale: float) -> None:
         """`observations` give the inputs their scale, `scale` is that of the returns."""
         super().__init__()
-        plain = PolicyConfig(hidden_sizes=(), cnn="small")
+        spaces, plain = policy.spaces, PolicyConfig(hidden_sizes=(), cnn=policy.config.cnn)
         self._normalizer = ObservationNormalizer(spaces.observation, 10.0)
         self._normalizer.update(observations)
         self._observation, self._action = Encoder(spaces.observation, plain), Encoder(spaces.action, plain)
@@ -206,7 +206,7 @@ def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, se
     horizon = min(1 / (1 - gamma) if gamma < 1 else float(len(data)), float(len(data)))
     scale = max(float(data.reward.abs().mean()) * horizon, 1e-6)
     with borrowed_random_state(seed):
-        fitted = FittedQ(policy.spaces, data.observations, scale).to(device)
+        fitted = FittedQ(policy, data.observations, scale).to(device)
     optimizer = Adam(fitted.parameters(), 1e-8)
     generator, target = torch.Generator().manual_seed(seed), data.returns
     sampling = torch.Generator(device).manual_seed(seed)

@@ -34,6 +34,9 @@ const wholly = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const finely = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
+/** What ranks a checkpoint, and by what, where that is not the mean return. */
+export const ranked = (value, by) => (known(value) && by ? `${figure(value)} (${by})` : figure(value));
+
 /** A metric's value with four digits; very small ones by their power of ten. */
 export function figure(value) {
   if (!known(value)) return NONE;

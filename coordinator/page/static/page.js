@@ -1,7 +1,7 @@
 // The page of runs: shows the index or one run by the address, and keeps the connection to its server.
 
 import { recolor } from "./charts.js";
-import { api, el, figure, runPath, setText, whole } from "./dom.js";
+import { api, el, ranked, runPath, setText, whole } from "./dom.js";
 import { RunPage } from "./run.js";
 import { PagedTable } from "./tables.js";
 
@@ -148,7 +148,7 @@ async function showIndex() {
         node: (row) => el("span", { class: "state", "data-state": row.state }, row.state),
       },
       { label: "env steps", value: (row) => row.env_steps, text: whole },
-      { label: "best return", value: (row) => row.best, text: figure },
+      { label: "best", value: (row) => row.best, text: (best, row) => ranked(best, row.ranked_by) },
       { label: "why", left: true, value: (row) => row.reason, text: (value) => value || "–" },
     ],
     { filter: "Find a run", empty: "No runs yet; start one: stagecoach train cartpole" },

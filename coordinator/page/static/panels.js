@@ -10,6 +10,7 @@ import {
   figure,
   percent,
   prose,
+  ranked,
   runPath,
   seconds,
   setText,
@@ -420,7 +421,11 @@ class TimelinePanel extends Panel {
       "Kept checkpoints",
       [
         { label: "checkpoint", left: true, value: (row) => row.name },
-        { label: "evaluation", value: (row) => row.evaluation?.mean_return ?? null, text: figure },
+        {
+          label: "evaluation",
+          value: ({ evaluation }) => evaluation?.ranking ?? evaluation?.mean_return ?? null,
+          text: (value, { evaluation }) => ranked(value, evaluation?.ranked_by),
+        },
         { label: "size", value: (row) => row.bytes, text: bytes },
         { label: "made", value: (row) => row.created, text: clock },
         {
@@ -643,7 +648,7 @@ class LeaguePanel extends Panel {
     this.players = new PagedTable(
       "Players",
       [
-        { label: "player", left: true, value: (row) => row.player },
+        { label: "player", left: true, value: (row) => row.called },
         {
           label: "kind",
           left: true,
@@ -671,26 +676,35 @@ class LeaguePanel extends Panel {
       this.shown = null;
       return;
     }
-    this.players.set(found.players);
-    this.matrix.replaceChildren(el("h4", {}, `Win rates at ${found.checkpoint}`), this.payoff(found).root);
+    const seats = [...new Set(found.players.map(({ seat }) => seat))];
+    const called = ({ player, seat }) => (seats.length > 1 ? `${player} (${seat})` : player);
+    this.players.set(found.players.map((row) => ({ ...row, called: called(row) })));
+    const tables = seats.flatMap((seat) => {
+      const table = this.payoff(found, seat);
+      const of = seats.length > 1 ? ` of ${seat}` : "";
+      return table ? [el("h4", {}, `Win rates${of} at ${found.checkpoint}`), table.root] : [];
+    });
+    this.matrix.replaceChildren(...tables);
     this.showBody(true);
   }
 
-  /** A row per player that has learned, a column for each of its strongest opponents. */
-  payoff({ players, payoff }) {
-    const met = new Set(Object.values(payoff).flatMap((row) => Object.keys(row)));
+  /** A row per player of this seat that has learned, a column for each of its strongest opponents. */
+  payoff({ players, payoff }, seat) {
+    const rows = players.filter((row) => row.seat === seat && Object.hasOwn(payoff, row.player));
+    if (!rows.length) return null;
+    const met = new Set(rows.flatMap(({ player }) => Object.keys(payoff[player])));
     const names = [...new Set([...players.map(({ player }) => player), ...met])]; // not all are rated
     const cell = (name) => ({
       label: name,
-      value: (row) => row[name]?.rate ?? null,
-      text: (value, row) => (value === null ? figure(null) : `${percent(value)} of ${whole(row[name].games)}`),
+      value: ({ met }) => met.get(name)?.rate ?? null,
+      text: (value, { met }) => (value === null ? figure(null) : `${percent(value)} of ${whole(met.get(name).games)}`),
     });
     const columns = names.filter((name) => met.has(name)).slice(0, OPPONENTS);
     const table = new PagedTable("Win rates", [
-      { label: "wins against", left: true, value: (row) => row.name },
+      { label: "wins against", left: true, value: ({ player }) => player },
       ...columns.map(cell),
     ]);
-    table.set(names.filter((name) => payoff[name]).map((name) => ({ name, ...payoff[name] })));
+    table.set(rows.map(({ player }) => ({ player, met: new Map(Object.entries(payoff[player])) })));
     return table;
   }
 }

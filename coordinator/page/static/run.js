@@ -2,7 +2,7 @@
 
 import { onZoom, zoomTo } from "./charts.js";
 import { ask } from "./dialog.js";
-import { api, compact, el, figure, runPath, setText, tell, whole } from "./dom.js";
+import { api, compact, el, figure, ranked, runPath, setText, tell, whole } from "./dom.js";
 import { drawTiles, makePanel } from "./panels.js";
 
 const ALWAYS = [
@@ -151,6 +151,7 @@ export class RunPage {
     for (const button of this.orders) button.disabled = !this.canOrder || !state.live;
     this.promoteOrder.disabled = !this.canOrder || !this.snapshot.checkpoints?.length;
     const best = evaluations.find((row) => row.label === state.best);
+    const rank = this.snapshot.checkpoints?.find((kept) => kept.name === state.best)?.evaluation?.confirmation;
     const newest = state.metrics || {};
     const last = (name) => newest[name] ?? this.series.train[name]?.mean.at(-1);
     const rated = Object.keys(this.series.train).filter((name) => name.startsWith(RATINGS));
@@ -158,7 +159,11 @@ export class RunPage {
       ? rated.sort().slice(0, 3).map((name) => [`rating of ${name.slice(RATINGS.length)}`, figure(last(name)), "training"])
       : [
           ["return", figure(last("rollout/ep_rew_mean")), "training"],
-          ["best evaluation", figure(best?.["eval/ep_rew_mean"]), best && `at ${compact(best["time/env_steps"])} steps`],
+          [
+            "best evaluation",
+            ranked(rank?.ranking ?? best?.["eval/ep_rew_mean"], rank?.ranked_by),
+            best && `at ${compact(best["time/env_steps"])} steps`,
+          ],
         ];
     drawTiles(this.tiles, [
       ["env steps", whole(state.env_steps)],
