@@ -143,9 +143,10 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
 
 def _check_convolutions(field: str, cnn: object, observation: SpaceSpec) -> None:
     """Whether what is asked for is there to be convolved."""
-    if cnn == "auto" or any(leaf.is_image for leaf in observation.leaves):
+    seen = [leaf for leaf in observation.leaves if not leaf.mask]
+    if cnn == "auto" or any(leaf.is_image for leaf in seen):
         return
-    shown = ", ".join(f"{leaf.path or 'space'} {list(leaf.shape)} of {leaf.dtype}" for leaf in observation.leaves)
+    shown = ", ".join(f"{leaf.path or 'space'} {list(leaf.shape)} of {leaf.dtype}" for leaf in seen)
     raise ConfigError(
         f"{field} would change nothing: convolutions see images alone, arrays of three or four axes of uint8 or bool, "
         f"and observed is {shown}; let the environment give them so, or leave cnn out"

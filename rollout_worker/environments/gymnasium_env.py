@@ -113,6 +113,7 @@ class GymnasiumEnvironments:
             self._episodes[ended] += 1
             if self._mode is AutoresetMode.DISABLED:
                 terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
+                rewards = np.array(rewards, np.float32)
                 seeds = None if self._native else self._episode_seeds(ended.tolist())
                 options = {"reset_mask": done, **self._drawn(ended.tolist())}
                 observations, _ = self._env.reset(seed=seeds, options=options)

@@ -276,7 +276,8 @@ class Levels(GameOfOne):
             if not (terminated or truncated or timed_out or any(achieved[: number + 1])):
                 return
             agent = self.possible_agents[number]
-            self.terminations[agent] = bool(terminated) if number == 0 else achieved[number]
+            dies = number == 0 or self._config.reward_of(number) == "environment"  # a goal's time just ends
+            self.terminations[agent] = achieved[number] or (dies and bool(terminated))
             self.truncations[agent] = not self.terminations[agent]
             self._goals[number] += 1
             self._achieved[number] += achieved[number]

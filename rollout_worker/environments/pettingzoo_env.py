@@ -336,6 +336,8 @@ class Turns(Parallel):
         env, episode = self._envs[index], self._episodes[index]
         (agent,) = episode.live
         policy_id, first = self._places[agent]
+        if agent in (paid := getattr(self._game(index), "_cumulative_rewards", {})):
+            paid[agent] = 0.0  # it was told of that; parallel_to_aec clears it at the end of a cycle alone
         env.step(pick(actions[policy_id], first + index))
         episode.length += 1
         episode.waiting.add(agent)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, Tensors
+from rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf
 from shared.config.exploration import OwnExploration
 from shared.errors import ConfigError
 from shared.policies.policy import Policy
@@ -26,7 +27,7 @@ def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Ex
             actions, params = act(policy, observations, generator)
         except Exception as failed:
             raise ConfigError(f"{where} {raised(failed)}; expected (actions by column, parameters)") from failed
-        rows = len(next(iter(observations.values())))
+        rows, choices = len(next(iter(observations.values()))), legal_by_leaf(observations, policy.spaces)
         for leaf in policy.spaces.action.leaves:
             name, shape = leaf.column("action"), (rows, *leaf.shape)
             found = actions.get(name) if isinstance(actions, Mapping) else None
@@ -38,6 +39,14 @@ def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Ex
             if odd.any():
                 wanted = f"0 to less than {leaf.nvec}" if leaf.nvec else "finite numbers"
                 raise ConfigError(f"{where} gave {array[odd].tolist()[:3]} in {name!r}; expected {wanted}")
+            if leaf.nvec and choices is not None:
+                chosen = found.detach().reshape(rows, -1, 1).long().unbind(1)
+                masks = torch.split(next(choices), list(leaf.nvec), dim=1)
+                if not all(mask.gather(1, each).all() for mask, each in zip(masks, chosen, strict=True)):
+                    raise ConfigError(
+                        f"{where} gave an illegal choice in {name!r}; expected one that the action mask allows, as "
+                        f"policy.distribution and stagecoach's own explorations take"
+                    )
         if not isinstance(params, Tensor) or len(params) != rows:
             raise ConfigError(f"{where} gave {params!r:.60} as parameters; expected a tensor of {rows} rows")
         return actions, params

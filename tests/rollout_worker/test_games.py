@@ -265,6 +265,15 @@ def test_who_has_ended_in_the_last_turn_before_the_limit_has_terminated() -> Non
     assert first == {"mask": [True, True, False], "terminated": [True, False, False], "truncated": [False, True, False]}
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_limit_in_mid_cycle_pays_nothing_twice(limit: int) -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:paid_by_cycle", "num_envs": 1, "max_episode_steps": limit})
+    sample = stage.sample(3 * limit)
+    assert sample.episodes
+    for record in sample.episodes:
+        assert record.agent_returns == pytest.approx(dict.fromkeys(NAMES, (0.0, 1.0, 11.0)[limit // 3]))
+
+
 def test_who_was_dropped_without_a_word_before_the_limit_has_terminated() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Dropped", "num_envs": 1, "max_episode_steps": 3})
     columns = stage.sample(4).columns["default"]

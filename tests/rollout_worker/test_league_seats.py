@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.lifecycle.validation import check
 from rollout_worker.environments.description import check_new, describe_environment
 from shared.errors import ConfigError
 from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import build_policies
+from stagecoach import DQN, DQNConfig
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, Chase
 from tests.support.games import MODULE
@@ -117,6 +119,36 @@ def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
 def test_a_learner_in_the_seats_of_another_has_no_return_that_could_be_asked_for(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="'exploiter' has no agents, and so no return: it plays in the seats of 'hun"):
         described(EXPLOITER, policies=POLICIES, **asked)
+
+
+class LikeDQN(DQN):
+    """A user's own: what it has of a section is known once its class is imported."""
+
+    Config = DQNConfig
+
+
+def test_an_own_algorithm_with_a_replay_buffer_begins_not_again() -> None:
+    own = {"algorithm": {"name": f"{__name__}:LikeDQN"}, "heatup": "0 env_steps"}
+    league = {
+        "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "9 episodes"}}, "mouse": {"policy": "prey"}}
+    }
+    config = minimal_config(environment=CHASE, league=league, **CHASE_POLICIES, **own)
+    with pytest.raises(
+        ConfigError, match=r"learners\.cat\.reset with the algorithm .*LikeDQN.* of 'hunter': its replay"
+    ):
+        check(config, inline=True)
+
+
+def test_convolutions_without_an_image_are_told() -> None:
+    def new(**policy: Any) -> None:
+        environment = {"api": "pettingzoo", "id": "classic/connect_four-v3"}
+        config = minimal_config(environment=environment, policies={"default": policy})
+        check_new(config, describe_environment(config))
+
+    new()
+    message = r"policies\.default\.cnn would change nothing: .* and observed is observation \[6, 7, 2\] of int8; let"
+    with pytest.raises(ConfigError, match=message):
+        new(cnn=[[128, 4, 1]])
 
 
 def test_a_return_that_adds_up_sides_ends_no_new_run() -> None:

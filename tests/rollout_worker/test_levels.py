@@ -141,6 +141,23 @@ def test_attention_shows_what_the_level_above_says_and_the_environment_pays_both
         assert returns["top"] == pytest.approx(returns["bottom"]) == pytest.approx(record.episode_return)
 
 
+@pytest.mark.parametrize("directive", ["attention", "goal"])
+def test_the_environment_s_end_is_one_for_whom_it_pays_and_for_a_goal_just_the_time_is_over(directive: str) -> None:
+    goal = {"of": "observation", "low": [-1.0] * 4, "high": [1.0] * 4, "threshold": 1e-6, "reward": "sparse"}
+    below: dict[str, Any] = {"directive": "attention"} if directive == "attention" else goal
+    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3} | below]
+    stage = Stage(
+        {"id": "CartPole-v1", "hierarchy": {"levels": levels}},
+        policies={"top": {}, "bottom": {}}, rollout={"fragment_steps": 128},
+    )  # fmt: skip
+    sample = stage.sample(128)
+    top, bottom = (sample.columns[name] for name in ("top", "bottom"))
+    fell = len(sample.episodes)
+    assert fell > 3 and top["terminated"].sum() == fell
+    assert bottom["terminated"].sum() == (fell if directive == "attention" else 0)
+    assert bottom["truncated"].sum() > fell
+
+
 def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
     sections = off_policy()
     config = minimal_config(**sections)

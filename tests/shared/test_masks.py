@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import gymnasium
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from rollout_worker.acting_policies import make_exploration
 from rollout_worker.environments.action_masks import from_info, marked
 from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.exploration.base import RandomActing
+from rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors
+from rollout_worker.exploration.own import make_own_exploration
+from shared.config.exploration import OwnExploration
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
 from shared.experience.counters import Counters
 from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
@@ -125,6 +128,26 @@ def test_warm_up_draws_each_legal_choice_alike() -> None:
         assert counts[legal].min() > 0.85 * rows / len(legal)
     expected = torch.full((rows,), -float(np.log(6)))
     assert torch.allclose(RandomActing().log_prob(policy, params, actions), expected)
+
+
+class Careless(Exploration):
+    def __init__(self, illegal: bool) -> None:
+        self._illegal = illegal
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        parts = torch.split(observations["obs.action_mask"], [4, 3], dim=1)
+        legal = torch.stack([part.float().argmax(dim=1) for part in parts], dim=1)
+        return {"action": legal + self._illegal}, torch.zeros(len(legal), 1)
+
+
+def test_an_own_exploration_s_illegal_choice_is_told() -> None:
+    policy, rows = masked_policy("ppo", (4, 3)), 5
+    mask = torch.tensor([[1, 0, 1, 1, 0, 1, 0]] * rows, dtype=torch.int8)
+    observations = {"obs.seen": torch.zeros(rows, 2), "obs.action_mask": mask}
+    for illegal in (False, True):
+        config = OwnExploration(kind=f"{__name__}:Careless", kwargs={"illegal": illegal})
+        with pytest.raises(ConfigError, match="gave an illegal choice in 'action'") if illegal else nullcontext():
+            make_own_exploration(config, {}).act(policy, observations, torch.Generator())
 
 
 def test_an_environment_s_info_masks_as_an_observation_would() -> None:

@@ -388,6 +388,20 @@ class Overshoots(Small):
         return self._steps if self._choices else np.array([0.0, np.nan if self._steps == 2 else 0.5], np.float32)
 
 
+class PaysInOneArray(SyncVectorEnv):
+    """Its rewards are one array, in which a masked reset writes, as simulators on a GPU do."""
+
+    def step(self, actions: Any) -> Any:
+        observations, paid, *told = super().step(actions)
+        self._paid = np.asarray(paid, np.float32)
+        return observations, self._paid, *told
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        if options and "reset_mask" in options:
+            self._paid[options["reset_mask"]] = 0.0
+        return super().reset(seed=seed, options=options)
+
+
 def counting_vector(
     num_envs: int | None = None, mode: str = "NEXT_STEP", ends: Ends = "truncated", fails_at: int = sys.maxsize
 ) -> gym.Env[Array, Any] | SyncVectorEnv:
@@ -396,7 +410,7 @@ def counting_vector(
         return Counting()
     message = "the simulator lost its license"
     made = [partial(Counting, 2 + index, ends, "step", fails_at, message) for index in range(num_envs)]
-    return SyncVectorEnv(made, autoreset_mode=AutoresetMode[mode])
+    return PaysInOneArray(made, autoreset_mode=AutoresetMode[mode])
 
 
 class Painter(Small):

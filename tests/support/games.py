@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import BaseWrapper
 
 MODULE = "tests.support.games"
@@ -62,6 +63,38 @@ class AllAtOnce(_Coming, ParallelEnv):  # type: ignore[misc]
         self.agents = [] if over else [agent for agent in NAMES if agent in left + born]
         seen = {agent: self.seen(agent) for agent in {*acting, *self.agents}}
         return seen, rewards, terminated, truncated, {agent: {} for agent in acting}
+
+
+class _Paying(ParallelEnv):  # type: ignore[misc]
+    """Pays all of three agents 1, 10 and 100 at the end of its three steps."""
+
+    metadata = {"name": "paying", "is_parallelizable": True}
+    possible_agents = NAMES
+    render_mode = None
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1, 1, (1,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def _seen(self) -> dict[str, Any]:
+        return {agent: np.zeros(1, np.float32) for agent in NAMES}
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents, self._pay = list(NAMES), 0.1
+        return self._seen(), {agent: {} for agent in NAMES}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self._pay *= 10
+        self.agents = [] if (over := self._pay > 99) else list(NAMES)
+        each, on = dict.fromkeys(NAMES, self._pay), dict.fromkeys(NAMES, False)
+        return self._seen(), each, dict.fromkeys(NAMES, over), on, {agent: {} for agent in NAMES}
+
+
+def paid_by_cycle() -> AECEnv:
+    """In turns, by PettingZoo's own wrapper: what an agent was told of stays until the cycle's end."""
+    return parallel_to_aec(_Paying())
 
 
 class Told(AllAtOnce):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from coordinator.catalog.league import league_of
 from coordinator.catalog.run_metrics import last_row
 from rollout_worker.evaluator import Evaluator
 from shared.errors import PlayerUnusable, StoreUnavailable
+from shared.experience.counters import Phase
 from shared.league.players import LEAGUE, PLAYERS, read_player
 from shared.league.table import MatchTable
 from shared.protocol.events import read_evaluations
@@ -64,6 +67,19 @@ def test_a_league_that_dies_at_each_version_ends_as_one_that_does_not_and_so_doe
     assert league is not None
     assert league.state.learners["cat"].resets >= 1, "what a reset does is replayed as well"
     assert len(league.state.snapshots) == 5
+
+
+def test_what_was_acted_by_chance_is_rated_nowhere(new_game: NewGame) -> None:
+    """Fragments of warm-up that are in flight when it ends are trained on, by algorithms that learn from any."""
+    game = new_game(chase(rollout={"fragment_steps": 32}))
+    game.worker.step(0)
+    item, learner = game.trainer.consumer.take(0, Phase.TRAIN, 0.0), game.trainer.learner
+    assert item is not None and item.header.episodes and learner.league is not None
+    before = learner.league.encode()
+    for phase, rated in ((Phase.HEATUP, False), (Phase.TRAIN, True)):
+        its = replace(item, header=replace(item.header, phase=phase), columns=copy.deepcopy(item.columns))
+        learner.emulate_acting([its], Phase.TRAIN)
+        assert (learner.league.encode() != before) is rated
 
 
 def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_same_table(new_game: NewGame) -> None:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.description import describe_environment, describe_space
 from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import RandomActing, Sampling
@@ -32,6 +33,7 @@ from tests.support.learning.algorithms import make
 from trainer_node.learning.off_policy_evaluation import (
     DataEvaluation,
     Evidence,
+    FittedQ,
     Transitions,
     dm,
     dr,
@@ -277,6 +279,14 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
     assert found["ope/episodes_left_out"] == (2000 if version == 2 else 0)
     for name in ("ips", "wis", "dr", "sequential_dr"):
         assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
+
+
+def test_small_boards_are_evaluated_by_the_policy_s_own_convolutions() -> None:
+    board = describe_space(spaces.Box(0, 1, (3, 3, 2), np.bool_))
+    policy = ActorCritic(PolicySpaces(board, describe_space(spaces.Discrete(9))), PolicyConfig(cnn="residual"))
+    boards = {"obs": torch.zeros(5, 3, 3, 2, dtype=torch.bool)}
+    fitted = FittedQ(policy, boards, 1.0)
+    assert fitted(boards, {"action": torch.zeros(5, dtype=torch.int64)}).shape == (5,)
 
 
 def test_only_what_is_recorded_from_its_beginning_tells_what_episodes_return(
