@@ -157,8 +157,9 @@ def test_a_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> 
 
 def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path, visitor: Visitor) -> None:
     environment = CHASE | {"kwargs": {"counts": False}}
+    league = {"fixed": {"dice": "random"}, "opponents": {"latest": 0.3, "past": 0.3, "fixed": 0.4}}
     config = minimal_config(
-        runs_dir=str(tmp_path / "runs"), environment=environment, league={}, evaluation={"episodes": 0},
+        runs_dir=str(tmp_path / "runs"), environment=environment, league=league,
         rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, **CHASE_POLICIES,
     )  # fmt: skip
     run = Run.start(config, "cats", inline=True)
@@ -171,8 +172,11 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
     with serve(config.runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/cats")
         page.locator("#panel-league").scroll_into_view_if_needed()
-        page.locator("#panel-league td", has_text="hunter").first.wait_for()
-        page.locator("#panel-league h4", has_text="Win rates at").wait_for()
+        for player in ("hunter", "prey", "dice"):  # in the seats of both, whose ratings do not compare
+            for seat in ("hunter", "prey") if player == "dice" else (player,):
+                page.locator("#panel-league td", has_text=f"{player} ({seat})").first.wait_for()
+        for seat in ("hunter", "prey"):
+            page.locator("#panel-league h4", has_text=f"Win rates of {seat} at").wait_for()
         page.locator("#panel-league td", has_text="% of").first.wait_for()
         page.locator("#panel-league td", has_text="at 0 steps").first.wait_for()
         page.locator("#panel-timeline").scroll_into_view_if_needed()
@@ -188,6 +192,8 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         entropy.scroll_into_view_if_needed()
         entropy.locator(".legend", has_text="prey").wait_for()
         page.locator("#panel-video video[aria-label='a.mp4']").wait_for(state="attached")  # the newest
+        page.goto(f"{url}/")
+        page.locator("td", has_text="(rating of ").wait_for()
 
 
 def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:
