@@ -120,7 +120,6 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
     """A line for each run, then mean, standard deviation and interval of each score."""
     table = Table("run", "state", "env steps", *_SCORES, title="seeds", title_justify="left")
     results: list[RunResult] = []
-    by = set[str]()
     for run_id in run_ids:
         try:
             results.append(result := result_of(Run.attach(run_id, runs_dir)))
@@ -129,7 +128,6 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
             continue
         state = reason_in_words(result.reason.partition("\n")[0]) or result.state
         scores = [figure(getattr(result, field)) for field in _SCORES.values()]
-        by.add(result.ranked_by)
         table.add_row(run_id, state, f"{result.env_steps:,}", *scores)
     table.add_section()
     rows: dict[str, list[str]] = {"mean": [], "standard deviation": [], "95 % interval": []}
@@ -143,5 +141,5 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
     for title, cells in rows.items():
         table.add_row(title, "", "", *cells)
     console.print(table)
-    if told := " and ".join(sorted(by - {""})):
+    if told := " and ".join(sorted({result.ranked_by for result in results} - {""})):
         console.text(f"best score is by {told}; last score is the return of all agents together")

@@ -142,7 +142,8 @@ class _Runs(Collector):
 def _samples(view: RunView) -> Iterator[Sample]:
     """Name, labels behind `run`, value; nothing for what is not known."""
     state, config = view.state, view.run.config
-    algorithms = ", ".join(sorted({config.algorithm_of(policy_id).name for policy_id in config.trainable}))
+    policies = (config.policies[policy_id] for policy_id in config.trainable)
+    algorithms = ", ".join(sorted({(its.algorithm or config.algorithm).name for its in policies}))
     named = (state.get("state", RunStatus.UNKNOWN), algorithms, config.environment.id)
     yield "stagecoach_run_info", named, 1
     yield from _counters(view)

@@ -221,9 +221,10 @@ class League:
         standing, least = self.state.learners[name], self._config.snapshot.min_games
         if (reset := self._learners[name].reset) is None:
             return False
-        met = [standing.form.get(policy_id, (0, 0.0)) for policy_id in sorted(self._current(name))]
-        strong = reset.win_rate is not None and all(games >= least and rate >= reset.win_rate for games, rate in met)
-        won = bool(met) and strong
+        won = False
+        if reset.win_rate is not None and (current := self._current(name)):
+            met = [standing.form.get(policy_id, (0, 0.0)) for policy_id in current]
+            won = all(games >= least and rate >= reset.win_rate for games, rate in met)
         return won or (reset.or_after is not None and _passed(reset.or_after, standing.played, standing.began_at))
 
     def _take_snapshot(self, name: str, policies: Mapping[str, Policy], updates: int) -> None:
