@@ -29,7 +29,9 @@ from coordinator.run import Run
 from deploy.make_dashboard import dashboard, targets
 from shared.errors import DropReason
 from shared.protocol.heartbeat import Wait, poll
+from tests.conftest import minimal_config
 from tests.support.command_line import until
+from tests.support.environments import CHASE
 from tests.support.speed import stretched
 
 MakeConfig = Callable[..., Any]
@@ -207,6 +209,14 @@ def test_a_view_that_knows_nothing_yet_is_no_failure(ended_run: Run) -> None:
     found = parsed(RunView(ended_run))
     assert {name for name, _ in found} == {"stagecoach_build_info", "stagecoach_run_info"}
     assert {name for name, _ in parsed()} == {"stagecoach_build_info"}
+
+
+def test_a_run_tells_the_algorithms_of_its_policies_without_a_user_s_code(ended_run: Run) -> None:
+    policies = {"wolf": {"algorithm": {"name": "dqn"}}, "sheep": {"algorithm": {"name": "not.here:Own"}}}
+    config = minimal_config(environment=CHASE, policies=policies, agents={"cat": "wolf", "mouse": "sheep"})
+    found = parsed(RunView(Run(ended_run.folder, config)))
+    about = {"state": "unknown", "algorithm": "dqn, not.here:Own", "environment": config.environment.id}
+    assert value(found, "run_info", "a", **about) == 1
 
 
 # Prometheus itself
