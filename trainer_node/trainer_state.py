@@ -83,8 +83,8 @@ class TrainerState:
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
         self._left: dict[str, int] = {}
-        """Players that have left the league, and the version at which. Checkpoints list them until one is durable and
-        no version that names them may act any more."""
+        """Players that have left the league → the version at which, or at which a running episode last had them.
+        Checkpoints list them until a later one is durable and no version that names them may act."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
         read, stages = incarnation.read_log, incarnation.heartbeat.stages
@@ -114,6 +114,9 @@ class TrainerState:
     def new_snapshot(self) -> Snapshot:
         self._store_players()
         progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
+        if self._left:
+            playing = self._incarnation.log.running_players()
+            self._left |= dict.fromkeys(self._left.keys() & playing, self.version)
         bound = min(self.writer.durable, self.version - self._config.rollout.max_policy_lag)
         self._left = {sha256: version for sha256, version in self._left.items() if version > bound}
         committed, left = self.consumer.committed, tuple(self._left)

@@ -2,13 +2,15 @@
 order and trims what a durable checkpoint covers."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
 import redis
 
-from shared.errors import Fenced, ShardFull
+from shared.errors import Fenced, FragmentError, ShardFull
+from shared.experience import tensor_blob
 from shared.experience.log_entry import STRANGERS, BodyPlace, LogEntry, whole_number
 from shared.protocol.flow_control import KeyDamaged
 from shared.protocol.keys import RunKeys
@@ -95,6 +97,20 @@ class ExperienceLog:
         """From now on no process takes up the episodes of `worker`."""
         self._redis.delete(self._keys.action_trace(worker))
         self._redis.hdel(self._keys.pushed, f"{worker}:tries")
+
+    def running_players(self) -> set[str]:
+        """Returns the SHA-256 of each league player in an episode that a worker's successor would resume."""
+        found = set[str]()
+        workers = sorted(cast(dict[bytes, bytes], self._redis.hgetall(self._keys.incarnations)))
+        for first in range(0, len(workers), _PAGE):
+            pipeline = self._redis.pipeline(transaction=False)
+            for worker in workers[first : first + _PAGE]:
+                pipeline.lindex(self._keys.action_trace(worker.decode(errors="replace")), -1)
+            for entry in pipeline.execute():
+                with suppress(FragmentError, AttributeError, KeyError, TypeError):  # such a trace is not resumed
+                    for match in tensor_blob.decode(entry or b"")[1].get("matches", ()):
+                        found |= {ref["sha256"] for ref in match["refs"].values()}
+        return found
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Up to `count` entries after a position, waiting at most `block_seconds`; raises `ShardUnavailable`."""

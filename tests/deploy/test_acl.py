@@ -210,6 +210,7 @@ def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypat
     log = ExperienceLog(worker.redis, unique_run_id)
     assert log.push("worker-9", incarnation, 0, epoch, 8, b"blob", b"action_trace", 2) == "pushed"
     assert log.left("worker-9").action_trace == [b"action_trace"]
+    assert trainer.log().running_players() == set()
     log.trying("worker-9", 1)
     log.forget_action_trace("worker-9")
     assert worker.flow.claim("worker-9", incarnation, 1).granted
@@ -395,10 +396,10 @@ def test_no_user_has_a_dangerous_command_and_the_viewer_none_that_writes(server:
 def test_the_file_names_the_keys_that_there_are_and_no_password() -> None:
     assert not re.search(r"[ (][#>]|nopass", "\n".join(LINES.values()))
     assert LINES["default"].split()[2] == "off"
-    named = set(re.findall(r"~(stagecoach:\{\*\}:\S+?)\)?(?= |$)", "\n".join(LINES.values())))
+    named = set(re.findall(r"~(stagecoach:\{\*\}:\S+?)\)?(?=\s|$)", "\n".join(LINES.values())))
     keys = RunKeys("*")
     there = {getattr(keys, name) for name in TYPES.keys() - {"bodies", "action_trace"}}
-    assert named == there | {keys.action_trace("*")}
+    assert named == there | {keys.action_trace("*"), keys.bodies("*")}
     assert set(LINES) == {"default", *ROLES}
 
 

@@ -35,7 +35,7 @@ LEAGUE_OF_TWO: dict[str, Any] = {
 
 def chase(league: dict[str, Any] = LEAGUE_OF_TWO, **sections: Any) -> Any:
     environment = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
-    return archived(environment=environment, league=league, **(CHASE_POLICIES | sections))
+    return archived(**({"environment": environment, "league": league} | CHASE_POLICIES | sections))
 
 
 def whole_end(game: Game) -> dict[str, str]:
@@ -215,3 +215,23 @@ def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator
     assert scores["win_rates"]["mouse/script"] == 1.0 and lost in game.events("evaluation")
     assert evaluation_row(scores)["eval/win_rate/cat/dice"] == scores["win_rates"]["cat/dice"]
     assert "is not played: the store has no player league/players/000" in game.events("evaluation")
+
+
+def test_episode_keeps_opponent_that_left_the_league(new_game: NewGame) -> None:
+    """The pool holds one snapshot per policy beside the first ones, and an episode spans several versions."""
+    league = {
+        "snapshot": {"every": "1 episodes"}, "players": 4,
+        "opponents": {"latest": 0.0, "past": {"share": 1.0, "window": 4, "choose": "recent"}},
+    }  # fmt: skip
+    config = chase(
+        league=league, checkpoint={"every": "1 updates", "keep_last": 1}, stop_at={"updates": 18},
+        environment=CHASE | {"kwargs": {"cat_steps": 70, "mouse_steps": 75, "counts": False}},
+    )  # fmt: skip
+    whole = whole_end(new_game(config))
+    game = new_game(config)
+    for version in range(1, 18):
+        game.play_to(version)
+        game.durable()
+        game.lose()
+    assert whole_end(game) == whole
+    assert "begins new episodes" not in game.events("environment")
