@@ -105,7 +105,7 @@ class Costs:
         self._each("trim", 1, lambda index: self._log.trim(self._epoch, self._consumer.committed.position))
         accounting = {worker: line.as_dict() for worker, line in read_accounting(role.redis, run).items()}
         self.sizes["accounting in a checkpoint"] = len(json.dumps(accounting))
-        beating = cast(list[bytes], role.redis.hvals(RunKeys(run).heartbeats))
+        beating = cast(list[bytes], role.redis.hvals(RunKeys(run).heartbeats("worker")))
         self.sizes["heartbeats"] = sum(len(value) for value in beating)
         self.sizes["Redis without fragments, per worker"] = self._memory() // self._workers
 

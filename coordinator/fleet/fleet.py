@@ -306,8 +306,7 @@ class Fleet:
         seconds = member.silent_seconds(beat, member.name in self._cluster.unplaced)
         if beat is None or seconds <= self._config.rollout.silent_seconds:
             return
-        if beat.process not in member.former:
-            kill_here(beat)
+        kill_here(member.actor)
         self._flow.release(member.name)  # another worker may act its claim at once
         silent = f"its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
         self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), died=True)

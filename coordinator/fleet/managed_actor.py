@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import ray
 
+from coordinator.services.ray_internals import process_of
 from shared.protocol.heartbeat import Beat, growing_pauses
 from shared.runtime.process import LastWords, last_words
 from shared.runtime.restarts import Progress, RestartBound
@@ -98,11 +98,16 @@ class ManagedActor:
         return self._silent_polls * POLL_SECONDS
 
 
-def kill_here(beat: Beat) -> None:
-    """Ends one of Ray's processes if it is on this machine: a process that is stopped (SIGSTOP) ignores Ray."""
-    command = Path(f"/proc/{beat.pid}/cmdline")
-    if beat.host == socket.gethostname() and command.exists() and b"ray::" in command.read_bytes():
-        os.kill(beat.pid, signal.SIGKILL)
+def kill_here(actor: Any) -> None:
+    """Ends an actor's process if it is on this machine: a process that is stopped (SIGSTOP) ignores Ray.
+
+    Ray says which process that is. A heartbeat also does, but whoever can write to Redis could name any other there.
+    """
+    context: Any = ray.get_runtime_context()
+    node, pid = process_of(actor) or ("", 0)
+    command = Path(f"/proc/{pid}/cmdline")  # Ray may run in another container, with ids of its own
+    if node == context.get_node_id() and command.exists() and command.read_bytes().startswith(b"ray::"):
+        os.kill(pid, signal.SIGKILL)
 
 
 def cause(error: Exception) -> Exception:

@@ -27,7 +27,7 @@ from shared.league.players import PLAYERS, write_player
 from shared.protocol.events import emit
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
+from shared.protocol.keys import BEATING, RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.protocol.payload_shards import bytes_by_shard
 from shared.protocol.quarantine import drop_entries
@@ -119,7 +119,8 @@ def prepare_resume(
         context.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, context.bodies.names)
         context.flow.set_scaling(rollout.scaling, rollout.min_workers, rollout.max_workers, rollout.workers)
         context.flow.release()
-        context.redis.delete(RunKeys(context.run_id).heartbeats, RunKeys(context.run_id).draining)
+        keys = RunKeys(context.run_id)
+        context.redis.delete(keys.draining, *map(keys.heartbeats, BEATING))
         _forget_action_traces(context)
     if checkpoint is not None:
         taken = rolled_back(context, checkpoint, context.flow.take_over(last_epoch(context.checkpoints))).checkpoint

@@ -106,5 +106,13 @@ def nodes_of(actors: Mapping[str, Any]) -> dict[str, str | None]:
     return {name: entry["Address"]["NodeID"] if entry["State"] == "ALIVE" else None for name, entry in found.items()}
 
 
+def process_of(actor: Any) -> tuple[str, int] | None:
+    """The node and process id of an actor, as Ray, which started it, knows them; None where it has no process."""
+    import ray._private.state
+
+    entry: Any = ray._private.state.actors(actor._actor_id.hex())
+    return (entry["Address"]["NodeID"], entry["Pid"]) if entry and entry["State"] == "ALIVE" else None
+
+
 def imported() -> bool:
     return "ray" in sys.modules

@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
-from shared.protocol.keys import RunKeys
+from shared.protocol.keys import BEATING, RunKeys
 from shared.protocol.redis_client import RetryForSeconds, own_address, retries
 from shared.protocol.scripts import Script
 from shared.runtime.failure import FailureKind
@@ -138,7 +138,7 @@ class Heartbeat:
     def __init__(self, client: redis.Redis, run_id: str, role: str, id_: str) -> None:
         self._redis, self._keys = client, RunKeys(run_id)
         self._script = Script(client, self._keys, "heartbeat")
-        self._name = f"{role}:{id_}"
+        self._role, self._id, self._name = role, id_, f"{role}:{id_}"
         self._address = own_address(client)
         self._wait: Wait | None = None
         self._lock = threading.Lock()
@@ -211,7 +211,7 @@ class Heartbeat:
         _LOGGER.warning("Redis is back after %.0f s", wait.seconds)
 
     def _outage_elsewhere(self) -> bool:
-        acts = self._name.startswith(("worker:", "evaluator:"))  # they may not read who else is there: deploy/users.acl
+        acts = self._role in ("worker", "evaluator")  # they may not read who else is there: deploy/users.acl
         return outage(self._redis, self._keys.run_id, beats=not acts) is not None
 
     @property
@@ -238,27 +238,37 @@ class Heartbeat:
             "waited": {name: round(seconds, 3) for name, seconds in waited.items()},
             "stages": {name: round(seconds, 3) for name, seconds in self.stages.seconds().items()},
         }  # fmt: skip
-        self._script(role=self._name, beat=json.dumps(printable_data(data)))
+        key = self._keys.heartbeats(self._role)
+        self._script(heartbeats=key, id=self._id, beat=json.dumps(printable_data(data)))
 
 
 _BEAT = TypeAdapter(Beat)
 
 
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
-    """The last beat of every role of the run, trainer first; malformed heartbeats are left out."""
-    raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).heartbeats))
-    seconds, micros = client.time()
-    beats = (_beat(run_id, name, value, seconds + micros / 1e6) for name, value in raw.items())
-    order = {"coordinator": 0, "trainer": 1, "rank": 2, "evaluator": 3, "worker": 4}
-    found = [beat for beat in beats if beat is not None]
-    return sorted(found, key=lambda beat: (order.get(beat.role, 5), len(beat.id), beat.id))
+    """The last beat of every process of the run, the coordinator's and trainer's first; malformed ones are left out."""
+    keys, pipeline = RunKeys(run_id), client.pipeline(transaction=False)
+    for role in BEATING:
+        pipeline.hgetall(keys.heartbeats(role))
+    pipeline.time()
+    *replies, time_there = pipeline.execute(raise_on_error=False)
+    seconds, micros = client.time() if isinstance(time_there, Exception) else time_there
+    found = []
+    for role, reply in zip(BEATING, replies, strict=True):
+        # asked again by itself, Redis's refusal names the key
+        raw: Any = client.hgetall(keys.heartbeats(role)) if isinstance(reply, Exception) else reply
+        beats = [_beat(run_id, role, name, value, seconds + micros / 1e6) for name, value in raw.items()]
+        found += sorted((beat for beat in beats if beat is not None), key=lambda beat: (len(beat.id), beat.id))
+    return found
 
 
-def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
-    role, _, id_ = printable(name.decode(errors="replace"), NAME_CHARACTERS).partition(":")
+def _beat(run_id: str, role: str, name: bytes, value: bytes, now: float) -> Beat | None:
+    id_ = printable(name.decode(errors="replace"), NAME_CHARACTERS)
     stamp, _, text = value.partition(b" ")
     what, age = f"the heartbeat of {role}:{id_} of run {run_id}", 0.0
-    if not _STAMP.fullmatch(stamp):
+    if id_.partition("-")[0] != role:  # whoever may write as one role must not pass for another
+        left_out(what, f"no {role} has such a name")
+    elif not _STAMP.fullmatch(stamp):
         left_out(what, "it has no time stamp")
     elif (age := now - float(stamp)) < -DEAD_AFTER_SECONDS:  # else its role would seem to be alive until then
         left_out(what, f"its time stamp is {-age:.0f} s in the future")
@@ -281,7 +291,7 @@ def outage(client: redis.Redis, run_id: str, beats: bool = True) -> str | None:
 
 def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:
     """Removes the heartbeat of a role that was stopped on purpose."""
-    client.hdel(RunKeys(run_id).heartbeats, f"{role}:{id_}")
+    client.hdel(RunKeys(run_id).heartbeats(role), id_)
 
 
 def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> None:

@@ -14,8 +14,10 @@ from shared.errors import UserError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"stagecoach:\{[^}]*\}:([a-z_]+)(?::.*)?")
-TYPES = {"bodies": "hash", "action_trace": "list"}
-"""Redis type by the name of each key; of these two each worker has one."""
+BEATING = ("coordinator", "trainer", "rank", "evaluator", "worker")
+"""The roles that send heartbeats, each into a key of its own."""
+TYPES = {"bodies": "hash", "action_trace": "list", "heartbeats": "hash"}
+"""Redis type by the name of each key; of the first two each worker has one, of the third each role."""
 COUNTS = ("pushed", "produced", "incarnations")
 """Hashes whose values are whole numbers."""
 
@@ -104,8 +106,6 @@ class RunKeys:
     """The policy board: version, header, blob (or the checkpoint that holds it). Writer: trainer; readers: workers."""
     ledger = Key("hash")
     """Worker → JSON, its account in the trainer's ledger through flow.committed_id. Writer: trainer; reader: status."""
-    heartbeats = Key("hash")
-    """role:id → JSON (time, pid, host, its wait). Writers: all roles, coordinator (removes); reader: status."""
     events = Key("stream")
     """The last thousand: checkpoints, evaluations, deaths … Writers: all roles; readers: console, evaluator."""
     evaluations = Key("hash")
@@ -122,6 +122,11 @@ class RunKeys:
         """Hash, on the shards; incarnation:seq:digest → a fragment's body, until the log names it no more.
         Writers: workers, trainer (sweeps); reader: trainer."""
         return f"{self.prefix}bodies:{worker}"
+
+    def heartbeats(self, role: str) -> str:
+        """Hash; id → JSON (time, pid, host, its wait) of the processes of `role`, one of `BEATING`. Writers: that role,
+        coordinator (removes); readers: trainer, coordinator, status."""
+        return f"{self.prefix}heartbeats:{role}"
 
     def action_trace(self, worker: str) -> str:
         """List; what `worker` did in its running episodes, an entry per fragment; gone when it is drained.

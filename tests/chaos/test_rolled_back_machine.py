@@ -79,7 +79,7 @@ class SetBack(RuleBasedStateMachine):
     def keys(self) -> list[bytes]:
         prefix = RunKeys(self.game.role.run_id).prefix
         found: list[bytes] = list(self.game.role.redis.scan_iter(f"{prefix}*"))
-        return [key for key in found if not key.endswith(b"heartbeats")]
+        return [key for key in found if b":heartbeats:" not in key]
 
     # Workers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -140,20 +141,41 @@ def test_a_silent_worker_is_replaced_and_one_that_beats_in_turns_with_its_succes
     os.kill(pid, signal.SIGSTOP)
     pid = process_of(run, "worker-0", pid)
     goes_on(run)
-    key = RunKeys("a").heartbeats
+    key = RunKeys("a").heartbeats("worker")
     with redis_of(run) as client:
-        beat = cast(bytes, client.hget(key, "worker:worker-0")).decode().partition(" ")[2]
+        beat = cast(bytes, client.hget(key, "worker-0")).decode().partition(" ")[2]
         os.kill(pid, signal.SIGKILL)
         process_of(run, "worker-0", pid)
         for _ in range(6):
             for _ in range(20):  # a second long, in which the fleet looks five times
                 seconds, micros = client.time()
-                client.hset(key, "worker:worker-0", f"{seconds}.{micros:06d} {beat}")
+                client.hset(key, "worker-0", f"{seconds}.{micros:06d} {beat}")
                 time.sleep(0.05)
             process_of(run, "worker-0", pid)
             time.sleep(0.5)
     assert told_of(run, "given up") == []
     goes_on(run)
+    check_stopped(run, failures=True)
+
+
+def test_forged_heartbeat_kills_no_other_process(config: MakeConfig, running: ExitStack) -> None:
+    """Whoever can write to Redis could name any process there; the worker that is silent is ended, and no other."""
+    run = start(config(stop_at=FOR_EVER, rollout={"silent_seconds": 10.5, "restarts_allowed": 2}), running)
+    until(run, lambda status: status.version > 2)
+    stranger = subprocess.Popen(["ray::WorkerActor", "300"], executable="/usr/bin/sleep")
+    running.callback(stranger.wait)
+    running.callback(stranger.kill)
+    pid = process_of(run, "worker-0")
+    os.kill(pid, signal.SIGSTOP)
+    key = RunKeys("a").heartbeats("worker")
+    with redis_of(run) as client:
+        said = cast(bytes, client.hget(key, "worker-0")).decode()
+        client.hset(key, "worker-0", said.replace(f'"pid": {pid}', f'"pid": {stranger.pid}'))
+    until(
+        run, lambda status: any(beat.id == "worker-0" and beat.pid not in (pid, stranger.pid) for beat in status.roles)
+    )
+    assert stranger.poll() is None
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
     check_stopped(run, failures=True)
 
 

@@ -21,7 +21,7 @@ from rollout_worker.evaluator import Evaluator
 from rollout_worker.sampling import action_trace
 from shared.protocol import events
 from shared.protocol.heartbeat import Beat, Heartbeat, read_heartbeats
-from shared.protocol.keys import RunKeys
+from shared.protocol.keys import BEATING, RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
@@ -51,9 +51,7 @@ SPOILT_BEATS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=10) | JSON
 TEXTS = (JSON | SPOILT_BEATS.map(lambda some: BEAT | some)).map(json.dumps).map(str.encode)
 BYTES = st.binary(max_size=40) | TEXTS | st.just(b"[" * 100_000)
 STAMPED = st.builds(bytes.__add__, st.sampled_from([b"", b"1234567890.000000 ", b"1e999 "]), BYTES)
-ROLES = st.sampled_from(
-    [*(role + b":" + role for role in (b"coordinator", b"trainer", b"evaluator")), b"rank:rank-1", b"\xff"]
-)
+ROLES = st.sampled_from([b"coordinator", b"trainer", b"evaluator", b"rank-1", b"worker-0", b"worker-\xff", b"\xff"])
 
 
 @pytest.fixture
@@ -89,7 +87,8 @@ def every_reader(role: RunContext) -> None:
 
 
 def in_heartbeats(role: RunContext, name: bytes, value: bytes) -> None:
-    role.redis.hset(RunKeys(role.run_id).heartbeats, mapping={name: value})
+    kind = name.partition(b"-")[0].decode(errors="replace")
+    role.redis.hset(RunKeys(role.run_id).heartbeats(kind if kind in BEATING else "worker"), mapping={name: value})
 
 
 def in_events(role: RunContext, name: bytes, value: bytes) -> None:
@@ -135,7 +134,7 @@ def test_no_reader_falls_over_what_somebody_wrote(
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(ROLES, values)
     def check(name: bytes, value: bytes) -> None:
-        role.redis.delete(RunKeys(role.run_id).heartbeats)
+        role.redis.delete(*map(RunKeys(role.run_id).heartbeats, BEATING))
         write(role, name, value)
         every_reader(role)
 
@@ -148,7 +147,7 @@ def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
     monkeypatch.setattr("shared.printable._told", set())
     keys = RunKeys(role.run_id)
     Heartbeat(role.redis, role.run_id, "trainer", "trainer").start()
-    in_heartbeats(role, b"worker:worker-3", b"1234567890.000000 {}")
+    in_heartbeats(role, b"worker-3", b"1234567890.000000 {}")
     events.emit(role.redis, role.run_id, "state", "before")
     in_events(role, b"worker", b"\xff")
     events.emit(role.redis, role.run_id, "state", "after")
@@ -176,7 +175,7 @@ def test_much_garbage_is_counted_and_only_some_of_it_is_named(
 ) -> None:
     monkeypatch.setattr("shared.printable._told", set())
     for number in range(300):
-        role.redis.hset(RunKeys(role.run_id).heartbeats, f"worker:{number}", b"{")
+        role.redis.hset(RunKeys(role.run_id).heartbeats("worker"), f"worker-{number}", b"{")
     for _ in range(2):
         status = live_status(role.redis, role.run_id)
     console = PrintableConsole(file=(shown := io.StringIO()), width=200)

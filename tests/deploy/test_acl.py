@@ -33,7 +33,7 @@ from shared.protocol import events
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, forget_heartbeat
-from shared.protocol.keys import TYPES, RunKeys
+from shared.protocol.keys import BEATING, TYPES, RunKeys
 from shared.protocol.ledger import Ledger, fast_forward, read_accounting
 from shared.protocol.payload_shards import named_bodies
 from shared.protocol.policy_board import PolicyBoard
@@ -306,8 +306,10 @@ TABLE: list[tuple[list[str], set[str]]] = [
     (["XTRIM", KEYS.log, "MAXLEN", "0"], {"trainer"}),
     (["ZADD", KEYS.claims, "1", "x"], {"worker"}),
     (["SADD", KEYS.draining, "worker-1"], {"coordinator"}),
-    (["HSET", KEYS.heartbeats, "worker-0", "{}"], ALL - {"viewer"}),
-    (["HGETALL", KEYS.heartbeats], {"trainer", "coordinator", "viewer"}),
+    *((["HSET", KEYS.heartbeats(role), "x", "{}"], {"trainer" if role == "rank" else role}) for role in BEATING),
+    *((["HGETALL", KEYS.heartbeats(role)], {"trainer", "coordinator", "viewer"}) for role in BEATING),
+    (["HDEL", KEYS.heartbeats("worker"), "worker-0"], {"worker", "coordinator"}),
+    (["HDEL", KEYS.heartbeats("trainer"), "trainer"], {"trainer"}),
     (["HSET", KEYS.evaluations, "x", "{}"], {"evaluator"}),
     (["XADD", KEYS.events, "*", "x", "1"], ALL - {"viewer"}),
     (["XREAD", "STREAMS", KEYS.events, "0"], ALL - {"worker"}),
@@ -398,8 +400,9 @@ def test_the_file_names_the_keys_that_there_are_and_no_password() -> None:
     assert LINES["default"].split()[2] == "off"
     named = set(re.findall(r"~(stagecoach:\{\*\}:\S+?)\)?(?=\s|$)", "\n".join(LINES.values())))
     keys = RunKeys("*")
-    there = {getattr(keys, name) for name in TYPES.keys() - {"bodies", "action_trace"}}
-    assert named == there | {keys.action_trace("*"), keys.bodies("*")}
+    there = {getattr(keys, name) for name in TYPES.keys() - {"bodies", "action_trace", "heartbeats"}}
+    beats = map(keys.heartbeats, (*BEATING, "*"))
+    assert named == there | {keys.action_trace("*"), keys.bodies("*"), *beats}
     assert set(LINES) == {"default", *ROLES}
 
 

@@ -136,22 +136,29 @@ def test_silence_is_told_from_the_servers_clock(
     assert until().alive and 0 <= until().age_seconds < DEAD_AFTER_SECONDS
     beating.stop("x")
     keys, client = RunKeys(unique_run_id), redis_client
-    raw: Any = client.hget(keys.heartbeats, "worker:worker-0")
+    raw: Any = client.hget(keys.heartbeats("worker"), "worker-0")
     stamp, _, text = raw.decode().partition(" ")
     answer: Any = client.time()
     assert 0 <= answer[0] + answer[1] / 1e6 - float(stamp) < DEAD_AFTER_SECONDS
     alive = json.dumps(json.loads(text) | {"ended": None})
     for age, expected in ((DEAD_AFTER_SECONDS / 2, True), (DEAD_AFTER_SECONDS + 1, False)):
-        client.hset(keys.heartbeats, "worker:worker-0", f"{answer[0] - age:.6f} {alive}")
+        client.hset(keys.heartbeats("worker"), "worker-0", f"{answer[0] - age:.6f} {alive}")
         beat = until()
         assert beat.alive is expected and beat.age_seconds >= age
 
 
 def test_the_trainer_comes_first_and_workers_in_their_order(redis_client: redis.Redis, unique_run_id: str) -> None:
-    for name in ("worker:worker-10", "other:x", "worker:worker-2", "evaluator:e", "trainer:t"):
-        Heartbeat(redis_client, unique_run_id, *name.split(":")).stop("x")
+    for name in ("worker-10", "worker-2", "evaluator", "rank-1", "trainer"):
+        Heartbeat(redis_client, unique_run_id, name.partition("-")[0], name).stop("x")
     found = [beat.id for beat in read_heartbeats(redis_client, unique_run_id)]
-    assert found == ["t", "e", "worker-2", "worker-10", "x"]
+    assert found == ["trainer", "rank-1", "evaluator", "worker-2", "worker-10"]
+
+
+def test_heartbeat_of_another_role_is_left_out(redis_client: redis.Redis, unique_run_id: str) -> None:
+    """A worker's user may write any id into its role's key; the coordinator knows processes by their ids."""
+    for id_ in ("trainer", "evaluator", "coordinator", "worker-0"):
+        Heartbeat(redis_client, unique_run_id, "worker", id_).stop("x")
+    assert [(beat.role, beat.id) for beat in read_heartbeats(redis_client, unique_run_id)] == [("worker", "worker-0")]
 
 
 def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_not(unique_run_id: str) -> None:
