@@ -56,7 +56,7 @@ def work(jobs: Sequence[Job], budget_minutes: float, data: Path, runs_dir: Path)
         at = result.reached_at(job.task)
         reached = f"{job.task.reach:g} at {at:,.0f} env steps" if at < float("inf") else f"{job.task.reach:g} never"
         print(
-            f"[{number}/{len(jobs)}] {job.run_id}: {result.reason}; {reached}; {result.score(job.task):g} at the end; "
+            f"[{number}/{len(jobs)}] {job.run_id}: {result.reason}; {reached}; {result.score:g} at the end; "
             f"{result.seconds:.0f} s",
             flush=True,
         )

@@ -22,7 +22,7 @@ def draw(task: Task, results: Mapping[Mode, Sequence[Result]], path: Path) -> No
     axes = figure.subplots()
     for mode, found in results.items():
         if found:
-            grid, scores = on_grid(found, task.within)
+            grid, scores = on_grid(found)
             low, high = iqm_interval(scores)
             axes.plot(grid, iqm(scores), color=_COLORS[mode], label=f"{mode}, {len(found)} seeds")
             axes.fill_between(grid, low, high, color=_COLORS[mode], alpha=0.2, linewidth=0)
@@ -39,13 +39,13 @@ def draw(task: Task, results: Mapping[Mode, Sequence[Result]], path: Path) -> No
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def on_grid(results: Sequence[Result], within: int) -> tuple[Array, Array]:
+def on_grid(results: Sequence[Result]) -> tuple[Array, Array]:
     """Env steps [P], and scores [seeds, P]: at each point those of the newest checkpoint so far.
 
-    Each grid begins where all seeds have a checkpoint.
+    The grid begins where all seeds have a checkpoint, and ends with the last checkpoint of any.
     """
-    first = max(one.evaluations[0][0] for one in results)
-    grid = np.linspace(first, within, _POINTS)
+    first, last = (max(one.evaluations[turn][0] for one in results) for turn in (0, -1))
+    grid = np.linspace(first, last, _POINTS)
     scores = []
     for one in results:
         steps, values = np.array(one.evaluations).T

@@ -27,15 +27,16 @@ rollout workers, trainer and evaluator as Ray actors. Each checkpoint is played,
 where a row does not say otherwise, 20 episodes, from starts of its own (data of older commits: from the same 20 starts
 each time).
 
-- **At the gate**: of the seeds that ran, those whose mean was at least the gate, within the task's env steps, at the
-  last checkpoint or at three in a row. The luckiest checkpoint counts for nothing. Four of five seeds have to; of a
-  negative control none may.
-- **Held**: of the seeds that ran, those whose last checkpoint within the task's env steps was at the gate. Where these
-  are fewer, the recipe loses what it has reached.
+- **Gate**: the mean that a run has to reach before it ends, after so many env steps of training. Warm-up comes before
+  them, and the last update may go beyond: every checkpoint counts, and so does the last one.
+- **At the gate**: of the seeds that ran, those whose mean was at least the gate at the last checkpoint or at three in a
+  row. The luckiest checkpoint counts for nothing. Four of five seeds have to; of a negative control none may.
+- **Held**: of the seeds that ran, those whose last checkpoint was at the gate. Where these are fewer, the recipe loses
+  what it has reached.
 - **At the end**: the interquartile mean over seeds of that last checkpoint, with its 95 % bootstrap interval (Agarwal
   et al. 2021).
 - **Steps**: env steps to the gate (to the third of three checkpoints in a row), median over seeds; – where half of them
-  did not get there. Warm-up counts.
+  did not get there. Warm-up counts here.
 """
 
 _GATES = """\
@@ -101,7 +102,7 @@ def _gates(tasks: Sequence[Task], data: Data) -> list[str]:
 
 
 def _row(task: Task, mode: Mode, results: Sequence[Result]) -> str:
-    scores = np.array([one.score(task) for one in results])
+    scores = np.array([one.score for one in results])
     at = statistics.median(one.reached_at(task) for one in results)
     cells = [
         f"[{task.name}](#{task.name})", task.algorithm, task.environment,
@@ -117,7 +118,7 @@ def _row(task: Task, mode: Mode, results: Sequence[Result]) -> str:
 def _parity(tasks: Sequence[Task], data: Data) -> list[str]:
     rows = []
     for task in tasks:
-        both = [np.array([one.mean_score(task) for one in data[task.name, mode]]) for mode in MODES]
+        both = [np.array([one.mean_score for one in data[task.name, mode]]) for mode in MODES]
         if all(len(scores) > 1 for scores in both):
             rows.append(_parity_row(task.name, *both))
     return rows

@@ -46,25 +46,27 @@ class Result:
     format: int = FORMAT
 
     def reached_at(self, task: Task) -> float:
-        """Env steps, within the task's bound, by which the gate was reached and held; infinite where it was not.
+        """Env steps by which the gate was reached and held; infinite where it was not.
 
         That is the last of the first `HELD` evaluations in a row that were at the gate, else the last checkpoint if it
-        is. The luckiest of many does not count.
+        is. All checkpoints count, also those that warm-up or the last update puts beyond the task's bound: a run's
+        final policy is the one that its user gets.
         """
-        within = [(at, score >= task.reach) for at, score in self.evaluations if at <= task.within]
-        for turn in range(HELD, len(within) + 1):
-            if all(there for _, there in within[turn - HELD : turn]):
-                return within[turn - 1][0]
-        return within[-1][0] if within and within[-1][1] else float("inf")
+        there = [score >= task.reach for _, score in self.evaluations]
+        for turn in range(HELD, len(there) + 1):
+            if all(there[turn - HELD : turn]):
+                return self.evaluations[turn - 1][0]
+        return self.evaluations[-1][0] if there[-1] else float("inf")
 
-    def score(self, task: Task) -> float:
-        """Of the last checkpoint within the task's bound."""
-        return [score for at, score in self.evaluations if at <= task.within][-1]
+    @property
+    def score(self) -> float:
+        """Of the last checkpoint."""
+        return self.evaluations[-1][1]
 
-    def mean_score(self, task: Task) -> float:
-        """Over all checkpoints within the task's bound: how soon it learned, and how well."""
-        scores = [score for at, score in self.evaluations if at <= task.within]
-        return sum(scores) / len(scores)
+    @property
+    def mean_score(self) -> float:
+        """Over all checkpoints: how soon it learned, and how well."""
+        return sum(score for _, score in self.evaluations) / len(self.evaluations)
 
 
 def place(folder: Path, task: str, mode: Mode, seed: int) -> Path:

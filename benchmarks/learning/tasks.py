@@ -46,7 +46,7 @@ class Task(Section):
     policy: str = "default"
     """Whom it judges."""
     within: int = Field(ge=1)
-    """Env steps that the gate has to be reached in; warm-up counts."""
+    """Env steps of training after which the run ends; warm-up and the rest of the last update come on top."""
     negative: bool = False
     """A negative control: it must not reach the gate."""
     reference: str
