@@ -36,7 +36,7 @@ from shared.config.run_config import Config
 from shared.errors import StagecoachError, headline
 from shared.experience.spaces import EnvironmentDescription
 from shared.protocol.keys import redis_place
-from shared.protocol.redis_client import Address, connect_redis, tls_options, without_retries
+from shared.protocol.redis_client import Address, connect_redis, evicts, tls_options, without_retries
 from shared.runtime.process import child_environment
 from shared.storage.object_store import open_store
 from shared.storage.s3_store import FAILURES, s3_client
@@ -191,13 +191,13 @@ def _embedded_ray(folder: Path) -> str:
 
 def _redis(config: Config) -> str:
     client = connect_redis(Address("doctor", config.redis.url, ""), config, "coordinator")
-    policy, appendonly = _setting(client, "maxmemory-policy"), _setting(client, "appendonly")
-    if policy not in ("noeviction", _HIDDEN):
-        raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")
+    if policy := evicts(client):
+        raise StagecoachError(policy)
+    appendonly = _setting(client, "appendonly")
     if appendonly not in ("yes", _HIDDEN):
         raise StagecoachError("appendonly is off; turn it on, or a restarted Redis forgets what is not checkpointed")
-    if _HIDDEN in (policy, appendonly):
-        return f"{config.redis.url} answers, but hides its settings; see to it that it never evicts and persists"
+    if appendonly == _HIDDEN:
+        return f"{config.redis.url} answers and never evicts, but hides its settings; see to it that it persists"
     return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
 
 

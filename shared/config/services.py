@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, model_validator
 
 from shared.config.section import Section
-from shared.protocol.keys import redis_place
+from shared.protocol.keys import check_redis_url, redis_place
 from shared.runtime.tls import check_verified
 
 _REDIS = ("redis", "rediss")
@@ -63,7 +63,10 @@ class RedisConfig(Section):
         for url in self.shards:
             _check_url("redis.shards", url, _REDIS, "STAGECOACH_REDIS_PASSWORD")
         for url in (self.url, *self.shards):
-            check_verified("redis.url" if url == self.url else "redis.shards", url, "redis.ca_file")
+            field = "redis.url" if url == self.url else "redis.shards"
+            check_verified(field, url, "redis.ca_file")
+            if url != "embedded":
+                check_redis_url(field, url)
         encrypted = "rediss" in {urlsplit(url).scheme for url in (self.url, *self.shards)}
         _check_tls_files("redis", encrypted, ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
         if (self.cert_file is None) != (self.key_file is None):

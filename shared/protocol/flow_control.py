@@ -167,7 +167,7 @@ class Flow:
                 return parse_flow(raw)
         except ValueError as error:
             raise KeyDamaged(self._keys.flow, error) from None
-        raise unknown_run(self._keys.run_id)
+        raise unknown_run(self._redis, self._keys.run_id)
 
     def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
         """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back.

@@ -28,7 +28,7 @@ from shared.config.run_config import Config
 from shared.config.services import RedisConfig
 from shared.errors import ConfigError, RedisUnavailable
 from shared.protocol.flow_control import KeyDamaged, parse_flow
-from shared.protocol.keys import COUNTS, key_name, key_type, redis_place
+from shared.protocol.keys import COUNTS, check_redis_url, key_name, key_type, redis_place
 from shared.runtime import tls
 from shared.storage.local_disk import unwritten
 
@@ -287,10 +287,23 @@ def shard_clients(address: Address, config: Config, role: RoleName | None = None
 
 
 def check_redis(address: Address, config: Config, role: RoleName) -> None:
-    """Tries once; raises `RedisUnavailable` unless Redis and each of `redis.shards` answer and are recent enough."""
+    """Tries once; raises `RedisUnavailable` unless Redis and each of `redis.shards` answer, are recent enough, and keep
+    what they are given."""
     config = without_retries(config)
     for url, field in ((address.redis_url, "redis.url"), *((shard, "redis.shards") for shard in config.redis.shards)):
-        _checked_client(url, address, config, role, field).close()
+        with _checked_client(url, address, config, role, field) as client:
+            if policy := evicts(client):
+                raise RedisUnavailable(f"Redis at {_public(url)}: {policy}")
+
+
+def evicts(client: redis.Redis) -> str | None:
+    """What is wrong with a server that throws keys away as its memory fills. No key of a run expires, so `volatile-…`
+    throws none away. Managed servers forbid CONFIG, and tell this all the same."""
+    info: Any = client.info("memory")
+    policy = str(info.get("maxmemory_policy", ""))
+    if not policy.startswith("allkeys"):
+        return None
+    return f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away"
 
 
 def _client(
@@ -335,6 +348,11 @@ def _checked_client(url: str, address: Address, config: Config, role: RoleName |
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
+    if (mode := str(info.get("redis_mode", "standalone"))) != "standalone":
+        raise RedisUnavailable(
+            f"{where} runs in {mode} mode (INFO: redis_mode); expected a standalone server, with or without replicas, "
+            f"since all keys of a run are on one server; name such a server in {field}"
+        )
     return client
 
 
@@ -342,6 +360,7 @@ def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict
     """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
     try:
         tls.check_verified(field, url, "redis.ca_file")
+        check_redis_url(field, url)
         if not url.startswith("rediss://"):
             return {}
         tls.check_files("redis", config.ca_file, config.cert_file, config.key_file)

@@ -44,7 +44,16 @@ class Source:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-def unknown_run(run_id: str) -> RunNotFound:
+def unknown_run(client: redis.Redis, run_id: str) -> RunNotFound:
+    """The error for a run that is not there; it says where the server has thrown keys away."""
+    info: Any = {}
+    with suppress(redis.RedisError):
+        info = client.info("stats")
+    if evicted := info.get("evicted_keys"):
+        return RunNotFound(
+            f"Redis knows no run {run_id!r}, and has evicted {evicted} keys since it started, perhaps the run's: set "
+            f"maxmemory-policy noeviction there; `stagecoach resume` continues from the store"
+        )
     return RunNotFound(f"Redis knows no run {run_id!r}; is this the Redis it was started on?")
 
 
@@ -98,7 +107,7 @@ class Script:
                 return self.client.eval(self._source.text, *arguments)
         except redis.ResponseError as error:
             if "NORUN" in str(error):
-                raise unknown_run(self._keys.run_id) from None
+                raise unknown_run(self.client, self._keys.run_id) from None
             raise
 
 

@@ -445,6 +445,9 @@ def test_shards_are_checked_before_a_run_starts(
     first, second = (findings[f"Redis shard 127.0.0.1:{shard.port}/0"] for shard in place.shards)
     assert not first.ok and "maxmemory-policy is allkeys-lru" in first.text
     assert not second.ok and "does not answer" in second.text
+    with pytest.raises(RedisUnavailable, match="maxmemory-policy is allkeys-lru"):
+        check_services(config)
+    place.shards[0].command("CONFIG", "SET", "maxmemory-policy", "noeviction")
     with pytest.raises(RedisUnavailable, match=r"does not answer .*correct redis\.shards"):
         check_services(config)
 

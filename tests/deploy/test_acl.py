@@ -179,7 +179,9 @@ def test_what_the_log_holds_of_strangers_is_dropped_and_a_redis_set_back_is_set_
 @pytest.mark.usefixtures("nobody_is_refused")
 def test_a_run_with_its_bodies_on_shards_loses_one(config: Config, unique_run_id: str) -> None:
     """Other databases of the same server, with the same users."""
-    redis = config.redis.model_copy(update={"shards": tuple(f"{config.redis.url}/{db}" for db in (1, 2))})
+    redis = config.redis.model_copy(
+        update={"shards": tuple(f"{config.redis.url.removesuffix('0')}{db}" for db in (1, 2))}
+    )
     roles = Roles(config.model_copy(update={"redis": redis}), unique_run_id)
     check_services(roles.config)
     prepare_new(roles.coordinator, check(roles.config))

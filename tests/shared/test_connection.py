@@ -19,10 +19,12 @@ import pytest
 import redis
 
 from shared.config.loading import dump_config
-from shared.errors import ConfigError, RedisUnavailable, UserError
-from shared.protocol.redis_client import Address, Credentials, RoleName, connect_redis, credentials
+from shared.errors import ConfigError, RedisUnavailable, RunNotFound, UserError
+from shared.protocol.flow_control import Flow
+from shared.protocol.redis_client import Address, Credentials, RoleName, check_redis, connect_redis, credentials
 from shared.runtime.launch import RoleLaunch
 from tests.conftest import RedisServer, minimal_config
+from tests.support.own_redis import OwnRedis
 
 SECRET = "pass-that-nobody-may-see"
 WITHOUT_RETRIES = minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})
@@ -173,6 +175,78 @@ def test_a_redis_that_cannot_write_to_its_disk_says_why_where_and_what_to_do(
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://127.0.0.1:port", f"redis://:{SECRET}@[half"])
 def test_an_address_that_is_none(tmp_path: Path, url: str) -> None:
     assert "redis.url" in refusal(address(url, tmp_path, SECRET))
+
+
+@pytest.mark.parametrize(
+    "end", ["/?db=1", "/0?decode_responses=True", "?protocol=3", "?socket_timeout=1", "/0?health_check_interval=5"]
+)
+def test_redis_url_with_options_is_refused(tmp_path: Path, end: str) -> None:
+    """redis-py would take them: another database than the one shown, text instead of bytes, other time-outs."""
+    url, option = f"redis://127.0.0.1:1{end}", end.partition("?")[2].partition("=")[0]
+    told = f"redis.url sets {option}; expected redis://host:port/db and no options"
+    assert told in refusal(address(url, tmp_path))
+    with pytest.raises(ConfigError, match="no options") as caught:
+        minimal_config(redis={"url": url})
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["/x", "/0/1", "/0#part", f"/{SECRET}@h/0", f"?{SECRET}@h", f"?password={SECRET}"])
+def test_redis_url_without_database_number_is_refused(tmp_path: Path, end: str) -> None:
+    assert "expected redis://host:port/db" in refusal(address(f"redis://127.0.0.1:1{end}", tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        minimal_config(redis={"url": f"redis://127.0.0.1:1{end}"})
+    assert SECRET not in str(caught.value)
+
+
+@pytest.fixture
+def own(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OwnRedis]:
+    """A Redis with the settings of the test's parameter."""
+    server = OwnRedis(tmp_path / "own", settings=request.param)
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("own", [{"cluster-enabled": "yes"}], indirect=True)
+def test_redis_cluster_is_refused_by_name(own: OwnRedis, tmp_path: Path) -> None:
+    """Each of its nodes knows the runs whose ids fall to it, and no others."""
+    second = OwnRedis(tmp_path / "second", own.password, {"cluster-enabled": "yes"})
+    try:
+        for node, slots in ((own, (0, 8191)), (second, (8192, 16383))):
+            node.command("CLUSTER", "ADDSLOTSRANGE", *slots)
+        own.command("CLUSTER", "MEET", "127.0.0.1", second.port)
+        for node in (own, second):
+            with pytest.raises(RedisUnavailable, match=r"runs in cluster mode .*; expected a standalone server"):
+                connect_redis(address(node.url, tmp_path, own.password), WITHOUT_RETRIES)
+    finally:
+        second.kill()
+
+
+@pytest.mark.parametrize("own", [{"maxmemory": "100mb"}], indirect=True)
+def test_redis_that_evicts_is_refused_before_start(own: OwnRedis, environment: SetUp) -> None:
+    """Also where CONFIG is forbidden, as on managed servers."""
+    config = minimal_config(redis={"url": own.url}, store={"url": "file:///"})
+    own.command("ACL", "SETUSER", "managed", "on", f">{SECRET}", "~*", "+@all", "-config")
+    environment(REDIS_USERNAME="managed", REDIS_PASSWORD=SECRET)
+    for policy in ("allkeys-lru", "allkeys-lfu", "allkeys-random"):
+        own.command("CONFIG", "SET", "maxmemory-policy", policy)
+        with pytest.raises(RedisUnavailable, match=f"maxmemory-policy is {policy}; set it to noeviction"):
+            check_redis(Address("run", config.redis.url, ""), config, "coordinator")
+    for policy in ("volatile-lru", "noeviction"):  # nothing of a run ever expires
+        own.command("CONFIG", "SET", "maxmemory-policy", policy)
+        check_redis(Address("run", config.redis.url, ""), config, "coordinator")
+
+
+@pytest.mark.parametrize("own", [{"maxmemory": "3mb", "maxmemory-policy": "allkeys-random"}], indirect=True)
+def test_unknown_run_names_evicted_keys(own: OwnRedis) -> None:
+    with own.client() as client:
+        with pytest.raises(RunNotFound, match="is this the Redis it was started on"):
+            Flow(client, "gone").read()
+        for number in range(100):
+            client.set(f"other:{number}", b"x" * 100_000)
+        with pytest.raises(RunNotFound, match=r"has evicted \d+ keys since it started.*noeviction"):
+            Flow(client, "gone").read()
+        with pytest.raises(RunNotFound, match=r"has evicted \d+ keys since it started.*noeviction"):
+            Flow(client, "gone").register("worker-0")
 
 
 def user(role: RoleName | None) -> tuple[str | None, str | None]:
