@@ -124,7 +124,8 @@ class Trainer:
                 self._metrics.learning_seconds += time.perf_counter() - started
         self.state.version += 1
         with self._stages.during("report"):  # before there can be a checkpoint of this version, which covers it
-            self._record(fragments, metrics)
+            with self.recorder.continuing("the metrics of an update"):
+                self._record(fragments, metrics)
             if self.schedule.evaluation_due(self.learner.counters):
                 self.state.submit_evaluation()
         with self._stages.during("publish"):
@@ -141,7 +142,7 @@ class Trainer:
             self.state.checkpoint()
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
-        """The metrics of one update; nothing of it raises into training."""
+        """Records the metrics of one update."""
         self._metrics.take(fragments, metrics, self.version)
         if self._config.metrics.episodes:
             for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):

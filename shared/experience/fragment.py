@@ -50,8 +50,10 @@ _READABLE = (2, WIRE_VERSION, SPARSE_VERSION)
 STATE = "state_in"
 INFO = "info/"
 _schema = partial(FragmentError, DropReason.SCHEMA)
-_Count = Annotated[int, Field(ge=0, strict=True)]
-_Size = Annotated[int, Field(ge=1, strict=True)]
+_MOST = 1 << 53
+"""The largest count in a header: up to here a float, which metrics are, holds every whole number."""
+_Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
+_Size = Annotated[int, Field(ge=1, le=_MOST, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
 _Value = (
     Annotated[bool, Field(strict=True)]
@@ -138,7 +140,7 @@ class FragmentHeader:
     steps: _Size
     num_envs: _Size
     episodes: tuple[EpisodeRecord, ...] = ()
-    acting_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 0.0
+    acting_seconds: Annotated[float, Field(ge=0, le=LARGEST, strict=True)] = 0.0
     life: str = "0.0"
     """Which line of episodes it continues: a successor that takes them up has its predecessor's, and after a fragment
     that is not in the log it is another one."""
@@ -229,10 +231,12 @@ def decode(blob: bytes) -> Fragment:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise _schema(f"{type(error).__name__}: {error}") from None
     for record in parsed.episodes:
-        numbers = (record.episode_return, *record.agent_returns.values(), *record.metrics.values())
+        drawn = (value for value in record.parameters.values() if not isinstance(value, str))
+        numbers = (record.episode_return, *record.agent_returns.values(), *record.metrics.values(), *drawn)
         if not all(-LARGEST_SHOWN <= number <= LARGEST_SHOWN for number in numbers):
-            reason = DropReason.MAGNITUDE if all(map(math.isfinite, numbers)) else DropReason.NOT_FINITE
-            raise FragmentError(reason, f"episode record {record!r}; numbers may be up to {LARGEST_SHOWN:g}")
+            finite = all(abs(number) < math.inf for number in numbers)  # isfinite raises for a large int
+            reason = DropReason.MAGNITUDE if finite else DropReason.NOT_FINITE
+            raise FragmentError(reason, f"episode record {record!r:.1000}; numbers may be up to {LARGEST_SHOWN:g}")
     return Fragment(parsed, columns)
 
 

@@ -33,13 +33,20 @@ class Event:
 
 
 class _Returns(BaseModel, extra="allow"):
-    """One evaluation: what each reader needs, and what is shown if it is there."""
+    """One evaluation: what each reader needs, and what is shown or recorded if it is there."""
 
     mean_return: float
     std_return: float = 0.0
+    min_return: float = 0.0
+    max_return: float = 0.0
+    mean_length: float = 0.0
     success_rate: float | None = None
-    episodes: int = 0
+    episodes: NonNegativeInt = 0
+    env_steps_played: NonNegativeInt = 0
     policies: dict[str, float] = {}
+    agents: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    win_rates: dict[str, float] = {}
     ranking: float | None = None
     """What ranks it where that is not the mean return (`checkpoint.best_by`)."""
     ranked_by: str = ""
@@ -48,6 +55,7 @@ class _Returns(BaseModel, extra="allow"):
 
 class _Scores(_Returns):
     version: NonNegativeInt
+    env_steps: NonNegativeInt = 0
     checkpoint: str = ""
     confirmation: _Returns | None = None
 

@@ -44,6 +44,7 @@ class _Progress(BaseModel, extra="allow"):
     updates: int = 0
     episodes: int = 0
     fragments: int = 0
+    incarnation: int = 0
     transitions: int = Field(0, ge=0, lt=1 << 63)
     evaluations: int = 0
     evaluating: str = ""

@@ -17,6 +17,8 @@ from coordinator.cli.live_view import metrics_table, one_line, print_status
 from coordinator.cli.options import PrintableConsole
 from coordinator.fleet.autoscaler import Scaling
 from coordinator.lifecycle.preparation import create_flow, prepare_resume
+from coordinator.page.totals import Totals
+from coordinator.page.view import jsonable
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.sampling import action_trace
 from shared.protocol import events
@@ -27,11 +29,14 @@ from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from trainer_node.checkpointing.checkpoint_writer import checkpoint_in_evaluation
 from trainer_node.distributed.leader import Rendezvous
+from trainer_node.metrics.fleet_metrics import FleetMetrics
+from trainer_node.metrics.recorder import Recorder, evaluation_row
 
 NAMES = sorted({field.name for field in fields(Beat)} | {
     "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "capacity", "evaluating", "fragments",
     "env_steps", "updates", "phase", "durable", "error", "since", "attempts", "export", "time/fps", "consumed",
-    "worker-0", "worker-1", "dropped", "high_water", "host", "port", "size",
+    "worker-0", "worker-1", "dropped", "high_water", "host", "port", "size", "incarnation", "lags", "env_steps_played",
+    "metrics", "agents", "win_rates", "confirmation", "ranking",
 })  # fmt: skip
 PLAIN = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([10**400, 1e308])
@@ -48,7 +53,10 @@ BEAT: dict[str, Any] = {
     "waiting_seconds": 0.0, "deadline_seconds": 0.0, "last_error": None, "waited": {}, "stages": {}, "progress": {},
 }  # fmt: skip
 SPOILT_BEATS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=10) | JSON.map(lambda some: {"progress": some})
-TEXTS = (JSON | SPOILT_BEATS.map(lambda some: BEAT | some)).map(json.dumps).map(str.encode)
+SPOILT_SCORES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6).map(
+    lambda some: {"version": 1, "mean_return": 1.0} | some
+)
+TEXTS = (JSON | SPOILT_BEATS.map(lambda some: BEAT | some) | SPOILT_SCORES).map(json.dumps).map(str.encode)
 BYTES = st.binary(max_size=40) | TEXTS | st.just(b"[" * 100_000)
 STAMPED = st.builds(bytes.__add__, st.sampled_from([b"", b"1234567890.000000 ", b"1e999 "]), BYTES)
 ROLES = st.sampled_from([b"coordinator", b"trainer", b"evaluator", b"rank-1", b"worker-0", b"worker-\xff", b"\xff"])
@@ -79,6 +87,18 @@ def every_reader(role: RunContext) -> None:
     evaluator = Evaluator(role)
     evaluator.step(0.0)
     evaluator.check_solved()
+    fleet, totals = FleetMetrics(), Totals()
+    for _ in range(2):
+        fleet.row(read_heartbeats(role.redis, role.run_id), role.flow.read())
+        totals.add(jsonable(status.as_dict()))
+    for scores in events.read_evaluations(role.redis, role.run_id).values():
+        evaluation_row(scores)
+    began = (1, 0, 0, -1)
+    recorder = Recorder(role.redis, role.run_id, role.config, None, role.checkpoints.store, began)
+    recorder.take_evaluations(events.read_evaluations(role.redis, role.run_id))
+    recorder.take_events()
+    recorder.close()
+    assert not recorder.failures
     checkpoint_in_evaluation(role.redis, role.run_id)
     events.prune_evaluations(role.redis, role.run_id, [])
     Rendezvous(role.redis, role.run_id).next(0.001)
@@ -139,6 +159,46 @@ def test_no_reader_falls_over_what_somebody_wrote(
         every_reader(role)
 
     check()
+
+
+HOSTILE = ["x", None, True, [], [1], {}, {"a": "x"}, {"a": None}, {"a": [1]}, -1, 0.5, 10**17, 10**400, 1e308, "NaN"]
+SCORES = (
+    "env_steps", "env_steps_played", "episodes", "version", "mean_return", "std_return", "min_return", "max_return",
+    "mean_length", "success_rate", "agents", "policies", "metrics", "win_rates", "confirmation", "ranking", "ranked_by",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_hostile_score_fields_end_no_reader(role: RunContext, name: str) -> None:
+    sound = {"version": 3, "mean_return": 1.0, "confirmation": {"mean_return": 1.0}}
+    spoiled = [sound | {name: value} for value in HOSTILE]
+    spoiled += [sound | {"confirmation": {"mean_return": 1.0, name: value}} for value in HOSTILE]
+    for number, scores in enumerate(spoiled):
+        in_evaluations(role, f"{number}_Step-5.ckpt".encode(), json.dumps(scores).encode())
+    every_reader(role)
+
+
+BEATS = (
+    "incarnation",
+    "transitions",
+    "lags",
+    "capacity",
+    "unplaced",
+    "learn_seconds",
+    "epoch",
+    "version",
+    "evaluating",
+)
+
+
+@pytest.mark.parametrize("name", BEATS)
+def test_hostile_progress_fields_end_no_reader(role: RunContext, name: str) -> None:
+    for value in HOSTILE:
+        beat = json.dumps(BEAT | {"progress": {name: value}})
+        for who in ("coordinator:coordinator", "trainer:trainer", "evaluator:evaluator", "worker:worker-0"):
+            seconds, micros = role.redis.time()
+            in_heartbeats(role, who.encode(), f"{seconds}.{micros:06d} {beat}".encode())
+        every_reader(role)
 
 
 def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(

@@ -182,9 +182,9 @@ records = st.builds(
 
 @FUZZ
 @given(
-    worker_id=TEXTS, incarnation=st.integers(0, 2**60), seq=st.integers(0, 2**60), phase=st.sampled_from(Phase),
+    worker_id=TEXTS, incarnation=st.integers(0, 2**53), seq=st.integers(0, 2**53), phase=st.sampled_from(Phase),
     episodes=st.lists(records, max_size=3).map(tuple), acting_seconds=st.floats(0, 1e9),
-    policy_versions=st.integers(0, 2**60).map(lambda version: {"default": version}),
+    policy_versions=st.integers(0, 2**53).map(lambda version: {"default": version}),
 )  # fmt: skip
 def test_every_header_comes_back_as_it_was(**header: Any) -> None:
     made = random_fragment(SIMPLE, **header)

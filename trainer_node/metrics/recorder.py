@@ -91,7 +91,7 @@ class Recorder:
 
     def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
         """One row, with its env steps and policy version in it; never raises."""
-        with self._continuing("the metrics"):
+        with self.continuing("the metrics"):
             self._env_steps = row[ENV_STEPS] if stream == TRAIN else self._env_steps
             named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
             number = self._streams[stream].append(named, label)
@@ -184,7 +184,7 @@ class Recorder:
 
     def _watch_fleet(self) -> None:
         while not self._closed.wait(PAUSE_SECONDS):
-            with self._continuing("the fleet's metrics"):
+            with self.continuing("the fleet's metrics"):
                 flow = Flow(self._redis, self._run_id).read()
                 row = self._fleet.row(read_heartbeats(self._redis, self._run_id), flow)
                 self.record(FLEET, row | {ENV_STEPS: self._env_steps, VERSION: flow.version})
@@ -201,7 +201,8 @@ class Recorder:
         return row
 
     @contextmanager
-    def _continuing(self, writer: str) -> Iterator[None]:
+    def continuing(self, writer: str) -> Iterator[None]:
+        """Counts what the block raises as a failure of `writer`, and reports the first of these in an event."""
         try:
             yield
         except Exception as error:  # whatever it is, no metric is worth a run

@@ -69,7 +69,16 @@ class UpdateMetrics:
         return index > before or learner.counters.train.updates == 0
 
     def row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
-        """The row of what was taken since the last one."""
+        """The row of what was taken since the last one, which is forgotten even where this raises."""
+        try:
+            return self._row(learner, version, waited)
+        finally:
+            self._told.clear()
+            self._lags, self._acting_lags, self._acting_seconds, self._transitions = [], [], [], 0
+            self._sums.clear()
+            self._counts.clear()
+
+    def _row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
         train, now = learner.counters.train, time.monotonic()
         speed = self._transitions / max(now - self._last, 1e-9)
         self._fps = speed if not self._fps else _SMOOTHING * self._fps + (1 - _SMOOTHING) * speed
@@ -108,12 +117,7 @@ class UpdateMetrics:
         for entry, its in learner.curriculum.summary().items() if learner.curriculum else ():
             row |= {f"curriculum/{name}/{entry}": value for name, value in its.items()}
         told = {name: np.concatenate(parts) for name, parts in self._told.items()}
-        row |= {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
-        self._told.clear()
-        self._lags, self._acting_lags, self._acting_seconds, self._transitions = [], [], [], 0
-        self._sums.clear()
-        self._counts.clear()
-        return row
+        return row | {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
 
 
 def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
