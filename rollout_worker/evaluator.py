@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -116,7 +117,8 @@ class Evaluator:
         """Whether something that is due could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
-        self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit)
+        tell = partial(context.tell, "evaluation")
+        self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit, tell)
 
     def run(self) -> str:
         torch.set_num_threads(1)

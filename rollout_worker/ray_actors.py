@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from shared.runtime.launch import RoleLaunch, shutdown_on_signal
-from shared.runtime.process import at_rest
+from shared.runtime.process import at_rest, shield_from_terminal
 
 
 class WorkerFace:
@@ -20,6 +20,7 @@ class WorkerFace:
     @ray.method
     def run(self) -> str:
         """Runs until the run ends, the worker is drained or its machine is taken away; returns which."""
+        shield_from_terminal()
         player = self._open()
         with shutdown_on_signal(player.request_shutdown):
             return str(player.run())

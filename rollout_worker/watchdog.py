@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rollout_worker.environments.vector_env import Position, RunningEpisodes, Step, VectorEnvironment
@@ -41,10 +42,15 @@ OWN_WORK = "its own work"
 
 
 class Watchdog:
-    """Watches the thread that starts it. Where all roles share a process nobody starts it: a debugger may hold them."""
+    """Watches the thread that starts it. Where all roles share a process nobody starts it: a debugger may hold them.
+    There it only bounds `close`."""
 
-    def __init__(self, name: str, config: Config, heartbeat: Heartbeat, before_exit: Callable[[Failure], None]) -> None:
-        self._name, self._heartbeat, self._before_exit = name, heartbeat, before_exit
+    def __init__(
+        self, name: str, config: Config, heartbeat: Heartbeat, before_exit: Callable[[Failure], None],
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`before_exit` is called before this process is ended; `tell` writes an event."""
+        self._name, self._heartbeat, self._before_exit, self._tell = name, heartbeat, before_exit, tell
         self._deadline = config.environment.step_deadline_seconds
         self._locked_seconds = _LOCKED * config.rollout.silent_seconds
         self._limit = config.rollout.memory_limit_bytes
@@ -103,13 +109,39 @@ class Watchdog:
             return
         self._polls += 1  # polls, not seconds: a process that was stopped for a while has not hung
         if self._polls * _POLL_SECONDS >= self._deadline + self._more:
-            frame = sys._current_frames().get(self._watched)
-            stack = traceback.extract_stack(frame) if frame else []
-            place = f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "an unknown place"
-            _LOGGER.error("%s hangs in %s:\n%s", self._name, doing, "".join(traceback.format_list(stack)))
-            said = f"it has made no progress for {self._deadline:g} s (environment.step_deadline_seconds)"
             kind = FailureKind.OTHER if doing == OWN_WORK else FailureKind.ENVIRONMENT
-            self._end(Failure(kind, f"{self._name} hangs in {doing}, at {place}; {said}"))
+            self._end(Failure(kind, self._describe_hang(doing, self._watched)))
+
+    def _describe_hang(self, doing: str, thread: int) -> str:
+        """Says where a thread is; its whole stack goes to the log."""
+        frame = sys._current_frames().get(thread)
+        stack = traceback.extract_stack(frame) if frame else []
+        place = f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "an unknown place"
+        _LOGGER.error("%s hangs in %s:\n%s", self._name, doing, "".join(traceback.format_list(stack)))
+        said = f"it has made no progress for {self._deadline:g} s (environment.step_deadline_seconds)"
+        return f"{self._name} hangs in {doing}, at {place}; {said}"
+
+    def close(self, close: Callable[[], None], processes: Collection[BaseProcess]) -> None:
+        """Closes environments. Where this process is not watched and cannot end, a `close` that hangs is left to its
+        thread, and the environments' `processes` are killed."""
+        doing = "close of its environments"
+        if self._watched and not self._stop.is_set():
+            with self.during(doing):
+                close()
+            return
+        thread = threading.Thread(target=close, name=f"close-{self._name}", daemon=True)
+        thread.start()
+        thread.join(_POLL_SECONDS)
+        if thread.is_alive():
+            with self._heartbeat.waiting("close of its environments", self._deadline):
+                thread.join(self._deadline)
+        if not thread.is_alive():
+            return
+        said = f"{self._describe_hang(doing, thread.ident or 0)}; the environments are given up"
+        for process in processes:
+            process.kill()
+        complain(said)
+        self._tell(said)
 
     def _end(self, failure: Failure) -> None:
         """Ends this process and its environments' processes, after `before_exit`, which may fail."""
@@ -129,8 +161,10 @@ class WatchedEnvironment:
 
     def __init__(self, make: Callable[[], VectorEnvironment], watchdog: Watchdog) -> None:
         self._watchdog = watchdog
+        others = set(multiprocessing.active_children())
         with watchdog.during("the start of its environments"):
             self._environment = make()
+        self._processes = set(multiprocessing.active_children()) - others
         self.num_envs = self._environment.num_envs
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
@@ -160,8 +194,7 @@ class WatchedEnvironment:
             return self._environment.set_paused(paused)
 
     def close(self) -> None:
-        with self._watchdog.during("close of its environments"):
-            self._environment.close()
+        self._watchdog.close(self._environment.close, self._processes)
 
 
 def resident_bytes(pid: int) -> int:

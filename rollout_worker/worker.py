@@ -59,7 +59,8 @@ class Worker:
         self.heartbeat = Heartbeat(context.redis, context.run_id, "worker", self.id)
         self._profile = Profile(context.checkpoints.store, self.id, self._config.metrics.profile)
         self._stages = self._profile.add("acting", self.heartbeat.stages)
-        self._watchdog = Watchdog(self.id, self._config, self.heartbeat, self._before_exit)
+        tell = partial(context.tell, "worker")
+        self._watchdog = Watchdog(self.id, self._config, self.heartbeat, self._before_exit, tell)
         self.claims = Claims(self._config, self.id, context.flow, self._log, self.heartbeat, self._watchdog)
         self.held: tuple[Claim, Sample] | None = None
         """What was acted, and waits for memory on a shard where nothing may block for it (the one-process mode)."""
@@ -128,7 +129,6 @@ class Worker:
 
     def stop(self, reason: str) -> None:
         """Gives back what it holds and says why it ends, as far as it got and as far as it can."""
-        self._watchdog.stop()
         registered = self.claims.incarnation >= 0
         try:
             self._running.close()
@@ -139,6 +139,7 @@ class Worker:
         except Exception:
             _LOGGER.exception("%s could not end in order", self.id)
         finally:
+            self._watchdog.stop()
             self.heartbeat.stop(reason, last_beat=registered and not self._superseded)
             self._profile.write()
         _LOGGER.info("%s ended: %s", self.id, reason)

@@ -25,7 +25,7 @@ from coordinator.run import Run
 from shared.errors import StagecoachError, UserError
 from shared.printable import complain, printable
 from shared.runtime.launch import LOGS
-from shared.runtime.process import tell_of_exits
+from shared.runtime.process import handle, tell_of_exits
 
 _HISTORY = 10
 """Past events that `watch` begins with."""
@@ -85,8 +85,7 @@ def supervise(
             os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
 
     def listen() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
+        handle(on_signal, signal.SIGINT, signal.SIGTERM)
 
     listen()
     console.quiet = background

@@ -157,8 +157,12 @@ class Fleet:
         A role that has never said anything has no process yet, and perhaps never will.
         """
         others = [member for member in self._members() if member.stamp and member is not self._trainer]
-        if calls := [member.call for member in others if member.call is not None]:
-            ray.wait(calls, num_returns=len(calls), timeout=seconds)
+        if calls := {member.call: member.name for member in others if member.call is not None}:
+            _, left = ray.wait(list(calls), num_returns=len(calls), timeout=seconds)
+            if left:
+                names = ", ".join(sorted(calls[call] for call in left))
+                text = f"{names}: did not end within {seconds:g} s; killed; perhaps an environment hangs in close()"
+                emit(self._redis, self._run_id, "worker", text)
         self.kill()
 
     def kill(self) -> None:

@@ -65,8 +65,9 @@ class EnvironmentConfig(Section):
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
     step_deadline_seconds: float = Field(120.0, ge=1)
-    """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
-    replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
+    """One step, reset, start or close of a process's environments that takes longer is taken for hung, and the process
+    is replaced; the evaluator's as well. With `--inline` only a close is watched, and the environments are given up.
+    Much more than any healthy step takes: nothing else is lost by waiting."""
 
     @property
     def several_agents(self) -> bool:

@@ -33,6 +33,10 @@ _LARGEST = 32 << 20
 """Bytes: glibc lets no larger array be taken from what it keeps."""
 _KEPT = 512 << 20
 """Bytes that may lie unused at the end of the heap; beyond it they are given back."""
+_OURS: dict[signal.Signals, Callable[[int, Any], object]] = {}
+"""The last handler that `handle` has set for each signal in this process."""
+_FORKING = threading.local()
+"""The signal mask of a thread that forks."""
 _LINES, _SAID, _LONGEST = 6, 2, 1500
 """Lines in all, those of them that came before a crash, and characters in all."""
 _NOISE = re.compile(r"^(:\w+:.*|\[.* logging\.cc:\d+:.*|\s*@ .*|PC: @.*|\*\*\* SIG.*|Extension modules: .*|)$")
@@ -49,15 +53,60 @@ _SIGNALS = {
 }  # fmt: skip
 
 
+def handle(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> dict[signal.Signals, Any]:
+    """Gives these signals to `handler` in this process; returns the former handlers. Call it in the main thread.
+
+    Forked processes, such as an environment's, get the default handlers: by ours they would ignore `terminate()`.
+    """
+    _OURS.update(dict.fromkeys(numbers, handler))
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Gives these signals to `handler` within the block. Call it in the main thread."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Gives these signals to `handler` within the block, as `handle` does."""
+    before = handle(handler, *numbers)
     try:
         yield
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+def _before_fork() -> None:
+    """Holds signals back until the child has its handlers: what a forked child hears before that is lost."""
+    _FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.mask)
+
+
+def _after_fork_in_child() -> None:
+    """Replaces our signal handlers, not those that an environment has set."""
+    ours = [number for number, handler in _OURS.items() if signal.getsignal(number) is handler]
+    _OURS.clear()
+    for number in ours:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.mask)  # an exception would be lost here: SIGINT ends it, too
+    if signal.SIGINT in ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)  # fmt: skip
+
+
+def shield_from_terminal() -> None:
+    """Moves a process of Ray's into a process group of its own, and unblocks SIGINT.
+
+    Ray blocks SIGINT so that Ctrl-C in a terminal does not reach its processes. An environment's processes would
+    inherit that, and ignore a SIGINT that it sends them.
+    """
+    with contextlib.suppress(OSError):  # a session's leader is in a group of its own already
+        os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager
@@ -66,10 +115,12 @@ def signals_after() -> Iterator[None]:
     mine = threading.current_thread() is threading.main_thread()  # no other thread gets signals
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if mine and signal.getsignal(n) is not None]
     came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     try:
-        with handling(lambda number, _: came.append(number), *numbers):
-            yield
+        yield
     finally:
+        for number, former in before.items():
+            signal.signal(number, former)
         for again in came:
             signal.raise_signal(again)
 

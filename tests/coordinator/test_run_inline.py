@@ -325,3 +325,24 @@ def test_an_older_checkpoint_is_gone_back_to_with_its_whole_replay_buffer_or_not
     with pytest.raises(UserError, match=rf"resume --from {old}: .*nothing was changed, choose another checkpoint"):
         Run.resume("a", made.runs_dir, ("stop_at.updates=50",), inline=True, origin=old)
     assert contents(objects(run)) == before
+
+
+def test_environment_that_ends_a_child_process_lets_a_run_end(stagecoach: Stagecoach) -> None:
+    """The child would inherit the handlers of the command line, by which it ignores `terminate()`."""
+    environment = "environment={id: 'tests.support.environments:StartsAChild', num_envs: 2}"
+    ended = stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--set", environment)
+    assert ended.code == 0 and " scores " in ended.out, ended
+
+
+def test_close_that_hangs_is_reported_and_given_up_inline(config: MakeConfig, tmp_path: Path) -> None:
+    """The child ignores `terminate()`, and `close` waits for it."""
+    kwargs = {"stubborn": str(tmp_path / "stubborn")}
+    environment = {"id": "tests.support.environments:StartsAChild", "num_envs": 2, "kwargs": kwargs}
+    environment |= {"step_deadline_seconds": 1.0}
+    begun = (tmp_path / "stubborn").touch
+    run = Run.start(config(environment=environment, stop_at={"updates": 2}), "a", inline=True, begun=begun)
+    finish(run)
+    told = [event.text for event in run.events()]
+    for who in ("evaluator", "worker-0"):
+        assert any(text.startswith(f"{who} hangs in close of its environments, at ") for text in told), told
+    assert any(" scores " in text for text in told)

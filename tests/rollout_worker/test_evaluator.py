@@ -350,7 +350,7 @@ def test_what_is_drawn_on_one_side_of_a_match_is_not_drawn_again_on_the_other() 
 def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = minimal_config(environment=NIM, league={}), set[str | None]()
     description = describe_environment(config)
-    watchdog = Watchdog("evaluator", config, cast(Heartbeat, None), lambda failure: None)
+    watchdog = Watchdog("evaluator", config, cast(Heartbeat, None), lambda failure: None, lambda text: None)
     step = Nim.step
 
     def stepped(self: Nim, action: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
 from shared.config.run_config import Config
-from shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from shared.protocol.heartbeat import Heartbeat, Wait, poll, read_heartbeats
 from shared.protocol.ledger import read_accounting
 from shared.runtime.failure import FailureKind
 from shared.runtime.process import last_words
@@ -106,6 +106,23 @@ def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(
     assert "in hang" in words.lines[-4], words
 
 
+@pytest.mark.parametrize("who", ["worker-0", "evaluator"])
+def test_close_that_hangs_ends_the_process(make_role: MakeRole, tmp_path: Path, who: str) -> None:
+    """A worker's when it is drained, an evaluator's after its first episodes."""
+    (tmp_path / "tally").write_text("x")  # not while the test looks at the spaces
+    role = make_role(config := hanging(tmp_path / "tally", "close"))
+    with published(make_role, config):
+        (tmp_path / "tally").unlink()
+        arguments = ("--evaluator",) if who == "evaluator" else ("--index", "0")
+        process = start_process(role, tmp_path, "rollout_worker", *arguments)
+        if who == "worker-0":
+            poll(Wait("the worker", 60), lambda: "worker-0 joined" in events(role))
+            role.flow.drain(who)
+        done = ended(process)
+    assert done.returncode == 1 and f"{who} hangs in close of its environments, at " in done.stderr, done
+    assert f"{who} hangs in close of its environments, at " in events(role)
+
+
 def test_a_process_that_leaks_ends_after_its_fragment(run_worker: RunWorker) -> None:
     kwargs = {"kept": 4 * MIB, "seconds": 0.05}
     config = minimal_config(
@@ -161,7 +178,9 @@ def test_who_gets_on_or_waits_is_left_alone(make_role: MakeRole, monkeypatch: py
     role = make_role(hanging(Path("/nowhere"), "none", step_deadline_seconds=1.0))
     heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")
     orders: list[str] = []
-    watchdog = Watchdog("worker-0", role.config, heartbeat, lambda failure: orders.append(failure.detail))
+    watchdog = Watchdog(
+        "worker-0", role.config, heartbeat, lambda failure: orders.append(failure.detail), orders.append
+    )
     for _ in range(3):
         watchdog.check_progress()  # nothing is being done
     with watchdog.during(OWN_WORK):

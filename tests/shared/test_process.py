@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from shared.runtime.process import at_rest, last_words
+from shared.runtime.process import at_rest, handling, last_words
 from shared.runtime.restarts import RestartBound
+from tests.support.environments import StartsAChild
 
 BEGIN = (
     "import faulthandler, os, sys; from shared.runtime import process as p; faulthandler.enable(); p.tell_of_exits()"
@@ -83,3 +87,36 @@ def test_it_is_given_up_after_so_many_ends_in_a_row_without_progress(
         bound.saw((progress,))
         given_up.append(bound.ended())
     assert (given_up.index(True) + 1 if any(given_up) else None) == number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGALRM], ids=lambda its: its.name)
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("by", ["fork", "spawn", "forkserver", "popen"])
+def test_children_of_an_environment_get_default_signals(by: str, thread: bool, number: signal.Signals) -> None:
+    heard: list[int] = []
+    with handling(lambda number, _: heard.append(number), signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        env = StartsAChild(by, number, thread)
+        closing = threading.Thread(target=env.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        if left := closing.is_alive():
+            os.kill(env.child.pid, signal.SIGKILL)
+            closing.join()
+        assert not left and heard == []
+
+
+def test_forked_children_keep_the_handlers_that_they_set() -> None:
+    """Those that the environment has set, in this process or in the child, also for grandchildren."""
+    code = """
+import os, signal
+from shared.runtime.process import handle
+handle(lambda *_: os._exit(7), signal.SIGTERM)
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(4))
+    if os.fork() == 0:
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1) if os.waitstatus_to_exitcode(os.wait()[1]) == 4 else os._exit(9)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout == "3\n"

@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import multiprocessing
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -139,10 +142,47 @@ class StartsAProcess(Counting):
         Path(path).write_text(subprocess.run(["env"], capture_output=True, text=True, check=True).stdout)
 
 
+class StartsAChild(Counting):
+    """Has a process that it ends in `close` by a signal, and waits for, as many simulators do."""
+
+    def __init__(
+        self, by: str = "fork", number: int = signal.SIGTERM, thread: bool = False, stubborn: str = ""
+    ) -> None:
+        """It ignores `terminate()` if the file `stubborn` exists."""
+        super().__init__(length=4)
+        self._number = number
+        start = threading.Thread(target=self._start, args=(by, bool(stubborn) and Path(stubborn).exists()))
+        start.start() if thread else start.run()
+        if thread:
+            start.join()
+
+    def _start(self, by: str, ignores: bool) -> None:
+        if by == "popen":
+            self.child: Any = subprocess.Popen(["sleep", "3600"])
+            return
+        context: Any = multiprocessing.get_context(by)
+        ready, told = context.Pipe()
+        self.child = context.Process(target=_serve, args=(told, ignores))
+        self.child.start()
+        if ignores or by != "fork" or self._number == signal.SIGINT:  # one that is forked may not have begun yet
+            ready.recv()
+
+    def close(self) -> None:
+        os.kill(self.child.pid, self._number)
+        self.child.wait() if isinstance(self.child, subprocess.Popen) else self.child.join()
+
+
+def _serve(told: Any, ignores: bool) -> None:
+    if ignores:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    told.send(0)
+    time.sleep(3600)
+
+
 class FailsAFewTimes(Counting):
     """Raises in its second step until it has done so `times` times; the tally is a file, so it outlives restarts."""
 
-    def __init__(self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step") -> None:
+    def __init__(self, tally: str, times: int, place: Literal["start", "reset", "step", "close"] = "step") -> None:
         super().__init__(length=4)
         self._tally, self._times, self._place = Path(tally), times, place
 
@@ -160,11 +200,14 @@ class Hangs(FailsAFewTimes):
     """Hangs for ever instead, also in its start; with `locks` as native code that does not give up Python's lock."""
 
     def __init__(
-        self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step", locks: bool = False
+        self, tally: str, times: int, place: Literal["start", "reset", "step", "close"] = "step", locks: bool = False
     ) -> None:
         super().__init__(tally, times, place)
         self._locks = locks
         self._fail("start", 0)
+
+    def close(self) -> None:
+        self._fail("close", 0)
 
     def hang(self, message: str) -> None:
         while True:
