@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A run on machines of your own, over plain SSH: the roles without Ray, and without a coordinator.
 #
+#   TRAINER_HOST=node1 WORKER_HOSTS="node2 node3" deploy/ssh.sh install      once: Stagecoach of this checkout, on each
 #   TRAINER_HOST=node1 WORKER_HOSTS="node2 node3" WORKERS_PER_HOST=4 deploy/ssh.sh start examples/cartpole.yaml my-run
 #   deploy/ssh.sh leave my-run                   the roles leave, the trainer with a checkpoint; the run stays open
 #   deploy/ssh.sh again examples/cartpole.yaml my-run      and continues
@@ -13,7 +14,7 @@ workers_per_host=${WORKERS_PER_HOST:-4}
 env_file=${STAGECOACH_ENV:-$HOME/stagecoach.env}   # passwords and addresses; cluster.env.example shows it
 read -ra ssh <<<"${SSH:-ssh}"               # e.g. "ssh -i ~/.ssh/cluster -l me"
 # shellcheck disable=SC2016 # $HOME over there
-remote_python=${REMOTE_PYTHON:-'$HOME/stagecoach-venv/bin/python'}  # each machine's, with Stagecoach installed
+remote_python=${REMOTE_PYTHON:-'$HOME/stagecoach-venv/bin/python'}  # each machine's; `install` makes the default
 # └───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # Redis and the store must be there, and be reached from here and from each machine by the addresses in that file
@@ -85,6 +86,22 @@ start_all() {
   done
 }
 
+# Builds a wheel here; each machine needs python3 with venv, and a package index for what the wheel requires.
+install_all() {
+  local host
+  wheels=$(mktemp -d)
+  trap 'rm -rf "$wheels"' EXIT
+  "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$here/.." || fail "$here/.. cannot be built into a wheel"
+  for host in $(hosts); do
+    tar -C "$here/.." -c constraints.txt -C "$wheels" . |
+      on "$host" 'rm -rf stagecoach-wheel && mkdir stagecoach-wheel && tar -x -C stagecoach-wheel &&
+        { test -x stagecoach-venv/bin/python || python3 -m venv stagecoach-venv; } &&
+        cd stagecoach-wheel && pip="../stagecoach-venv/bin/python -m pip" && $pip uninstall -qqy stagecoach &&
+        $pip install --quiet -c constraints.txt ./*.whl'
+    echo "installed on $host"
+  done
+}
+
 each_role() {
   local host
   for host in $(hosts); do
@@ -94,9 +111,10 @@ each_role() {
 
 # shellcheck disable=SC2016 # what stands in single quotes is for the shell over there
 case "${1:-}" in
+  install) install_all ;;
   start) start_all "${2:?CONFIG is missing}" "${3:?RUN is missing}" ;;
   again) start_all "${2:?CONFIG is missing}" "${3:?RUN is missing}" again ;;
   leave) each_role "${2:?RUN is missing}" 'kill $(cat $pid) 2>/dev/null && echo "${pid%.pid} leaves" || true' ;;
   logs) each_role "${2:?RUN is missing}" 'echo "== ${pid%.pid}"; tail -n 3 ${pid%.pid}.log' ;;
-  *) fail "usage: ssh.sh start|again CONFIG RUN, ssh.sh leave|logs RUN" ;;
+  *) fail "usage: ssh.sh install, ssh.sh start|again CONFIG RUN, ssh.sh leave|logs RUN" ;;
 esac

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 KUBERNETES = "1.34"
 CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "local.yaml")
@@ -181,19 +178,8 @@ def test_kubernetes_is_open_to_nobody_else_and_its_secrets_are_in_the_secret() -
                     assert "secretKeyRef" in variable["valueFrom"], variable["name"]
 
 
-def installed_from() -> set[str]:
-    """What pip needs of the checkout."""
-    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    project = PROJECT["project"]
-    return {"pyproject.toml", "constraints.txt", project["readme"], *project["license-files"], *packages, "deploy"}
-
-
-def test_the_image_holds_all_in_tested_versions_and_runs_without_root() -> None:
+def test_image_has_tested_versions_and_runs_without_root() -> None:
     text = (DEPLOY / IMAGE).read_text()
-    copied = {name for line in re.findall("^COPY (.*)", text, re.MULTILINE) for name in shlex.split(line)[:-1]}
-    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert installed_from() <= copied <= let_through
-    assert [name for name in copied if not (ROOT / name).exists()] == []
     assert [line for line in re.findall(".*pip install.*", text) if "-c constraints.txt" not in line] == []
     for line in ("^ENV RAY_AUTH_MODE=token", "^USER [1-9]", 'pip install .*"ray.default."'):
         assert re.search(line, text, re.MULTILINE), line
@@ -201,10 +187,10 @@ def test_the_image_holds_all_in_tested_versions_and_runs_without_root() -> None:
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
 def test_each_machine_is_told_the_token_the_secrets_and_where_the_head_is(name: str) -> None:
-    """What travels, which versions, and what would do harm."""
+    """What would do harm, and which versions are installed; test_installing.py installs them."""
     text = (DEPLOY / name).read_text()
     cluster = yaml.safe_load(text)
-    local, mounts = cluster["provider"]["type"] == "local", cluster["file_mounts"]
+    local = cluster["provider"]["type"] == "local"
     services = "services.sh start redis s3" if local else "services.sh start redis"
     head, worker = cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]
     needed = [
@@ -223,8 +209,6 @@ def test_each_machine_is_told_the_token_the_secrets_and_where_the_head_is(name: 
         (command,) = [command for command in commands if what in command]
         assert [part for part in parts if part not in command] == [], what
     assert services in "".join(head).partition("ray start")[0], "Ray starts before Redis"
-    assert {f"~/stagecoach/{name}": name for name in installed_from()}.items() <= mounts.items()
-    assert {"~/stagecoach.env", "~/.ray/auth_token"} <= mounts.keys()
     machine = cluster.get("available_node_types", {}).get(cluster.get("head_node_type"), {}).get("node_config", {})
     assert not {"InstanceMarketOptions", "scheduling"} & machine.keys(), "the head, which holds Redis, is spot"
     assert "0.0.0.0" not in text
