@@ -89,7 +89,8 @@ def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster
     process.kill()
     process.wait()
 
-    other = cluster.workers[1].path(HOME / "stagecoach" / "torch-0.1.dist-info")
+    packages = next(cluster.workers[1].path(HOME / "stagecoach-venv").glob("lib/python*/site-packages"))
+    other = packages / "torch-0.1.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
     said = refused(cluster)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from coordinator.services.embedded import new_secret
 from tests.support.cluster.hosts import HOME, SOURCE, Host, Network
 from tests.support.cluster.services import Services
+from tests.support.installation import download_build_system, make_environment, write_pip_config
 
 DEADLINE_SECONDS = 180.0
 """No promise: only what tells a cluster that hangs from one on a busy machine."""
@@ -56,8 +56,9 @@ class RayCluster:
         self.services = services
         self.laptop, self.head, self.workers = network.hosts["laptop"], network.hosts["head"], list(workers)
         self._prepare_laptop(network)
+        download_build_system(wheels := network.folder / "wheels")
         for host in (self.head, *self.workers):
-            _prepare(host)
+            _prepare(host, wheels)
         self.write_file(cpus, _QUICK | dict(environ or {}), values)
 
     def up(self, *workers: Host) -> None:
@@ -112,9 +113,6 @@ class RayCluster:
         content["provider"] |= {"head_ip": self.head.address, "worker_ips": [host.address for host in self.workers]}
         content["auth"]["ssh_user"] = "root"
         content |= values
-        # the hosts have no network to install from: they run what has traveled, in the environment of this session
-        traveled = "grep -q PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH=~/stagecoach' >> ~/.bashrc"
-        content["setup_commands"] = [traveled if "pip install" in line else line for line in content["setup_commands"]]
         quick = " ".join(f"{name}={value}" for name, value in environ.items())
         for key, count in zip(("head_start_ray_commands", "worker_start_ray_commands"), cpus, strict=True):
             lines = [line.replace("ray start ", f"ray start --num-cpus={count} ") for line in content[key]]
@@ -137,11 +135,10 @@ class RayCluster:
             )
 
 
-def _prepare(host: Host) -> None:
-    """A machine whose user has made the virtual environment already."""
-    environment = host.path(HOME / "stagecoach-venv")
-    if not environment.is_symlink():
-        environment.symlink_to(sys.prefix)
+def _prepare(host: Host, wheels: Path) -> None:
+    """A machine whose user has made the virtual environment already; it has no network to install from."""
+    make_environment(host.path(HOME / "stagecoach-venv"), HOME / "stagecoach-venv")
+    write_pip_config(host.path(HOME), wheels)
 
 
 def _private(path: Path, content: str) -> None:
