@@ -30,6 +30,7 @@ from shared.config.run_config import Config
 from shared.errors import CheckpointNotFound, RedisUnavailable, UserError
 from shared.experience.fragment import Fragment
 from shared.experience.log_entry import id_order
+from shared.league.mean import read_mean
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.protocol.events import Event, emit, read_events, recent_events
 from shared.protocol.flow_control import Flow, RunState
@@ -340,10 +341,13 @@ class Run:
             return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
 
     def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
-        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one."""
+        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one. In a league
+        `policy_id` may also be `mean`, the mean strategy."""
         store = self.checkpoint_store()
         loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")
+        if data is None:
+            data = read_mean(store, loaded.manifest.name, policy_id)
         if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
         return load_policy(data)

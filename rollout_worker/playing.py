@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, nullcontext
+from itertools import count
 
 import numpy as np
 import torch
@@ -161,8 +162,10 @@ def play_match(
         for group, its in step.policies.items():
             casting.forget(group, its.over)
 
+    begins = [count() for _ in range(copies)]
+
     def begun(index: int) -> None:
-        casting.seat(index, Match("", 0, tuple(lineup)))
+        casting.seat(index, Match("", 0, tuple(lineup)), episode_seed(seeds[1] + index, next(begins[index])))
 
     records = _play(
         config,

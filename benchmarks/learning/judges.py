@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pettingzoo import AECEnv
 
 from benchmarks.learning.games import Poker, kuhn, leduc
-from shared.policies.deployed import DeployedPolicy
+from shared.policies.deployed import DeployedMixture, DeployedPolicy
 
 Array: TypeAlias = NDArray[Any]
 Strategy: TypeAlias = Callable[[Any], Array]
@@ -167,9 +167,16 @@ def replay(game: Poker, state: Any) -> None:
         game.step(np.flatnonzero(game.observe(game.agent_selection)["action_mask"])[index])
 
 
-def exploitability(name: str, *of: Strategy) -> float:
+def deployed_exploitability(name: str, policy: DeployedPolicy) -> float:
+    """As `exploitability`, of what `load_policy` returns, a league's mean strategy included."""
+    if not isinstance(policy, DeployedMixture):
+        return exploitability(name, strategy(policy))
+    return exploitability(name, *map(strategy, policy.members), weights=policy.weights)
+
+
+def exploitability(name: str, *of: Strategy, weights: Sequence[float] = ()) -> float:
     """`kuhn_poker` or `leduc_poker`: NashConv / 2 in chips a game; uniform play has 0.458 and 2.374. Of several: of one
-    who draws one of them for each game, as a league's mean strategy does."""
+    who draws one of them for each game, as a league's mean strategy does, by default each alike."""
     import pyspiel
     from open_spiel.python.algorithms import exploitability as open_spiel
     from open_spiel.python.policy import TabularPolicy
@@ -183,7 +190,7 @@ def exploitability(name: str, *of: Strategy) -> float:
         for row, state in enumerate(table.states):
             member[row, state.legal_actions()] = probabilities[row, np.flatnonzero(seen["action_mask"][row])]
     for row, state in enumerate(table.states):
-        chosen = (_reached(table, state, played) + 1e-12) @ played[:, row]
+        chosen = (_reached(table, state, played) * np.array(weights or 1.0) + 1e-12) @ played[:, row]
         table.action_probability_array[row] = chosen / chosen.sum()
     return float(open_spiel.exploitability(spiel, table))
 

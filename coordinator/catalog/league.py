@@ -100,9 +100,9 @@ def match(
 
 
 def _draws(player: PlayerRef, data: bytes, greedy: bool) -> bool:
-    """Of a scripted player it is not known."""
+    """Whether a player's actions, or who of it plays, are drawn; unknown for scripted players."""
     if player.kind != "policy":
-        return player.kind == "random"
+        return player.kind in ("random", "mixture")
     return not greedy and decode_policy(data)[0].distribution.draws
 
 

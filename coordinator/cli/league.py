@@ -23,8 +23,8 @@ from shared.printable import counted, figure
 
 app = typer.Typer()
 _PLAYER = (
-    "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
-    "module:function, or random."
+    "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, RUN#mean for its mean strategy, a "
+    "folder, an .onnx file, module:function, or random."
 )
 _COLUMNS = ("kind", "rating", "±", "Elo", "matches")
 _NAME_WIDTH, _CELL_WIDTH = 24, 14

@@ -14,6 +14,7 @@ from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
+from shared.league.mean import MEAN, decode_mixture, is_mixture, read_mean
 from shared.league.players import LEAGUE, named_so, snapshots_in, write_player
 from shared.league.players import read_player as stored_player
 from shared.league.table import PlayerRef, kind_of, player_hash
@@ -94,7 +95,8 @@ def find_player(name: str, source: str, runs_dir: Path, description: Environment
     if kind in ("random", "function"):
         return PlayerRef(kind, "", source, every), b""
     data = read_player(field, source, runs_dir)
-    fits = _policy_fits if kind == "policy" else _onnx_fits
+    kind = "mixture" if kind == "policy" and is_mixture(data) else kind
+    fits = _onnx_fits if kind == "onnx" else _policy_fits
     seats = tuple(seat for seat in every if fits(field, data, description.policies[seat]))
     return PlayerRef(kind, player_hash(data), source, seats), data
 
@@ -124,11 +126,18 @@ def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
+    try:
+        mean = None if policy_id in policies else read_mean(found.store, found.name, policy_id)
+    except (CheckpointError, PlayerUnusable) as error:
+        raise ConfigError(f"{field}: {error}") from None
+    if mean is not None:
+        return mean
     if policy_id not in policies and (snapshot := read_snapshot(field, found, policy_id)) is not None:
         return snapshot
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
-        more = f", or a snapshot that `stagecoach league {found.store.run_id}` lists" if found.config.league else ""
+        listed = f"`stagecoach league {found.store.run_id}` lists, or {MEAN}, its mean strategy"
+        more = f", or a snapshot that {listed}" if found.config.league else ""
         raise ConfigError(
             f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}{more}"
         )
@@ -157,7 +166,8 @@ def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
 
 def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
     try:
-        return decode_policy(data)[0].spaces.acting == spaces.acting
+        first = decode_mixture(data)[0][0] if is_mixture(data) else data
+        return decode_policy(first)[0].spaces.acting == spaces.acting
     except CheckpointError as error:
         raise ConfigError(f"{field}: {error}") from None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout_worker.environments.vector_env import OUTCOME
-from rollout_worker.league.opponents import Forfeit, Network, Opponents, Player, Random
+from rollout_worker.league.opponents import Forfeit, Mixture, Network, Opponents, Player, Random
 from rollout_worker.league.stacked import Stacked
 from shared.errors import EnvironmentFailure, PlayerUnusable
 from shared.experience.fragment import EpisodeRecord, MatchRecord
@@ -27,6 +27,8 @@ _LOGGER = logging.getLogger("stagecoach.worker")
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
 
 
+_STREAM = 0x6D656D626572
+"""Sets the draws of mixtures apart from all others that follow from the same seed."""
 _ALL_DRAWS = 100
 """So many matches and none decided is no chance."""
 
@@ -54,6 +56,7 @@ class Casting:
         self._refs = dict(table.players)
         """Of all tables so far: an episode may outlast the table that it was drawn from."""
         self.matches: list[Match | None] = [None] * num_envs
+        self._seeds = [0] * num_envs
         self._forfeits: list[dict[str, str]] = [{} for _ in range(num_envs)]
         """Player → why it has lost the running match by forfeit, in the order in which they did."""
         self._forfeited: Counter[str] = Counter()
@@ -75,13 +78,13 @@ class Casting:
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
         """An episode begins: its match is drawn."""
-        self.seat(environment, draw(self._table, environment, episode, seed))
+        self.seat(environment, draw(self._table, environment, episode, seed), seed)
 
     def take_up(self, matches: Sequence[Mapping[str, Any]], states: Mapping[str, Array]) -> None:
         """The matches of running episodes, as `plain` gave them."""
         for environment, match in enumerate(matches):
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
-            self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
+            self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])), match["seed"])
             self._forfeits[environment] = dict(match["forfeits"])
         for name, array in states.items():
             if "@" in name:
@@ -98,19 +101,23 @@ class Casting:
         return [
             vars(match)
             | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}
-            | {"forfeits": lost}
-            for match, lost in zip(self.matches, self._forfeits, strict=True)
+            | {"forfeits": lost, "seed": seed}
+            for match, lost, seed in zip(self.matches, self._forfeits, self._seeds, strict=True)
             if match is not None
         ]
 
-    def seat(self, environment: int, match: Match) -> None:
-        """An episode begins with this match. Where the learner meets its own current weights, both sides learn."""
-        self.matches[environment], self._forfeits[environment] = match, {}
+    def seat(self, environment: int, match: Match, seed: int) -> None:
+        """An episode begins with this match. Where the learner meets its own current weights, both sides learn. Who
+        of a mixture plays follows from the episode's `seed`: its seats have `PLAYER#NUMBER`, a draw from [0, 1)."""
+        self.matches[environment], self._forfeits[environment], self._seeds[environment] = match, {}, seed
         learner = match.players[match.side]
         for side, agents in enumerate(self._table.sides):
+            seated = player = match.players[side]
+            if player in self._refs and self._refs[player].kind == "mixture":
+                seated = f"{player}#{np.random.default_rng([seed, _STREAM, side]).random()!r}"
             for agent in agents:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
-                self._players[group][slot] = match.players[side]
+                self._players[group][slot] = seated
                 self._learns[group][slot] = match.players[side] == learner
         # what others remember is of no use, and each fragment's trace holds it
         self.states = {name: its for name, its in self.states.items() if self._seats_of(name).any()}
@@ -127,7 +134,7 @@ class Casting:
 
     def _seated(self) -> set[str]:
         """The SHA-256 of all that have a seat now: the store may have them no more."""
-        players = {player for its in self._players.values() for player in its.tolist()}
+        players = {seated.partition("#")[0] for its in self._players.values() for seated in its.tolist()}
         return {self._refs[player].sha256 for player in players if player in self._refs}
 
     def _seats_of(self, name: str) -> Array:
@@ -165,10 +172,12 @@ class Casting:
             for name, array in acted.items():
                 actions[name][np.concatenate(rows)] = array
 
-    def _player(self, player: str, group: str, policy: Policy) -> Player:
+    def _player(self, seated: str, group: str, policy: Policy) -> Player:
+        player, _, number = seated.partition("#")
         try:
             spaces = self._description.policies[group]
-            return self._opponents.get(self._refs[player], group, spaces, policy, self._seated)
+            found = self._opponents.get(self._refs[player], group, spaces, policy, self._seated)
+            return found.member(float(number)) if isinstance(found, Mixture) else found
         except PlayerUnusable as error:
             if player in self._table.players:
                 raise

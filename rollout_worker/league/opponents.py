@@ -1,7 +1,7 @@
 """Opponents: players that do not change, loaded when they are first drawn; the newest ones stay in memory."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, S
 from rollout_worker.league.stacked import likeness
 from shared.errors import ConfigError, PlayerUnusable, StagecoachError, headline
 from shared.experience.spaces import Array, Columns, PolicySpaces
+from shared.league.mean import decode_mixture, member
 from shared.league.table import PlayerRef
 from shared.policies.actor_critic import Stateful
 from shared.policies.policy import Policy
@@ -57,6 +58,17 @@ class Network(Player):
         actions, _ = act_for(self.acting, remembering, observations, rows, generator)
         self.state = remembering.state
         return actions
+
+
+class Mixture(Player):
+    """A league's mean strategy: `member` gives who plays an episode."""
+
+    def __init__(self, members: Sequence[Network], weights: Sequence[float]) -> None:
+        self._members, self._weights = members, weights
+
+    def member(self, number: float) -> Network:
+        """Who is selected by the episode's draw from [0, 1)."""
+        return self._members[member(self._weights, number)]
 
 
 class Random(Player):
@@ -188,9 +200,13 @@ class Opponents:
         data = self._load(ref.sha256)
         if ref.kind == "onnx":
             return Exported(data, spaces), len(data)
+        device = next(policy.parameters()).device
         try:
-            made = decode_policy(data)[0].eval().to(next(policy.parameters()).device)
-            return Network(made, self._acting), len(data)
+            if ref.kind == "policy":
+                return Network(decode_policy(data)[0].eval().to(device), self._acting), len(data)
+            blobs, weights = zip(*decode_mixture(data), strict=True)
+            made = [Network(decode_policy(blob)[0].eval().to(device), self._acting) for blob in blobs]
+            return Mixture(made, weights), len(data)
         except StagecoachError:
             raise
         except Exception as error:

@@ -127,7 +127,8 @@ class FixedPlayerConfig(Section):
 
     source: str = Field(min_length=1)
     """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]` or a checkpoint's folder;
-    `RUN#PLAYER`, a snapshot of that run's league; or a file `….onnx`. It is copied into this run's store."""
+    `RUN#PLAYER`, a snapshot of that run's league; `RUN#mean`, its mean strategy; or a file `….onnx`. It is copied into
+    this run's store."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often it is drawn beside the other fixed players: twice as often with 2 as with 1."""
     kind: PlayerKind | None = None

@@ -23,6 +23,7 @@ _KEY = "stagecoach"
 _DIGITS = 16
 _NO_HASH = "0" * _DIGITS
 _LENGTH = struct.Struct("<Q")
+_MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
 def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
@@ -35,19 +36,33 @@ def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
     return b"".join((view[:place], _hash(blob, place).encode(), view[place + _DIGITS :]))  # one copy: it may be large
 
 
-def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
-    """The arrays (read-only) and the header; raises `FragmentError` (`undecodable`, `corrupt`)."""
+def header(blob: bytes) -> dict[str, Any]:
+    """The header alone, whose hash is not compared; raises `FragmentError` (`undecodable`)."""
+    return _opening(blob)[2]
+
+
+def _opening(blob: bytes) -> tuple[str, int, dict[str, Any]]:
+    """The hash that the blob names, where its arrays begin, and the header."""
     try:
         (length,) = _LENGTH.unpack_from(blob)
         body = _LENGTH.size + length
         expected, _, text = json.loads(blob[_LENGTH.size : body])["__metadata__"][_KEY].partition(" ")
-        header = json.loads(text)
+        found = json.loads(text)
+    except _MALFORMED as error:
+        raise FragmentError(DropReason.UNDECODABLE, f"{type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise FragmentError(DropReason.UNDECODABLE, "the header is not a JSON object")
+    return expected, body, found
+
+
+def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
+    """The arrays (read-only) and the header; raises `FragmentError` (`undecodable`, `corrupt`)."""
+    expected, body, header = _opening(blob)
+    try:
         place = _place_of_digits(blob, body)
         arrays = safetensors.numpy.load(blob)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except _MALFORMED as error:
         raise FragmentError(DropReason.UNDECODABLE, f"{type(error).__name__}: {error}") from None
-    if not isinstance(header, dict):
-        raise FragmentError(DropReason.UNDECODABLE, "the header is not a JSON object")
     if (found := _hash(blob, place)) != expected:
         raise FragmentError(DropReason.CORRUPT, f"xxh3 is {found}, the blob says {expected}")
     return arrays, header

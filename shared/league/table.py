@@ -13,7 +13,8 @@ from typing import Literal
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import PlainData
 
-PlayerKind = Literal["policy", "function", "onnx", "random"]
+PlayerKind = Literal["policy", "mixture", "function", "onnx", "random"]
+"""A `mixture` is a league's mean strategy (shared/league/mean.py)."""
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
@@ -23,7 +24,7 @@ class PlayerRef(PlainData):
 
     kind: PlayerKind
     sha256: str = ""
-    """Of its object in the run's store (shared/league/players.py), for `policy` and `onnx`."""
+    """Of its object in the run's store (shared/league/players.py), for `policy`, `mixture` and `onnx`."""
     source: str = ""
     """What the config says of it: `module:function` for `function`; otherwise where it came from."""
     seats: tuple[str, ...] = ()

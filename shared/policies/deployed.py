@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.experience.spaces import Array, Columns
+from shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
 from shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
 from shared.league.table import player_hash
 from shared.policies.distributions import ActionDistribution
@@ -92,7 +93,7 @@ class DeployedPolicy:
         """Actions for a batch: every array of the nested observation, and `action_mask` `[B, choices]`, has the batch
         axis first. With a core, each row of the batch is an episode of its own, and stays in its place (`reset`)."""
         tensors, state = self._inputs(observations, action_mask)
-        params, after = self._policy.step(tensors, state)
+        params, after = self._step(tensors, state)
         self._state = after if self._policy.state_size else None
         distribution = self._policy.distribution
         actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
@@ -111,13 +112,20 @@ class DeployedPolicy:
     def inspect_batch(self, observations: Any, *, actions: Any = None, action_mask: Any = None) -> Inspection:
         """As `inspect`, for a batch as `act_batch` takes it."""
         tensors, state = self._inputs(observations, action_mask)
-        params, _ = self._policy.step(tensors, state)
-        found, distribution = self._policy.estimates(tensors, state), self._policy.distribution
+        params, _ = self._step(tensors, state)
+        found, distribution = self._estimates(tensors, state), self._policy.distribution
         if isinstance(distribution, ActionDistribution):
             found["probabilities"] = distribution.probabilities(params)
         if actions is not None:
             found["log_prob"] = distribution.log_prob(params, self._taken(actions, len(params)))
         return Inspection(**{name: tensor.numpy() for name, tensor in found.items() if tensor.numel()})
+
+    def _step(self, observations: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """What actions are drawn from, and the state after."""
+        return self._policy.step(observations, state)
+
+    def _estimates(self, observations: dict[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        return self._policy.estimates(observations, state)
 
     def _taken(self, actions: Any, rows: int) -> dict[str, Tensor]:
         spec = self._policy.spaces.action
@@ -199,33 +207,98 @@ class DeployedPolicy:
         )
 
 
+class DeployedMixture(DeployedPolicy):
+    """A league's mean strategy: in each row of the batch one of its policies is drawn, acts to the end of the episode,
+    and another one is drawn after `reset`. What `inspect` returns is of those that were drawn."""
+
+    def __init__(self, members: Sequence[tuple[Policy, int]], weights: Sequence[float], seed: int = 0) -> None:
+        super().__init__(members[0][0], max(version for _, version in members), seed)
+        self.members = [DeployedPolicy(policy, version, seed) for policy, version in members]
+        """Each on its own; an episode has one with a probability in proportion to its weight in `weights`."""
+        self.weights = tuple(weights)
+        self._drawn: Tensor | None = None
+        """Index of the member per row; −1 where an episode begins."""
+
+    def reset(self, over: Any = None) -> None:
+        """Begins new episodes, as `DeployedPolicy.reset`."""
+        super().reset(over)
+        if over is None:
+            self._drawn = None
+        elif self._drawn is not None:
+            self._drawn = self._drawn.masked_fill(torch.as_tensor(np.asarray(over, np.bool_)), -1)
+
+    def _by_member(self, rows: int, ask: Callable[[Policy, Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What each row's member answers for its rows."""
+        drawn = torch.full((rows,), -1) if self._drawn is None else self._drawn
+        if len(drawn) != rows:
+            raise UserError(f"{rows} observations, but {len(drawn)} episodes run; call reset() first")
+        anew = torch.multinomial(torch.tensor(self.weights), max(rows, 1), replacement=True, generator=self._generator)[
+            :rows
+        ]
+        self._drawn = drawn = torch.where(drawn < 0, anew, drawn)
+        found: dict[str, Tensor] = {}
+        for index in sorted(set(drawn.tolist())):
+            where = (drawn == index).nonzero().squeeze(1)
+            for name, its in ask(self.members[index]._policy, where).items():
+                found.setdefault(name, its.new_zeros(rows, *its.shape[1:]))[where] = its
+        return found
+
+    def _step(self, observations: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        def ask(policy: Policy, rows: Tensor) -> dict[str, Tensor]:
+            params, after = policy.step({name: its[rows] for name, its in observations.items()}, state[rows])
+            return {"params": params, "state": after}
+
+        found = self._by_member(len(state), ask)
+        return found["params"], found["state"]
+
+    def _estimates(self, observations: dict[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        def ask(policy: Policy, rows: Tensor) -> dict[str, Tensor]:
+            return policy.estimates({name: its[rows] for name, its in observations.items()}, state[rows])
+
+        return self._by_member(len(state), ask)
+
+
+def _deployed(data: bytes) -> DeployedPolicy:
+    if not is_mixture(data):
+        return DeployedPolicy(*decode_policy(data))
+    blobs, weights = zip(*decode_mixture(data), strict=True)
+    return DeployedMixture([decode_policy(blob) for blob in blobs], weights)
+
+
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
     newest; there `policy_id` may also be a snapshot of its league, as `stagecoach league` names it, or what the name
-    of only one begins with. Raises
-    `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
+    of only one begins with, or `mean`, its mean strategy (`POLICY-mean` where several policies have snapshots);
+    FOLDER#ID says both. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were
+    altered.
     """
     if isinstance(checkpoint, bytes):
-        return DeployedPolicy(*decode_policy(checkpoint))
+        return _deployed(checkpoint)
     if not isinstance(checkpoint, str | Path):
         raise UserError(f"load_policy takes {_TAKEN}; found {printable(repr(checkpoint), 100)}")
     path = Path(str(checkpoint).removeprefix("file://")).expanduser()
+    if "#" in path.name and not path.exists():
+        folder, _, policy_id = str(path).rpartition("#")
+        path = Path(folder)
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
+    if is_mean(policy_id) and (path / LEAGUE).is_file() and not (path / policy_id / _FILE).is_file():
+        run = path.parents[2]
+        mean = mean_of(policy_id, (path / LEAGUE).read_bytes(), lambda sha256: _player(run, sha256))
+        if mean is not None:
+            return _deployed(mean)
     snapshots = _snapshots(embedded) if "-" in policy_id else {}
     named = [] if (path / policy_id / _FILE).is_file() else named_so(policy_id, snapshots)
     if len(named) > 1:
         raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
     for name in named:
-        if (player := embedded / PLAYERS / snapshots[name]).is_file():
-            if player_hash(data := player.read_bytes()) != player.name:
-                raise CheckpointDamaged(f"the player {name} was altered: {player} has another SHA-256 than its name")
-            return DeployedPolicy(*decode_policy(data))
+        if (embedded / PLAYERS / snapshots[name]).is_file():
+            return _deployed(_player(embedded, snapshots[name]))
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
-            return DeployedPolicy(*decode_policy(candidate.read_bytes()))
+            return _deployed(candidate.read_bytes())
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
     there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
     there += "; give one as policy_id" if others and policy_id == "default" else ""
@@ -233,6 +306,16 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     if not path.exists():
         raise CheckpointNotFound(f"there is no {path}; {there}")
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
+
+
+def _player(run: Path, sha256: str) -> bytes:
+    """A league's player, verified; raises `CheckpointNotFound` or `CheckpointDamaged`."""
+    player = run / PLAYERS / sha256
+    if not player.is_file():
+        raise CheckpointNotFound(f"there is no {player}, which the checkpoint's league has")
+    if player_hash(data := player.read_bytes()) != sha256:
+        raise CheckpointDamaged(f"{player} was altered: it has another SHA-256 than its name")
+    return data
 
 
 def _snapshots(run: Path) -> dict[str, str]:

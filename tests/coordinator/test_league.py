@@ -279,7 +279,7 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     (mine,) = (path / PLAYERS).glob(f"{snapshot.rpartition('-')[2]}*")
     kept = mine.read_bytes()
     mine.write_bytes(next(file for file in (path / PLAYERS).iterdir() if file != mine).read_bytes())
-    with pytest.raises(CheckpointDamaged, match=f"the player {snapshot} was altered"):
+    with pytest.raises(CheckpointDamaged, match=f"{mine.name} was altered"):
         load_policy(path, snapshot)
     mine.write_bytes(kept)
     assert "may_repeat" in games[0] and "a game may repeat" not in stagecoach("match", "cats#hunter", "random").out
@@ -295,6 +295,11 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     check_refused(stagecoach("match", f"cats#{other}", "random"), f"has no policy '{other}'; choose one: cats#hunter")
     with pytest.raises(CheckpointNotFound, match=f"no policy '{other}'"):
         load_policy(path, other)
+    mean = stagecoach("match", f"{run.folder.path}#prey-mean", "random", "--games", "4", "--greedy", "--json").json()
+    assert (mean["games"], mean["may_repeat"]) == (4, False)
+    check_refused(
+        stagecoach("match", "cats#mean", "random"), "several policies have snapshots", "hunter-mean, prey-mean"
+    )
     wrong = stagecoach("match", "cats#nobody", "random")
     check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
     check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")

@@ -15,8 +15,9 @@ from coordinator.catalog.run_metrics import last_row
 from rollout_worker.evaluator import Evaluator
 from shared.errors import PlayerUnusable, StoreUnavailable
 from shared.experience.counters import Phase
-from shared.league.players import LEAGUE, PLAYERS, read_player
-from shared.league.table import MatchTable
+from shared.league.mean import decode_mixture, read_mean
+from shared.league.players import LEAGUE, PLAYERS, read_player, write_player
+from shared.league.table import MatchTable, player_hash
 from shared.protocol.events import read_evaluations
 from shared.protocol.policy_board import PolicyBoard, version_of
 from shared.storage.metric_log import TRAIN
@@ -67,6 +68,34 @@ def test_a_league_that_dies_at_each_version_ends_as_one_that_does_not_and_so_doe
     assert league is not None
     assert league.state.learners["cat"].resets >= 1, "what a reset does is replayed as well"
     assert len(league.state.snapshots) == 5
+
+
+def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) -> None:
+    """A successor has the snapshot that was drawn for the running episode: it resumes after each fragment."""
+    first = new_game(chase())
+    first.play_to(4)
+    first.durable()
+    store = first.role.checkpoints
+    data = read_mean(store, store.names()[-1], "prey-mean")
+    assert data is not None and len(decode_mixture(data)) > 2
+    rival = {"source": "other#prey-mean", "kind": "mixture", "sha256": player_hash(data), "seats": ["prey"]}
+    league = {"fixed": {"rival": rival}, "opponents": {"latest": 0.1, "past": 0, "fixed": 0.9}}
+    config = chase(league, environment=CHASE | {"kwargs": {"cat_steps": 11, "mouse_steps": 13, "counts": False}})
+
+    def begun() -> Game:
+        game = new_game(config)
+        write_player(game.role.checkpoints.store, data)
+        return game
+
+    whole, game = whole_end(begun()), begun()
+    for version in range(1, 6):
+        game.play_to(version)
+        if version == 3:
+            die_in_a_fragment(game)
+        game.lose()
+    assert whole_end(game) == whole
+    assert "begins new episodes" not in game.events("environment")
+    assert "rival" in league_of(game.role.checkpoints, game.role.config)["payoff"]["hunter"]
 
 
 def test_what_was_acted_by_chance_is_rated_nowhere(new_game: NewGame) -> None:
