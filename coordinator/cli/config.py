@@ -155,13 +155,14 @@ def check(
         str | None, typer.Option(metavar="JSON", help="Keyword arguments of the environment or the factory.")
     ] = None,
     api: Annotated[str | None, typer.Option(help="gymnasium or pettingzoo; by default what it is.")] = None,
+    native: Annotated[bool, typer.Option("--native", help="Step its own vectorized version, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Step an environment in a process of its own and list everything that is wrong with it: a wrong interface,
     shapes, dtypes, bounds, NaN, hangs, crashes, seeds that it does not follow. Exit code 2 if anything is."""
     from coordinator.diagnostics.environment_trial import try_environment
 
-    config, alone = _config(environment, kwargs, api)
+    config, alone = _config(environment, kwargs, {"api": api, "vectorization": "native" if native else None})
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
     if as_json:
         console.json(trial.as_dict())
@@ -171,12 +172,12 @@ def check(
         raise typer.Exit(Exit.REFUSED)
 
 
-def _config(environment: str, kwargs: str | None, api: str | None) -> "tuple[Config, bool]":
+def _config(environment: str, kwargs: str | None, fields: dict[str, Any]) -> "tuple[Config, bool]":
     """The config file, or a config around the environment alone; which of them."""
     from shared.config.loading import load_config, parse_config
 
     path = Path(environment)
-    given: dict[str, Any] = {"api": api} if api is not None else {}
+    given = {name: value for name, value in fields.items() if value is not None}
     try:
         given |= {"kwargs": json.loads(kwargs)} if kwargs is not None else {}
     except ValueError as error:

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
-from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
+from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments, declared_autoreset
 from rollout_worker.environments.levels import Levels, LevelTurns
 from rollout_worker.environments.options import Options
 from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
@@ -157,7 +157,11 @@ def evaluation_environment(config: Config, episodes: int | None = None) -> Envir
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
     """A vector environment of its own making; raises `ConfigError` or `EnvironmentUnusable`."""
     made = _made_native(config)
-    mode = made.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+    try:
+        mode = declared_autoreset(made) or AutoresetMode.NEXT_STEP
+    except EnvironmentUnusable:
+        made.close()
+        raise
     if config.parameters and mode is not AutoresetMode.DISABLED:
         made.close()
         raise EnvironmentUnusable(

@@ -12,6 +12,7 @@ from rollout_worker.environments import vector_env
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
+from shared.errors import EnvironmentFailure, EnvironmentUnusable
 from shared.experience.counters import Phase
 from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -21,8 +22,26 @@ _PAST, _PARAMETERS = "stagecoach_past", "stagecoach_parameters"
 """Options of `reset`: actions to do again, and the episodes' parameters; of each environment."""
 _ANSWERS_WITHIN = 5.0
 """Seconds that a call may still take when processes are ended: where one was killed in it, the others have answered."""
+_FINAL_OBS = ("final_obs", "final_observation")
+"""Where SAME_STEP environments give last observations; the second is the name before gymnasium 1.0."""
+SAME_STEP_EXPECTED = (
+    "NEXT_STEP (the step after an end only resets, and pays 0), or AutoresetMode.SAME_STEP there and the last "
+    "observations in info['final_obs']"
+)
 _RETURN, _SUMS = "stagecoach_return", "stagecoach_sums"
 """Entries of its info: what the actions have brought."""
+
+
+def declared_autoreset(env: gym.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
+    """The mode that the environment's metadata names; raises `EnvironmentUnusable` for another value."""
+    said = env.metadata.get("autoreset_mode")
+    try:
+        return None if said is None else AutoresetMode(said)
+    except ValueError:
+        raise EnvironmentUnusable(
+            f"metadata['autoreset_mode'] of {type(env.unwrapped).__name__} is {said!r:.60}; expected "
+            f"gymnasium.vector.AutoresetMode.NEXT_STEP, SAME_STEP or DISABLED"
+        ) from None
 
 
 class GymnasiumEnvironments:
@@ -36,7 +55,9 @@ class GymnasiumEnvironments:
         ((self._policy, self._spaces),) = description.policies.items()
         self._env, self._native, self.num_envs = env, native, env.num_envs
         self._parameters = parameters
-        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._declared = declared_autoreset(env)
+        self.mode = self._declared
+        """None where the metadata says nothing, until the first episode ends."""
         self._seeds: Sequence[int] = ()
         self._returns = np.zeros(self.num_envs)
         self._lengths, self._episodes = (np.zeros(self.num_envs, np.int64) for _ in range(2))
@@ -94,12 +115,16 @@ class GymnasiumEnvironments:
         taken = self._spaces.action.to_environment(actions[self._policy])
         observations, rewards, terminated, truncated, infos = self._env.step(taken)
         mask = self._everyone
-        if self._mode is AutoresetMode.NEXT_STEP and self._over.any():  # they only start again
+        if self.mode is AutoresetMode.NEXT_STEP and self._over.any():  # they only start again
             mask = ~self._over
+            if ((rewards != 0) | terminated | truncated)[self._over].any():
+                raise self._contradiction("it paid or ended an episode in the step after an end")
             rewards, terminated, truncated = np.where(mask, rewards, 0.0), terminated & mask, truncated & mask
         self._returns += rewards
         self._lengths += 1 if mask is self._everyone else mask
         done = terminated | truncated
+        if self._native and done.any():
+            self._observe_autoreset(infos, done)
         told = self._told(infos, done, mask)
         final, final_slots = self._no_final, self._no_slots
         episodes: list[tuple[int, EpisodeRecord]] = []
@@ -111,7 +136,7 @@ class GymnasiumEnvironments:
             self._sums[:, ended] = 0
             self._lengths[ended] = 0
             self._episodes[ended] += 1
-            if self._mode is AutoresetMode.DISABLED:
+            if self.mode is AutoresetMode.DISABLED:
                 terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
                 rewards = np.array(rewards, np.float32)
                 seeds = None if self._native else self._episode_seeds(ended.tolist())
@@ -124,27 +149,55 @@ class GymnasiumEnvironments:
         )  # fmt: skip
         return Step({self._policy: step}, episodes)
 
+    def _observe_autoreset(self, infos: dict[str, Any], done: Array) -> None:
+        """Compares what the environment does at an episode's end with its metadata; raises `EnvironmentFailure`."""
+        told = next((name for name in _FINAL_OBS if name in infos), None)
+        self.mode = self.mode or (AutoresetMode.SAME_STEP if told else AutoresetMode.NEXT_STEP)
+        if self.mode is AutoresetMode.SAME_STEP:
+            return
+        if told:
+            raise self._contradiction(f"info has {told}")
+        steps: Any = getattr(self._env.unwrapped, "_elapsed_steps", None)
+        if np.shape(steps) == done.shape and not np.asarray(steps)[done].any():
+            raise self._contradiction("its _elapsed_steps is 0 where an episode has ended")
+
+    def _contradiction(self, found: str) -> EnvironmentFailure:
+        says = f"says {self._declared.name}" if self._declared else "says nothing, which is taken for NEXT_STEP"
+        return EnvironmentFailure(
+            f"{found}, as if it had reset in the step that ended it, but its metadata['autoreset_mode'] {says}; "
+            f"expected {SAME_STEP_EXPECTED}"
+        )
+
     def _told(self, infos: dict[str, Any], done: Array, mask: Array) -> Columns:
         """The configured numbers of this step's infos; of an episode that began again in it, those of its end."""
         found: Columns = {}
         for row, name in enumerate(self._info_columns):
             values = _number_of_each(infos, name, mask)
-            if self._mode is AutoresetMode.SAME_STEP and done.any():
+            if self.mode is AutoresetMode.SAME_STEP and done.any():
                 values = np.where(done, _number_of_each(infos.get("final_info", {}), name, mask), values)
             found[INFO + name] = values
             self._sums[row] += np.nan_to_num(values)
         return found
 
     def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
-        if self._mode is AutoresetMode.SAME_STEP:
-            rows = [self._spaces.observation.flatten("final_obs", infos["final_obs"][i]) for i in slots]
+        if self.mode is AutoresetMode.SAME_STEP:
+            told = next((infos[name] for name in _FINAL_OBS if name in infos), None)
+            last = [None if told is None else pick(told, i) for i in slots.tolist()]
+            if any(its is None for its in last):
+                raise EnvironmentFailure(
+                    "it gave no info['final_obs'] in the step in which an episode ended, though it resets in it "
+                    "(SAME_STEP); expected the last observation of each copy that ended: without it, a truncated "
+                    "episode would be valued by the first observation of the next; return it, or reset one step later "
+                    "(NEXT_STEP)"
+                )
+            rows = [self._spaces.observation.flatten("final_obs", its) for its in last]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         flat = self._spaces.observation.flatten("final_obs", observations)
         return {name: array[slots] for name, array in flat.items()}
 
     def _records(self, ended: Array, infos: dict[str, Any]) -> list[tuple[int, EpisodeRecord]]:
         """Of the environments in which an episode has ended; a thousand copies end some in nearly every step."""
-        if self._mode is AutoresetMode.SAME_STEP:
+        if self.mode is AutoresetMode.SAME_STEP:
             infos = infos.get("final_info", {})
         names = [name for name, values in infos.items() if f"_{name}" in infos and np.ndim(values) == 1]
         records = []

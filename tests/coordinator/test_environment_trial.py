@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,33 @@ def test_steps_that_take_long_are_left_out_and_this_is_said(monkeypatch: pytest.
     config = minimal_config(environment={"id": f"{MODULE}:Sluggish"})
     check.Check(config, 1, 20.0, told.append).run(100, whole=False, alone=False)
     assert "steps took 0.3 s, so the rest of 100 was left out" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "found"),
+    [
+        ({"pays": 0.0}, "in the step after an episode's end its action had an effect"),
+        ({"pays": 0.0, "says": "NEXT_STEP"}, "in the step after an episode's end its action had an effect"),
+        ({}, "paid or ended an episode in the step after an end"),
+        ({"says": "SAME_STEP"}, "gave no info['final_obs']"),
+        ({"says": "same-step"}, "expected gymnasium.vector.AutoresetMode"),
+        ({"tells": "final_obs"}, None),
+    ],
+)
+def test_native_version_is_stepped_too(stagecoach: Stagecoach, kwargs: dict[str, Any], found: str | None) -> None:
+    given = json.dumps(kwargs)
+    told = stagecoach(
+        "check", f"{WORKING}:starts_again_at_once", "--native", "--kwargs", given, "--steps", "9", "--json"
+    )
+    assert (found or '"fine": true') in told.out and told.code == (0 if found is None else 2), told
+    native = {"id": f"{WORKING}:starts_again_at_once", "kwargs": kwargs, "vectorization": "native"}
+    trial = try_environment(minimal_config(environment=native))
+    if found is None:
+        trial.refuse(minimal_config(environment=native), strict=False)
+    else:
+        with pytest.raises(EnvironmentUnusable, match=re.escape(found)):
+            trial.refuse(minimal_config(environment=native), strict=False)
+
+
+def test_native_version_of_cartpole_is_fine(stagecoach: Stagecoach) -> None:
+    assert stagecoach("check", "CartPole-v1", "--native", "--steps", "50").code == 0

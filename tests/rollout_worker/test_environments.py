@@ -145,6 +145,41 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
 
 
 NATIVE = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}
+AT_ONCE: dict[str, Any] = {"id": f"{MODULE}:starts_again_at_once", "vectorization": "native", "num_envs": 2}
+
+
+@pytest.mark.parametrize("says", [None, "SAME_STEP"])
+@pytest.mark.parametrize("tells", ["final_obs", "final_observation"])
+def test_same_step_autoreset_is_known_by_its_last_observations(says: str | None, tells: str) -> None:
+    with started(AT_ONCE | {"kwargs": {"says": says, "tells": tells}}) as vector:
+        vector.reset([1, 2])
+        for number in range(1, 13):
+            told = act(vector, 1).policies["default"]
+            assert told.mask.all() and told.truncated.all() == (number % 3 == 0)
+            if number % 3 == 0:
+                assert told.final_obs["final_obs"].tolist() == [[3, 3]] * 2 and told.obs["obs"].tolist() == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"says": "SAME_STEP"}, r"gave no info\['final_obs'\] .* expected the last observation"),
+        ({}, "paid or ended an episode in the step after an end.*expected"),
+        ({"says": "NEXT_STEP"}, "paid or ended an episode in the step after an end.*says NEXT_STEP"),
+        ({"says": "NEXT_STEP", "tells": "final_obs"}, "info has final_obs.*says NEXT_STEP"),
+        ({"pays": 0.0, "counts": True}, "_elapsed_steps is 0.*says nothing"),
+        ({"says": "same-step"}, "autoreset_mode.* is 'same-step'; expected"),
+    ],
+)
+def test_autoreset_that_contradicts_itself_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    def play() -> None:
+        with started(AT_ONCE | {"kwargs": kwargs}) as vector:
+            vector.reset([1, 2])
+            for _ in range(4):
+                act(vector, 1)
+
+    with pytest.raises((EnvironmentFailure, EnvironmentUnusable), match=message):
+        play()
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

@@ -456,6 +456,50 @@ def counting_vector(
     return PaysInOneArray(made, autoreset_mode=AutoresetMode[mode])
 
 
+class StartsAgainAtOnce(gym.vector.VectorEnv[Any, Any, Any]):
+    """Truncates after 3 steps and resets in the same step, whatever its metadata `says`. `tells` is where it gives the
+    last observation; it may also `count` its steps as gymnasium's TimeLimit does. Observes the sum of its actions."""
+
+    def __init__(self, num_envs: int, says: Any, tells: str, pays: float, counts: bool) -> None:
+        self.metadata = {} if says is None else {"autoreset_mode": says}
+        self.num_envs, self._tells, self._pays, self._counts = num_envs, tells, pays, counts
+        self.single_observation_space: Any = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.single_action_space: Any = spaces.Discrete(2)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (num_envs, 2), np.float32)
+        self.action_space = spaces.MultiDiscrete([2] * num_envs)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        self._now, self._steps = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, np.int64)
+        return self._now.copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        self._steps += 1
+        self._now += np.stack([np.ones(self.num_envs), actions], axis=1)
+        over = self._steps == 3
+        info = {self._tells: self._now.copy(), f"_{self._tells}": over} if self._tells and over.any() else {}
+        self._now[over], self._steps[over] = 0, 0
+        if self._counts:
+            self._elapsed_steps = self._steps
+        return self._now.copy(), np.full(self.num_envs, self._pays), np.zeros(self.num_envs, np.bool_), over, info
+
+
+class _Adding(Small):
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+    length, ends = 3, "truncated"
+
+    def observe(self) -> Any:
+        return np.zeros(2, np.float32)
+
+
+def starts_again_at_once(
+    num_envs: int | None = None, says: str | None = None, tells: str = "", pays: float = 1.0, counts: bool = False
+) -> Any:
+    named = says is not None and says in AutoresetMode.__members__
+    mode = AutoresetMode[str(says)] if named else says
+    return _Adding() if num_envs is None else StartsAgainAtOnce(num_envs, mode, tells, pays, counts)
+
+
 class Painter(Small):
     """CartPole's spaces and a reward of 1 for five steps. It can be drawn as `modes` says, if it keeps its render mode
     and its frames are good; `fails` says whether a step raises."""

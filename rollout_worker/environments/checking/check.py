@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import spaces
@@ -23,10 +23,11 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, count_choices, from_info
+from rollout_worker.environments.checking.native import NativeTrial
 from rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report, Unsteppable
 from rollout_worker.environments.checking.values import check_outcome, check_value, shown
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
-from rollout_worker.environments.factory import is_factory, make_environment, make_native
+from rollout_worker.environments.factory import is_factory, make_environment
 from rollout_worker.environments.pettingzoo_env import OneAtATime
 from rollout_worker.environments.seeding import SEEDS
 from rollout_worker.environments.vector_env import OUTCOME, pick
@@ -34,7 +35,7 @@ from shared.config.loading import parse_config
 from shared.config.run_config import Config
 from shared.config.sections import RunPolicyConfig
 from shared.errors import OtherApi, StagecoachError, UserError
-from shared.experience.spaces import Array, PolicySpaces
+from shared.experience.spaces import Array, EnvironmentDescription, PolicySpaces
 from shared.printable import counted
 from shared.runtime.process import tell_of_exits
 
@@ -67,7 +68,9 @@ class Check:
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
         try:
-            self._make(alone, any_api)
+            description = self._make(alone, any_api)
+            if self._config.environment.vectorization == "native":
+                self._step_native(description, steps)
             ended, played = self._play(steps)
             self._report.chatter()
             self._check_info(played)
@@ -87,7 +90,24 @@ class Check:
             with contextlib.suppress(Unsteppable):
                 self._report.raised("inspecting it", error)
 
-    def _make(self, alone: bool, any_api: bool) -> None:
+    def _step_native(self, description: EnvironmentDescription, steps: int) -> None:
+        def again() -> None:
+            self._random = np.random.default_rng(self._seed)
+
+        def act(observation: Any) -> Any:
+            return self._actions({SINGLE_AGENT: observation})[SINGLE_AGENT]
+
+        try:
+            NativeTrial(self._report, self._config.environment, description, self._seed, act, again).run(steps)
+        except StagecoachError as error:
+            self._refuse(error)
+        again()
+
+    def _refuse(self, error: StagecoachError) -> NoReturn:
+        self._report.tell({"error": type(error).__name__, "text": str(error)})
+        raise Unsteppable from None
+
+    def _make(self, alone: bool, any_api: bool) -> EnvironmentDescription:
         environment = self._config.environment
         try:
             try:
@@ -106,12 +126,9 @@ class Check:
                 self._config = self._config.model_copy(update={"agents": each, "policies": policies})
             description = describe(self._config, self._env)
             self._report.tell({"description": description.as_dict()})
-            if environment.vectorization == "native":
-                self._report.calling("the start of its native version", lambda: make_native(environment)).close()
             self._report.calling("its start for evaluation", lambda: check_evaluation(self._config, description))
         except StagecoachError as error:
-            self._report.tell({"error": type(error).__name__, "text": str(error)})
-            raise Unsteppable from None
+            self._refuse(error)
         reads = getattr(getattr(self._env, "unwrapped", self._env), "reset_options", None)
         if environment.parameters and environment.parameters_by == "options" and reads is None:
             found = "environment.parameters are given by reset(options=…), and it does not say which of them it reads"
@@ -124,6 +141,7 @@ class Check:
                 self._masked[agent] = described
         if description.in_turns:
             self._env = OneAtATime(self._env)
+        return description
 
     def _started(self) -> Any:
         environment = self._config.environment
