@@ -38,7 +38,7 @@ def config_markdown() -> str:
     lines = [_BEGINNING]
     for name, section in ALGORITHMS.items():
         if section.defaults:
-            said = [f"`{path}: {value}`" for path, value in _leaves(section.defaults, "")]
+            said = [f"`{path}: {_plain(value)}`" for path, value in _leaves(section.defaults, "")]
             lines.append(f"| `{name}` | {', '.join(said)} |")
     _section(Config, "", lines, set(_ELSEWHERE))
     return "\n".join(lines) + "\n"
@@ -82,14 +82,21 @@ def _section(model: type[BaseModel], path: str, lines: list[str], told: set[type
 
 
 def _plain(value: Any) -> str:
+    """A default as a config's YAML has it."""
+    if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
+        return ", ".join(value)
+    return inline(_data(value))
+
+
+def _data(value: Any) -> Any:
     if isinstance(value, BaseModel):
         data = value.model_dump(mode="json")
         if not data.get("points", True):
             del data["points"]
-        return inline(data)
-    if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
-        return ", ".join(value)
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+        return data
+    if isinstance(value, list | tuple):
+        return [_data(item) for item in value]
+    return value if isinstance(value, bool | int | float | dict | None) else str(value)
 
 
 if __name__ == "__main__":

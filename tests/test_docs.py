@@ -133,6 +133,13 @@ def test_config_md_is_what_the_models_say() -> None:
     assert text_of("docs/CONFIG.md") == config_markdown(), "run `make docs`"
 
 
+def test_config_md_has_defaults_as_yaml() -> None:
+    """Python's `None` in a config would be text."""
+    defaults = re.findall(r"^\| `[^`]+` \| `([^`]*)` \|", text_of("docs/CONFIG.md"), re.MULTILINE)
+    assert len(defaults) > 400
+    assert [text for text in defaults if re.search(r"\b(None|True|False)\b|\w\(", text)] == []
+
+
 def test_every_example_config_loads_and_says_what_is_reached() -> None:
     configs = {path.stem: load_config(path, environ={}) for path in EXAMPLES}
     assert {"cartpole", "own_environment"} <= configs.keys()

@@ -20,18 +20,24 @@ _MOST_VALUES = 100_000
 def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Config:
     """The resolved config. `overrides` are `a.b=value` strings of the command line, `environ` the process environment
     by default. Raises `ConfigError` for everything that is wrong with any of them."""
-    data = _read_yaml(path) if path is not None else {}
+    data, changed = _read_yaml(path) if path is not None else {}, []
     for name, text in sorted((os.environ if environ is None else environ).items()):
         _refuse_single_underscores(name)
         if name.startswith(ENV_PREFIX):
             keys = [key.lower() for key in name.removeprefix(ENV_PREFIX).split("__")]
-            _set(data, keys, _value(text, name), f"environment variable {name}")
+            changed.append(_changed_section(data, keys, value := _value(text, name)))
+            _set(data, keys, value, f"environment variable {name}")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"--set expects section.field=value, found {override!r}")
-        _set(data, key.split("."), _value(text, override), f"--set {override}")
-    return parse_config(data)
+        changed.append(_changed_section(data, key.split("."), value := _value(text, override)))
+        _set(data, key.split("."), value, f"--set {override}")
+    try:
+        return parse_config(data)
+    except ConfigError as error:
+        hints = [hint for section, hint in filter(None, changed) if f"unknown key {section}." in str(error)]
+        raise ConfigError("; ".join([str(error), *hints])) from None
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
@@ -123,6 +129,19 @@ def _loaded(text: str) -> Any:
             )
         left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
     return data
+
+
+def _changed_section(data: dict[str, Any], keys: list[str], value: Any) -> tuple[str, str] | None:
+    """A section that becomes another one by its new name or kind, and keeps its fields; and how to write it instead."""
+    *above, tag = keys
+    here: Any = data
+    for key in above:
+        here = here.get(key) if isinstance(here, dict) else None
+    if tag not in ("name", "kind") or not isinstance(here, dict) or not here.keys() - {tag}:
+        return None
+    section = ".".join(above)
+    way = f"--set '{section}={{{tag}: {value}}}'"
+    return section, f"{section}.{tag}={value} alone keeps the section's other fields; {way} begins it anew"
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

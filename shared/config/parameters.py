@@ -19,6 +19,7 @@ _MEASURES: dict[Measure, tuple[float, float]] = {
 }  # fmt: skip
 """With the least and the most that each can be."""
 _Bounds = tuple[float, float]
+_Whole = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]
 _ML_AGENTS = {"behavior": "policy", "signal_smoothing": "smoothing", "min_lesson_length": "episodes"}
 
 
@@ -102,6 +103,8 @@ class SamplerConfig(Section):
 
     value: Value | None = None
     """Always this."""
+    integers: tuple[_Whole, _Whole] | None = None
+    """A whole number between two bounds, both included, each alike."""
     uniform: _Bounds | None = None
     """Between two bounds."""
     gaussian: tuple[float, Annotated[float, Field(ge=0)]] | None = None
@@ -127,7 +130,7 @@ class SamplerConfig(Section):
         if len(found := [*self._kinds, *self.others]) != 1:
             expected = ", ".join(SamplerConfig.model_fields)
             raise ValueError(f"found {' and '.join(found) or 'nothing'}, expected one of {expected}")
-        ranges = [self.uniform, self.log_uniform, *(self.multi_range or ())]
+        ranges = [self.integers, self.uniform, self.log_uniform, *(self.multi_range or ())]
         if empty := [list(each) for each in ranges if each is not None and each[0] > each[1]]:
             raise ValueError(f"the range {empty[0]} is empty; expected [low, high]")
         if wide := [list(each) for each in ranges if each is not None and math.isinf(each[1] - each[0])]:
@@ -148,7 +151,7 @@ def _made(config: SamplerConfig, kind: Any) -> Sampler:
         return Sampler("choice", choices=config.choice)
     if config.value is not None:
         return Sampler("value", choices=(config.value,))
-    bounds = [config.uniform, config.gaussian, config.log_uniform, *(config.multi_range or ())]
+    bounds = [config.integers, config.uniform, config.gaussian, config.log_uniform, *(config.multi_range or ())]
     return Sampler(kind, tuple(bound for each in bounds for bound in each or ()))
 
 

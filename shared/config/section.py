@@ -55,6 +55,22 @@ class Section(BaseModel):
                     raise ValueError(f"{name} is a number, found {str(value).lower()}")
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_of_the_default(cls, data: Any) -> Any:
+        """`replay_buffer: {capacity: 1000}` is of the default's kind, and what it does not say is as in the default."""
+        if not isinstance(data, dict):
+            return data
+        completed = dict(data)
+        for name, field in cls.model_fields.items():
+            given, default = data.get(name), field.default
+            if not isinstance(default, Section) or not isinstance(given, dict) or "kind" in given:
+                continue
+            kind = type(default).model_fields.get("kind")
+            if kind is not None and any(isinstance(item, Discriminator) for item in field.metadata):
+                completed[name] = {"kind": kind.default, **default.model_dump(exclude_unset=True), **given}
+        return completed
+
 
 OWN_KIND = "module:Class"
 """The `kind` of sections for a class of the user's, in whose place its path stands."""

@@ -16,7 +16,7 @@ import numpy as np
 from shared.experience.spaces import PlainData
 
 Value = bool | int | float | str
-SamplerKind = Literal["value", "uniform", "gaussian", "log_uniform", "choice", "multi_range", "levels"]
+SamplerKind = Literal["value", "integers", "uniform", "gaussian", "log_uniform", "choice", "multi_range", "levels"]
 _STREAM = 0x706172616D
 """Sets these random numbers apart from all others that follow from the same seed."""
 
@@ -27,8 +27,8 @@ class Sampler(PlainData):
 
     kind: SamplerKind
     numbers: tuple[float, ...] = ()
-    """`uniform`, `log_uniform`: the bounds; `gaussian`: mean and standard deviation; `multi_range`: bounds in pairs, of
-    which one is drawn by its width; `levels`: each level's weight."""
+    """`integers`, `uniform`, `log_uniform`: the bounds; `gaussian`: mean and standard deviation; `multi_range`: bounds
+    in pairs, of which one is drawn by its width; `levels`: each level's weight."""
     choices: tuple[Value, ...] = ()
     """`value`: the only one; `choice`: each alike."""
 
@@ -38,6 +38,9 @@ class Sampler(PlainData):
                 return self.choices[0]
             case "choice":
                 return self.choices[int(random.integers(len(self.choices)))]
+            case "integers":
+                low, high = self.numbers
+                return int(random.integers(int(low), int(high), endpoint=True))
             case "gaussian":
                 mean, deviation = self.numbers
                 return float(random.normal(mean, deviation))

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.loading import dump_config, load_config, parse_config
 from shared.config.run_config import Config
-from shared.config.validation import field_paths, sections_in
+from shared.config.validation import field_paths, section_tag, sections_in
 from shared.errors import ConfigError
 from tests.conftest import minimal_config
 
@@ -102,6 +102,10 @@ def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
             field = path.removeprefix("algorithm.")
             owner = next(name for name, section in ALGORITHMS.items() if field in field_paths(section))
             environ |= {"STAGECOACH__ALGORITHM__NAME": owner}
+            part, _, leaf = field.partition(".")
+            having = [one for one in sections_in(ALGORITHMS[owner].model_fields[part].annotation) if leaf]
+            if tags := [section_tag(one) for one in having if leaf in field_paths(one)]:
+                environ |= {f"STAGECOACH__ALGORITHM__{part}__{tags[0][0]}".upper(): tags[0][1]}
         assert f"unknown key {path}; " not in refused(None, environ=environ)
 
 
@@ -153,7 +157,8 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
         ("environment.wrappers=[{path: a:B, kwarg: {}}]", ".0.kwarg; did you mean environment.wrappers.0.kwargs?"),
         ("ray.zzz=1", "unknown key ray.zzz; known here: address, num_cpus, resources"),
         ("algorithm.target_entropy=1", "ppo has no such field, but cql, sac: is algorithm.name right?"),
-        ("algorithm={name: dqn, replay_buffer: {capacity: 500}}", "hindsight, balanced, module:Class, found nothing"),
+        ("algorithm={name: dqn, replay_buffer: {kind: null}}", "hindsight, balanced, module:Class, found nothing"),
+        ("algorithm={name: dqn, replay_buffer: {strategy: final}}", "uniform has no such field, but hindsight: is"),
         ("algorithm={name: dqn, replay_buffer: {kind: unifrom}}", "found 'unifrom'"),
         ("algorithm={name: dqn, exploration: greedy}", "algorithm.exploration.kind must be one of"),
         (
@@ -186,6 +191,42 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
 def test_a_wrong_value_is_told_with_what_to_do(override: str, said: str, write: WriteConfig) -> None:
     text = refused(write(BASE + "seed: 1"), [override])
     assert said in text and len(text) < 400
+
+
+@pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "sac", "td3"])
+def test_replay_buffer_without_kind_has_that_of_the_default(name: str, write: WriteConfig) -> None:
+    """What it does not say is as in the algorithm's default, also what differs from the kind's own."""
+    before, after = (
+        load_config(write(BASE), [f"algorithm={{name: {name}{more}}}"], {}).algorithm.model_dump()["replay_buffer"]
+        for more in ("", ", replay_buffer: {capacity: 5000}")
+    )
+    assert after == before | {"capacity": 5000} != before
+
+
+def test_exploration_without_kind_has_that_of_the_default(write: WriteConfig) -> None:
+    found = load_config(write(BASE), ["algorithm={name: dqn, exploration: {epsilon: 0.25}}"], {}).algorithm.acting
+    assert (found.kind, found.model_dump()["epsilon"]["start"]) == ("epsilon_greedy", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "environ", "way"),
+    [
+        ("{name: ppo, epochs: 3}", ["algorithm.name=dqn"], {}, "algorithm={name: dqn}"),
+        ("{epochs: 3}", [], {"STAGECOACH__ALGORITHM__NAME": "dqn"}, "algorithm={name: dqn}"),
+        (
+            "{name: dqn, replay_buffer: {kind: hindsight, strategy: final}}",
+            ["algorithm.replay_buffer.kind=uniform"], {}, "algorithm.replay_buffer={kind: uniform}",
+        ),
+    ],
+)  # fmt: skip
+def test_changed_name_of_section_says_what_to_write(
+    section: str, overrides: list[str], environ: dict[str, str], way: str, write: WriteConfig
+) -> None:
+    path = write(f"{BASE}algorithm: {section}")
+    text = refused(path, overrides, environ)
+    assert text.startswith("unknown key algorithm.") and "alone keeps the section's other fields" in text
+    assert text.endswith(f"--set '{way}' begins it anew")
+    load_config(path, [way], {})
 
 
 def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:

@@ -29,6 +29,8 @@ def parameters(**entries: Any) -> Any:
 @given(
     st.sampled_from(
         [
+            ({"integers": [-1, 2]}, lambda value: value in range(-1, 3) and isinstance(value, int)),
+            ({"integers": [-(2**53), 2**53]}, lambda value: abs(value) <= 2**53 and isinstance(value, int)),
             ({"uniform": [-1, 2]}, lambda value: -1 <= value <= 2),
             ({"log_uniform": [1e-3, 10]}, lambda value: 1e-3 <= value <= 10),
             ({"choice": [1, "a", True]}, lambda value: value in (1, "a", True)),
@@ -50,11 +52,13 @@ def test_each_sampler_draws_what_it_says_and_the_same_for_a_seed_whatever_else_i
 
 def test_draws_have_the_distribution_that_was_asked_for() -> None:
     entries = {"g": {"gaussian": [3, 2]}, "m": {"multi_range": [[0, 1], [5, 8]]}, "l": {"log_uniform": [0.01, 100]}}
+    entries |= {"i": {"integers": [1, 4]}}
     drawn = [table_at(parameters(**entries), {}).draw(seed) for seed in range(4000)]
     found = {name: np.array([each[name] for each in drawn], float) for name in entries}
     assert found["g"].mean() == pytest.approx(3, abs=0.15) and found["g"].std() == pytest.approx(2, abs=0.1)
     assert (found["m"] > 4).mean() == pytest.approx(0.75, abs=0.03), "each value of the ranges alike"
     assert (found["l"] > 1).mean() == pytest.approx(0.5, abs=0.03)
+    assert [(found["i"] == number).mean() for number in (1, 2, 3, 4)] == [pytest.approx(0.25, abs=0.03)] * 4
     assert abs(np.corrcoef(found["g"], found["m"])[0, 1]) < 0.06, "each is drawn for itself"
 
 
@@ -91,6 +95,9 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
     ("entry", "said"),
     [
         ({"uniform": [2, 1]}, r"the range \[2.0, 1.0\] is empty"),
+        ({"integers": [2, 1]}, r"the range \[2, 1\] is empty"),
+        ({"integers": [0.5, 3]}, "expected a whole number, found 0.5"),
+        ({"integers": [0, 2**60]}, "9007199254740992 or less"),
         ({"log_uniform": [0, 1]}, "expected bounds above 0"),
         ({"choice": []}, "choice is empty"),
         ({"uniform": [0, 1], "value": 3}, "found value and uniform, expected one of"),
