@@ -213,8 +213,7 @@ def _announce(run: Run) -> None:
 
 def watch(handle: Run) -> None:
     try:
-        hint = "Ctrl-C ends the watching, not the run"
-        LiveView(handle, console, _HISTORY, hint).show(lambda: not handle.live)
+        LiveView(handle, console, _HISTORY, supervises=False).show(lambda: not handle.live)
     except KeyboardInterrupt:
         console.print("watching ended; the run continues")
         return

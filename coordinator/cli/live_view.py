@@ -1,6 +1,7 @@
 """The live view of a run in the terminal, and the summary at its end; plain lines where it is no terminal."""
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +22,13 @@ from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.config.run_config import Config
-from shared.errors import StagecoachError
+from shared.errors import StagecoachError, headline
 from shared.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from shared.protocol.events import Event
 from shared.protocol.heartbeat import Beat
 from shared.runtime.failure import reason_in_words
 
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
 _EVENTS_SHOWN = 8
@@ -36,12 +38,11 @@ _WORKERS_SHOWN, _STAGES_SHOWN = 16, 6
 class LiveView:
     """Shows one run until `ended` says so, with its events after an id, or with the newest few and those that come."""
 
-    def __init__(
-        self, run: Run, console: PrintableConsole, after: str | int, hint: str = "Ctrl-C ends it with a last checkpoint"
-    ) -> None:
-        self._run, self._console, self._after, self._hint = run, console, after, hint
+    def __init__(self, run: Run, console: PrintableConsole, after: str | int, supervises: bool = True) -> None:
+        self._run, self._console, self._after, self._supervises = run, console, after, supervises
         self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self.status: Status | None = None
+        self._failed = False
         self._started = time.monotonic()
 
     def show(self, ended: Callable[[], bool]) -> None:
@@ -50,21 +51,38 @@ class LiveView:
             return
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
             while not ended():
-                self._poll()
-                live.update(self.panel(), refresh=True)
+                with self._continuing():
+                    self._poll()
+                    live.update(self.panel(), refresh=True)
                 time.sleep(_REFRESH_SECONDS)
 
     def _show_plain(self, ended: Callable[[], bool]) -> None:
         printed, line = 0.0, ""
         while not ended():
-            self._console.text(*map(_event_line, self._poll()))
-            if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
-                printed, before, line = time.monotonic(), line, one_line(self.status)
-                if line != before:  # a run that ends or waits says so once
-                    self._console.text(line)
+            with self._continuing():
+                self._console.text(*map(_event_line, self._poll()))
+                if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
+                    printed, before, line = time.monotonic(), line, one_line(self.status)
+                    if line != before:  # a run that ends or waits says so once
+                        self._console.text(line)
             time.sleep(_REFRESH_SECONDS)
-        with contextlib.suppress(StagecoachError, redis.RedisError):
+        with self._continuing(), contextlib.suppress(StagecoachError, redis.RedisError):
             self._console.text(*map(_event_line, self._new_events()))  # what came after the last poll
+
+    @contextlib.contextmanager
+    def _continuing(self) -> Iterator[None]:
+        """Reports once what the block raises: what is shown never ends the run. Rich raises `SystemExit` where nobody
+        reads its output any more, which ends only a command that watches."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not self._supervises:
+                raise
+            if not self._failed:
+                self._failed = True
+                _LOGGER.exception("the live view")
+                with contextlib.suppress(Exception):
+                    self._console.text(f"the run continues, and cannot be shown for now: {headline(error)}")
 
     def _poll(self) -> list[Event]:
         """Fetches the newest status and events; a run that is just starting or ending has none."""
@@ -90,7 +108,8 @@ class LiveView:
         events = [Text(f"  {_event_line(event)}", overflow="ellipsis", no_wrap=True) for event in self._events]
         parts = (_progress(self.status, self._run.config), metrics_table(self.status), waits, *events)
         seconds = time.monotonic() - self._started
-        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {self._hint}")
+        hint = "Ctrl-C ends it with a last checkpoint" if self._supervises else "Ctrl-C ends the watching, not the run"
+        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {hint}")
 
 
 def _event_line(event: Event) -> str:

@@ -66,10 +66,10 @@ class Gate:
         if not known:
             if given is None:
                 return refusal(401, "the page needs its token: open the URL that `stagecoach page` printed")
-            wrong = self._wrong_of(request.client.host if request.client else "")
-            if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
-                return refusal(429, "too many wrong tokens; try again in a minute")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(given.encode(), self._token.encode()):  # first: others may share the address
+                wrong = self._wrong_of(request.client.host if request.client else "")
+                if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
+                    return refusal(429, "too many wrong tokens; try again in a minute")
                 wrong.append(time.monotonic())
                 return refusal(401, "this is not the page's token: open the URL that `stagecoach page` printed last")
         if in_url is None or request.method != "GET":

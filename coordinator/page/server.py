@@ -9,14 +9,12 @@ import contextlib
 import errno
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import redis
-import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -30,6 +28,7 @@ from starlette.staticfiles import StaticFiles
 from coordinator.catalog.league import league_of
 from coordinator.catalog.run_comparison import config_fields, differences
 from coordinator.page.access import LOOPBACK, Gate, refusal
+from coordinator.page.connections import serving
 from coordinator.page.panels import PANELS
 from coordinator.page.prometheus import exposition
 from coordinator.page.view import RunView, Views, away, jsonable, matching
@@ -39,7 +38,7 @@ from shared.runtime.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
-_MAX_BODY = 64 * 1024
+_MAX_BODY, _BODY_SECONDS = 64 * 1024, 10.0
 
 
 @contextlib.contextmanager
@@ -58,21 +57,9 @@ def serve(
     with contextlib.closing(_listen(host, port)) as listener:
         port = listener.getsockname()[1]
         views = Views(runs_dir)
-        config = uvicorn.Config(
-            application(views, token, port, read_only), loop="asyncio", http="h11", ws="none", lifespan="off",
-            log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
-            timeout_graceful_shutdown=3,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
-        thread.start()
-        try:
-            name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        with serving(application(views, token, port, read_only), listener), contextlib.closing(views):
             yield f"http://{f'[{name}]' if ':' in name else name}:{port}"
-        finally:
-            views.close()
-            server.should_exit = True
-            thread.join()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -268,10 +255,14 @@ _VERBS: dict[str, tuple[type[BaseModel], Callable[[Run, Any], object], str]] = {
 
 async def _body(request: Request) -> bytes:
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY:
-            raise HTTPException(413, f"more than {_MAX_BODY} bytes")
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MAX_BODY:
+                    raise HTTPException(413, f"more than {_MAX_BODY} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the order did not come within {_BODY_SECONDS:g} s") from None
     return body or b"{}"
 
 
