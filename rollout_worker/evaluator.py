@@ -22,9 +22,9 @@ from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
 from shared import errors
-from shared.config.league import LeagueConfig, first_learner
+from shared.config.league import MEAN_RETURN, LeagueConfig, first_learner
 from shared.config.run_config import Config
-from shared.experience.fragment import EpisodeRecord
+from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.league.players import read_player
 from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
@@ -212,11 +212,13 @@ class Evaluator:
             stored = self._stored(name)
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.policies.items()}
             scores = self._play(name, policies, SCORING)
-            scores["win_rates"] = self._against_fixed(name, stored.policies, policies)
-            rated = self._rated(stored.ratings)
-            scores |= rated
+            against = self._against_fixed(name, stored.policies, policies, SCORING)
+            scores |= against | self._ranked(stored.ratings, against)
             if self._may_be_best(events.ranking(scores)):
-                scores["confirmation"] = self._play(name, policies, CONFIRMING) | rated
+                if context.config.checkpoint.best_by == MEAN_RETURN:
+                    against = self._against_fixed(name, stored.policies, policies, CONFIRMING)
+                ranked = self._ranked(stored.ratings, against)
+                scores["confirmation"] = self._play(name, policies, CONFIRMING) | ranked
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
@@ -260,22 +262,30 @@ class Evaluator:
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
 
-    def _rated(self, ratings: Mapping[str, Any]) -> dict[str, Any]:
-        """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner."""
+    def _ranked(self, ratings: Mapping[str, Any], against: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+        """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner, or what
+        that one gains of the fixed players."""
         learners, best_by = self._context.config.league_learners, self._context.config.checkpoint.best_by
         if not learners:
             return {}
         known = {learner.policy for learner in learners.values()}
+        if best_by == MEAN_RETURN:
+            first = next(name for name, its in learners.items() if its == first_learner(learners))
+            gained = [its for pair, its in against["match_returns"].items() if pair.startswith(f"{first}/")]
+            told = f"mean return of {first} against fixed players"
+            return {"ranking": fmean(gained) if gained else -LARGEST_SHOWN, "ranked_by": told}
         whose = best_by if best_by in known else first_learner(learners).policy
         return {"ranking": float(ratings[whose]["rating"]), "ranked_by": f"rating of {whose}"}
 
     def _against_fixed(
-        self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]
-    ) -> dict[str, float]:
-        """In a league, `LEARNER/PLAYER` → win rate of each learner against each fixed player, on all sides alike."""
+        self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy], evaluation_round: int
+    ) -> dict[str, dict[str, float]]:
+        """In a league, by `LEARNER/PLAYER` the win rate and the mean return of each learner against each fixed player,
+        on all sides alike."""
         config, store = self._context.config, self._context.checkpoints.store
         own = {player_hash(data): data for data in stored.values()}
-        seed, found, league = evaluation_seed(config, name, SCORING), {}, config.league or LeagueConfig()
+        seed, league = evaluation_seed(config, name, evaluation_round), config.league or LeagueConfig()
+        rates, returns = dict[str, float](), dict[str, float]()
         opponents = Opponents(
             lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256), league.functions
         )
@@ -291,10 +301,11 @@ class Evaluator:
                 except errors.PlayerUnusable as error:
                     self._context.tell("evaluation", f"{name} is not played: {error}")
                     continue
-                if results := [match.result(side) for side, matches in played.items() for match in matches]:
-                    found[f"{learner}/{player}"] = fmean(results)
-                    self._tell_forfeits(player, [match.forfeited for its in played.values() for match in its])
-        return found
+                if games := [(side, its) for side, matches in played.items() for its in matches]:
+                    rates[f"{learner}/{player}"] = fmean(its.match.result(side) for side, its in games)
+                    returns[f"{learner}/{player}"] = fmean(its.returns[side] for side, its in games)
+                    self._tell_forfeits(player, [its.match.forfeited for _, its in games])
+        return {"win_rates": rates, "match_returns": returns}
 
     def _tell_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
         """Once for each fixed player, of each match's forfeits: a win rate against one that forfeits says nothing."""

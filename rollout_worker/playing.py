@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from itertools import count
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -123,11 +125,20 @@ def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]
     ]
 
 
+@dataclass(frozen=True)
+class Played:
+    """One game of a match."""
+
+    match: MatchRecord
+    returns: tuple[float, ...]
+    """Per side, the mean over its agents."""
+
+
 def play_sides(
     config: Config, description: EnvironmentDescription, players: Mapping[str, PlayerRef],
     fits: Sequence[Collection[str]], opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
     watchdog: Watchdog | None = None,
-) -> dict[int, tuple[MatchRecord, ...]]:  # fmt: skip
+) -> dict[int, tuple[Played, ...]]:  # fmt: skip
     """`games` games of two `players` on each side that the first can take, the other taking all the others; nothing
     where that cannot be. `fits` are the policies whose seats each can take."""
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
@@ -144,7 +155,7 @@ def play_match(
     config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str],
     opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
     watchdog: Watchdog | None = None,
-) -> tuple[MatchRecord, ...]:  # fmt: skip
+) -> tuple[Played, ...]:  # fmt: skip
     """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. `seeds`: of the starts,
     which are the same for all players, and of what is drawn then. `policies` are any of these spaces, by policy id."""
     copies = evaluation_environment(config, games).num_envs
@@ -178,4 +189,7 @@ def play_match(
         judged=casting.judged,
         watchdog=watchdog,
     )
-    return tuple(record.match for record in records if record.match is not None)
+    return tuple(
+        Played(its.match, tuple(fmean(its.agent_returns[agent] for agent in side) for side in table.sides))
+        for its in records if its.match is not None
+    )  # fmt: skip

@@ -221,6 +221,7 @@ def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -
             "agents": {"<name>": 1},
             "metrics": {"<name>": 1},
             "win_rates": {"<name>": 1},
+            "match_returns": {"<name>": 1},
         }
         | scores
     ).keys()

@@ -1,10 +1,12 @@
 """A run's league as its newest checkpoint has it, and games between any two players of runs (`stagecoach match`)."""
 
 import json
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
@@ -47,6 +49,10 @@ class Result:
     wins: int
     draws: int
     by_side: list[dict[str, Any]]
+    mean_return: float
+    """Of its side in a game, the mean over the side's agents."""
+    return_error: float
+    """The standard error of that; 0 of one game."""
     forfeits: dict[str, int]
     """Of `first` and `second`, how many matches each lost by forfeit."""
     may_repeat: bool
@@ -89,14 +95,20 @@ def match(
             f"{_named(fits['second'])}; name players of one game"
         )
     by_side: list[dict[str, Any]] = []
+    returns: list[float] = []
     for side, matches in played.items():
-        results = [its.result(side) for its in matches]
+        results = [its.match.result(side) for its in matches]
+        returns += [its.returns[side] for its in matches]
         told = {"games": len(results), "wins": results.count(1.0), "draws": results.count(0.5)}
         by_side.append({"side": list(sides[side]), **told})
-    lost = Counter(player for matches in played.values() for its in matches for player in its.forfeited)
+    lost = Counter(player for matches in played.values() for its in matches for player in its.match.forfeited)
     forfeits = {name: lost[name] for name in players}
     total = {name: sum(its[name] for its in by_side) for name in ("games", "wins", "draws")}
-    return Result(**total, by_side=by_side, forfeits=forfeits, may_repeat=not draws)
+    error = stdev(returns) / math.sqrt(len(returns)) if len(returns) > 1 else 0.0
+    return Result(
+        **total, by_side=by_side, mean_return=fmean(returns), return_error=error, forfeits=forfeits,
+        may_repeat=not draws,
+    )  # fmt: skip
 
 
 def _draws(player: PlayerRef, data: bytes, greedy: bool) -> bool:

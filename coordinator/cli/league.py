@@ -73,7 +73,7 @@ def _matrix(found: dict[str, Any], rows: Mapping[str, Mapping[str, Any]], whose:
     most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)  # fixed players first, then the best
     more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
     columns = columns[:most]
-    table = Table("wins against", *columns, title=f"win rates{whose} and their 95 % intervals{more}")
+    table = Table("wins against", *columns, title=f"win rates{whose} and their 95 % intervals, mean returns{more}")
     for player in dict.fromkeys(order):
         if player in rows:
             table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))
@@ -83,7 +83,8 @@ def _matrix(found: dict[str, Any], rows: Mapping[str, Mapping[str, Any]], whose:
 def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "–"
-    return f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"
+    rate = f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"
+    return f"{rate}\nreturn {figure(cell['mean_return'])}"
 
 
 @app.command(epilog=example("stagecoach match my-run other-run/best#main --games 500"))
@@ -111,9 +112,9 @@ def match(
     lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]
     lost = zip((first, second), found["forfeits"].values(), strict=True)
     forfeits = "".join(f", {counted(count, 'forfeit')} of {player}" for player, count in lost if count)
-    total = (
-        f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
-    )
+    rate = f"win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
+    mean = f"mean return {figure(found['mean_return'])} ± {figure(found['return_error'])}"
+    total = f"{first} against {second}: {_counts(found)}{forfeits}; {rate}; {mean}"
     again = "neither player draws its actions: a game may repeat another one, and the interval takes all for different"
     console.text(total, *lines, *([again] if found["may_repeat"] else []))
 

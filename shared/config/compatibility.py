@@ -10,6 +10,7 @@ from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
 from shared.config.environment import EnvironmentConfig
 from shared.config.hierarchy import HierarchyConfig, OptionsConfig
+from shared.config.league import MEAN_RETURN
 from shared.config.league_compatibility import check_league, check_replay
 from shared.config.recorded import DataEvaluationConfig
 from shared.config.replay_buffer import HindsightReplay
@@ -46,7 +47,7 @@ def check_sections_together(run: ConfigFields) -> None:
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
-    if ranked not in ("all", *run.policies):
+    if ranked not in ("all", *run.policies) and not (run.league and ranked == MEAN_RETURN):
         raise ValueError(f"checkpoint.best_by: {ranked!r} names no policy; policies has {sorted(run.policies)}")
     for policy_id in asked if isinstance(asked, dict) else ():
         _check_has_return(run, "stop_at.mean_return", policy_id)

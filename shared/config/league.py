@@ -10,6 +10,8 @@ from shared.config.section import Section, short_for
 from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField, OwnPlay
 from shared.league.table import PlayerKind
 
+MEAN_RETURN = "mean_return"
+"""Of `checkpoint.best_by` in a league."""
 _SHARE = short_for("share", int, float)
 _PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$", max_length=100)]
 

@@ -1,7 +1,7 @@
 """A league's learners, shares and players against the run's policies."""
 
 from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.league import LeagueConfig, LearnerConfig
+from shared.config.league import MEAN_RETURN, LeagueConfig, LearnerConfig
 from shared.config.sections import ConfigFields
 from shared.league.table import SNAPSHOT
 
@@ -33,7 +33,12 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
     if not learners:
         raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
     taught = {learner.policy for learner in learners.values()}
-    if run.checkpoint.best_by not in ("all", *taught):
+    if run.checkpoint.best_by == MEAN_RETURN and not (league.fixed and run.evaluation.episodes):
+        raise ValueError(
+            f"checkpoint.best_by={MEAN_RETURN} in a league is measured against its fixed players, with league.fixed="
+            f"{sorted(league.fixed)} and evaluation.episodes={run.evaluation.episodes}; give both, or leave best_by out"
+        )
+    if run.checkpoint.best_by not in ("all", MEAN_RETURN, *taught):
         raise ValueError(
             f"checkpoint.best_by: {run.checkpoint.best_by!r} is no learner's policy, and so has no rating; the "
             f"learners' are {', '.join(sorted(taught))}"

@@ -244,8 +244,9 @@ class CheckpointConfig(Section):
     best_by: str = "all"
     """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
     that one side wins from the other neither says much: in a league it is the rating, that of this policy, or of the
-    first learner (by name, of those without `plays`). A resume cannot change it: the scores that exist are ranked by
-    it."""
+    first learner (by name, of those without `plays`); with `mean_return` what the first learner gains in evaluations
+    against `league.fixed`, since a rating counts wins, however small. A resume cannot change it: the scores that exist
+    are ranked by it."""
     keep_best: int = Field(1, ge=1)
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)

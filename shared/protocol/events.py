@@ -47,6 +47,7 @@ class _Returns(BaseModel, extra="allow"):
     agents: dict[str, float] = {}
     metrics: dict[str, float] = {}
     win_rates: dict[str, float] = {}
+    match_returns: dict[str, float] = {}
     ranking: float | None = None
     """What ranks it where that is not the mean return (`checkpoint.best_by`)."""
     ranked_by: str = ""

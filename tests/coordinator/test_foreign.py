@@ -36,7 +36,7 @@ NAMES = sorted({field.name for field in fields(Beat)} | {
     "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "capacity", "evaluating", "fragments",
     "env_steps", "updates", "phase", "durable", "error", "since", "attempts", "export", "time/fps", "consumed",
     "worker-0", "worker-1", "dropped", "high_water", "host", "port", "size", "incarnation", "lags", "env_steps_played",
-    "metrics", "agents", "win_rates", "confirmation", "ranking",
+    "metrics", "agents", "win_rates", "match_returns", "confirmation", "ranking",
 })  # fmt: skip
 PLAIN = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([10**400, 1e308])
@@ -164,7 +164,8 @@ def test_no_reader_falls_over_what_somebody_wrote(
 HOSTILE = ["x", None, True, [], [1], {}, {"a": "x"}, {"a": None}, {"a": [1]}, -1, 0.5, 10**17, 10**400, 1e308, "NaN"]
 SCORES = (
     "env_steps", "env_steps_played", "episodes", "version", "mean_return", "std_return", "min_return", "max_return",
-    "mean_length", "success_rate", "agents", "policies", "metrics", "win_rates", "confirmation", "ranking", "ranked_by",
+    "mean_length", "success_rate", "agents", "policies", "metrics", "win_rates", "match_returns", "confirmation",
+    "ranking", "ranked_by",
 )  # fmt: skip
 
 

@@ -343,7 +343,7 @@ def test_what_is_drawn_on_one_side_of_a_match_is_not_drawn_again_on_the_other() 
     players, policies = {"a": dice, "b": dice}, policies_of(config)
     description, opponents = describe_environment(config), Opponents(lambda sha256: b"")
     one, again = (play_sides(config, description, players, fits, opponents, policies, 20, 5) for _ in range(2))
-    results = {side: [match.result(side) for match in matches] for side, matches in one.items()}
+    results = {side: [its.match.result(side) for its in played] for side, played in one.items()}
     assert one == again and results[0] != results[1]
 
 

@@ -87,6 +87,9 @@ def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_si
     assert league_config({"learners": {"main": {"policy": "main"}}}, PAIR, **frozen).league is not None
     with pytest.raises(ConfigError, match=r"best_by: 'exploiter' is no learner's policy, and so has no rating; .*main"):
         league_config({}, PAIR, checkpoint={"best_by": "exploiter"}, **frozen)
+    with pytest.raises(ConfigError, match=r"best_by=mean_return in a league is measured against its fixed players"):
+        league_config({}, checkpoint={"best_by": "mean_return"})
+    league_config({"fixed": {"dice": "random"}}, checkpoint={"best_by": "mean_return"})
     with pytest.raises(ConfigError, match="=gymnasium: it needs several agents"):
         league_config({}, environment={"id": "CartPole-v1"})
     assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"

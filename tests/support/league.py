@@ -68,7 +68,8 @@ def record(table: MatchTable, number: int, result: float, length: int = 7, **fie
         "players": match.players,
         "outcome": tuple(outcome),
     } | fields
-    return EpisodeRecord(result, length, match=MatchRecord(**told))
+    returns = {agent: 2 * share for side, share in zip(table.sides, outcome, strict=True) for agent in side}
+    return EpisodeRecord(result, length, agent_returns=returns, match=MatchRecord(**told))
 
 
 def season(league: League, policies: dict[str, Policy], results: list[float]) -> None:

@@ -82,8 +82,9 @@ def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(result
         for player, sides in league.state.payoff.get("main", {}).items() for side, cell in sides.items()
     }  # fmt: skip
     assert cells == {
-        (player, side): tuple(
-            sum(told[player, side, result] for result in kinds) for kinds in ((0, 0.5, 1), (1,), (0.5,))
+        (player, side): (
+            *(sum(told[player, side, result] for result in kinds) for kinds in ((0, 0.5, 1), (1,), (0.5,))),
+            sum(2 * result * told[player, side, result] for result in (0, 0.5, 1)),
         )
         for player, side, _ in told
     }

@@ -224,6 +224,29 @@ def test_ratings_and_payoffs_are_read_from_a_checkpoint(new_game: NewGame) -> No
         assert recorded[f"league/elo/{policy}"] == rows[policy]["elo"]
 
 
+def test_league_can_rank_checkpoints_by_mean_return(new_game: NewGame) -> None:
+    """Of the first learner against the fixed players, in both evaluations; a rating would count wins alone."""
+    fixed = {"dice": {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}}
+    best = {"every": "2 updates", "best_by": "mean_return"}
+    game = new_game(chase(LEAGUE_OF_TWO | {"fixed": fixed}, checkpoint=best, evaluation={"episodes": 4}))
+    game.play_to(2)
+    game.durable()
+    evaluator = Evaluator(game.open())
+    evaluator.start()
+    try:
+        assert evaluator.step(0) == "evaluated"
+    finally:
+        evaluator.stop("")
+    (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
+    assert scores["ranked_by"] == "mean return of cat against fixed players"
+    assert scores["ranking"] == scores["match_returns"]["cat/dice"] >= 3
+    assert scores["confirmation"]["ranking"] >= 3
+    assert evaluation_row(scores)["eval/match_return/cat/dice"] == scores["ranking"]
+    payoff = league_of(game.role.checkpoints, game.role.config)["payoff"]
+    cells = [cell for player, row in payoff.items() if player.startswith("hunter") for cell in row.values()]
+    assert cells and all(3 <= cell["mean_return"] <= 6 for cell in cells), "1 to 2 for each of a cat's three steps"
+
+
 def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator(new_game: NewGame) -> None:
     gone = {"source": "elsewhere", "kind": "policy", "sha256": "0" * 64, "seats": ["prey"]}
     script = {"source": "tests.support.games:raises", "kind": "function", "seats": ["hunter"]}

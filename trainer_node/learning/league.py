@@ -82,9 +82,9 @@ class LeagueState(PlainData):
     """Oldest first."""
     ratings: dict[str, dict[str, Rating]] = field(default_factory=dict)
     """Policy id of the seat → player id → rating."""
-    payoff: dict[str, dict[str, dict[int, tuple[int, int, int]]]] = field(default_factory=dict)
-    """Player → opponent → side that the player took → matches, wins, draws. The row of current weights is that since
-    the last snapshot; with a snapshot it becomes the snapshot's."""
+    payoff: dict[str, dict[str, dict[int, tuple[int, int, int, float]]]] = field(default_factory=dict)
+    """Player → opponent → side that the player took → matches, wins, draws, sum of its side's returns. The row of
+    current weights is that since the last snapshot; with a snapshot it becomes the snapshot's."""
     forfeits: dict[str, int] = field(default_factory=dict)
     version: int = 0
     """The newest policy version that has acted what was taken."""
@@ -148,13 +148,15 @@ class League:
             self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
             for seat in {seat for seat, its in zip(self._seats, match.players, strict=True) if its == player}:
                 self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
+        agents = self._sides[match.side]
+        gained = math.fsum(record.agent_returns.get(agent, 0.0) for agent in agents) / len(agents)
         for side, player in enumerate(match.players):
             if side == match.side:
                 continue
             result = match.result(match.side, side)
             cells = self.state.payoff.setdefault(own, {}).setdefault(player, {})
-            games, wins, draws = cells.get(match.side, (0, 0, 0))
-            cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
+            games, wins, draws, returns = cells.get(match.side, (0, 0, 0, 0.0))
+            cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5), returns + gained
             if player != own:
                 for opponent in (player, ALL):  # a mean that begins with a win and a loss, and forgets what is old
                     games, rate = standing.form.get(opponent, (0, 0.5))
@@ -405,7 +407,7 @@ def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
     """The league as plain data, for `stagecoach league` and the page.
 
     `players` are rows of ratings, the best first; `payoff` has a row per player that has played as a learner, with an
-    entry per opponent: games, wins, draws, rate, its interval, and the same per side.
+    entry per opponent: games, wins, draws, rate, its interval, mean return, and per side the counts and sum of returns.
     """
     taken = {snapshot.id: snapshot for snapshot in state.snapshots}
     kinds = dict.fromkeys(fixed, "fixed") | dict.fromkeys(taken, "snapshot")
@@ -425,9 +427,11 @@ def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
     return {"players": sorted(players, key=lambda row: (row["seat"], -row["rating"])), "payoff": rows}
 
 
-def _cell(sides: Mapping[int, tuple[int, int, int]]) -> dict[str, Any]:
-    games, wins, draws = (sum(cell[index] for cell in sides.values()) for index in range(3))
+def _cell(sides: Mapping[int, tuple[int, int, int, float]]) -> dict[str, Any]:
+    games, wins, draws = (sum(int(cell[index]) for cell in sides.values()) for index in range(3))
+    mean_return = math.fsum(cell[3] for cell in sides.values()) / games
     low, high = wilson(games, wins, draws)
     rate = (wins + draws / 2) / games
     by_side = {str(side): list(cell) for side, cell in sorted(sides.items())}
-    return {"games": games, "wins": wins, "draws": draws, "rate": rate, "low": low, "high": high, "sides": by_side}
+    found = {"games": games, "wins": wins, "draws": draws, "rate": rate, "low": low, "high": high}
+    return found | {"mean_return": mean_return, "sides": by_side}

@@ -235,6 +235,7 @@ def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:
         row |= {prefix + name: float(one[key]) for key, name in _EVALUATED.items() if one.get(key) is not None}
         for kind in ("agents", "policies"):
             row |= {f"{prefix}ep_rew_mean/{name}": float(value) for name, value in one.get(kind, {}).items()}
-        row |= {f"{prefix}win_rate/{name}": float(value) for name, value in one.get("win_rates", {}).items()}
+        for metric, told in (("win_rate", "win_rates"), ("match_return", "match_returns")):
+            row |= {f"{prefix}{metric}/{name}": float(value) for name, value in one.get(told, {}).items()}
         row |= {f"{prefix}environment/{name}": float(value) for name, value in one.get("metrics", {}).items()}
     return row
