@@ -115,13 +115,13 @@ class ActingPolicies:
         return True
 
     def exploration(self) -> dict[str, Exploration]:
-        """How each policy is to act now: by chance in warm-up, later as its algorithm explores at these counters. One
-        that does not learn acts as at the end of all schedules."""
+        """How each policy acts now: by chance in warm-up (unless `heatup.acting` says otherwise), else as its algorithm
+        explores at these counters. One that does not learn acts as at the end of all schedules."""
         found: dict[str, Exploration] = {}
         for policy_id, section in self._explorations.items():
             if not self._config.policies[policy_id].trainable:
                 found[policy_id] = make_exploration(section, _AT_THE_END)
-            elif self.phase is Phase.HEATUP:
+            elif self.phase is Phase.HEATUP and self._config.heatup.acting == "random":
                 found[policy_id] = base.RandomActing()
             else:
                 found[policy_id] = make_exploration(section, self.header.counters.train)

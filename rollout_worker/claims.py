@@ -90,7 +90,7 @@ class Claims:
         # in the one-process mode the trainer has its turn before, so that the claim is for what it publishes then
         ahead = self._flow.claiming(self._worker, self.incarnation, self.seq + 1) if wait_seconds > 0 else None
         place = self._worker, self.incarnation, self.seq, claim.epoch
-        push = partial(self._log.push, *place, made.header.transitions, blob, trace, length, ahead, self._stale_pushes)
+        push = partial(self._log.push, *place, sample.transitions, blob, trace, length, ahead, self._stale_pushes)
         try:
             with self._stages.during("push"):
                 reply = push()

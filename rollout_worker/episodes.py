@@ -99,7 +99,10 @@ class Episodes:
         try:
             environment.set_phase(self._phase)
             device, cast = self._config.rollout.device, self._cast()
-            return Sampler(environment, self._description, lineage, device, trace, self._stages, cast, self._parameters)
+            return Sampler(
+                environment, self._description, lineage, device, trace, self._stages, cast, self._parameters,
+                self._config.fragment_rows if self._config.rollout.complete_episodes else 0,
+            )  # fmt: skip
         except EnvironmentFailure:
             environment.close()
             raise

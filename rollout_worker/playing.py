@@ -21,40 +21,41 @@ from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.parameters import evaluated_table
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure
-from shared.experience.counters import Phase
+from shared.experience.counters import Duration, Phase
 from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.league.matchmaking import Match
 from shared.league.table import MatchTable, PlayerRef, sides_of
 from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
-from shared.printable import counted
 
 Act = Callable[[str, Columns, Array], Columns]
 """Policy id, observations `[S, …]` and who is to act `[S]` → actions `[S, …]`; those of the others do not matter."""
 
 
 def _play(
-    config: Config, description: EnvironmentDescription, seed: int, episodes: int, act: Act, *,
+    config: Config, description: EnvironmentDescription, seed: int, asked: Duration, act: Act, *,
     begun: Callable[[int], None] = lambda index: None, stepped: Callable[[Step], None] = lambda step: None,
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
     watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays exactly `episodes` episodes in environments of its own, from the starts of `seed`; each environment plays
-    its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where too much time has passed."""
+    """Plays what is `asked` in environments of its own, from the starts of `seed`: exactly so many episodes, or whole
+    ones until so many steps are played. Each environment plays its share, so that short episodes aren't favored.
+    Raises `EnvironmentFailure`, also where too much time has passed."""
     deadline_seconds = config.evaluation.deadline_seconds
 
-    asked = evaluation_environment(config, episodes)
+    section = evaluation_environment(config, asked.amount)
     table = evaluated_table(config.environment.parameters, config.evaluation.parameters)
-    parameters = None if table is None else EpisodeParameters(table, asked.num_envs)
+    parameters = None if table is None else EpisodeParameters(table, section.num_envs)
 
     def make() -> VectorEnvironment:
-        return make_vector(asked, description, parameters)
+        return make_vector(section, description, parameters)
 
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)
         copies = range(environment.num_envs)
-        shares = [(episodes + index) // len(copies) for index in copies]
+        shares = [(asked.amount + index) // len(copies) for index in copies]
+        progress = [0 for _ in copies]
         records: list[list[EpisodeRecord]] = [[] for _ in copies]
         began = environment.reset([(seed + index) % SEEDS for index in copies])
         for index in copies:
@@ -62,10 +63,10 @@ def _play(
         now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         acts = {policy_id: mask for policy_id, (_, mask) in began.items()}
         started = time.monotonic()
-        while any(len(done) < share for done, share in zip(records, shares, strict=True)):
+        while any(done < share for done, share in zip(progress, shares, strict=True)):
             if time.monotonic() - started > deadline_seconds:
                 raise EnvironmentFailure(
-                    f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
+                    f"{asked} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
             reject_unusable_now(now, acts, description)
@@ -74,8 +75,9 @@ def _play(
             now = {policy_id: result.obs for policy_id, result in step.policies.items()}
             acts |= {policy_id: its.acts for policy_id, its in step.policies.items() if its.acts is not None}
             for index, record in step.episodes:
-                if len(records[index]) < shares[index]:
+                if progress[index] < shares[index]:
                     records[index].append(judged(index, record))
+                    progress[index] += 1 if asked.unit == "episodes" else record.length
                 begun(index)
     played = tuple(record for done in records for record in done)
     if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):
@@ -89,11 +91,12 @@ def evaluate_policies(
     config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
     episodes: int | None = None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays exactly `episodes` episodes (`evaluation.episodes`), all agents by their policies. Raises
+    """Plays `episodes` episodes, or what the section `evaluation` says, all agents by their policies. Raises
     `EnvironmentFailure`, also where `evaluation.deadline_seconds` have passed."""
-    evaluation, episodes = config.evaluation, episodes or config.evaluation.episodes
+    evaluation = config.evaluation
+    asked = evaluation.asked if episodes is None else Duration(episodes, "episodes")
     exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
-    copies = evaluation_environment(config, episodes).num_envs
+    copies = evaluation_environment(config, asked.amount).num_envs
     remembering = with_states(policies, {policy_id: copies * description.slots(policy_id) for policy_id in policies})
     acting = {**policies, **remembering}
 
@@ -113,7 +116,7 @@ def evaluate_policies(
             if policy_id in description.seated:
                 its.forget(torch.from_numpy(step.policies[policy_id].over))
 
-    return _play(config, description, seed, episodes, act, stepped=stepped, watchdog=watchdog)
+    return _play(config, description, seed, asked, act, stepped=stepped, watchdog=watchdog)
 
 
 def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]) -> list[int]:
@@ -182,7 +185,7 @@ def play_match(
         config,
         description,
         seeds[0],
-        games,
+        Duration(games, "episodes"),
         act,
         begun=begun,
         stepped=stepped,

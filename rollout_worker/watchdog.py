@@ -17,8 +17,15 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
-from rollout_worker.environments.vector_env import Position, RunningEpisodes, Step, VectorEnvironment
+from rollout_worker.environments.vector_env import (
+    HoldableEnvironment,
+    Position,
+    RunningEpisodes,
+    Step,
+    VectorEnvironment,
+)
 from shared.config.run_config import Config
 from shared.experience.counters import Phase
 from shared.experience.spaces import Array, Columns
@@ -192,6 +199,10 @@ class WatchedEnvironment:
     def set_paused(self, paused: bool) -> bool:
         with self._watchdog.during("set_paused of its environments"):
             return self._environment.set_paused(paused)
+
+    def hold(self, held: bool) -> None:
+        with self._watchdog.during("hold of its environments"):
+            cast(HoldableEnvironment, self._environment).hold(held)
 
     def close(self) -> None:
         self._watchdog.close(self._environment.close, self._processes)

@@ -168,7 +168,7 @@ class Worker:
         header = FragmentHeader(
             run_id=self.context.run_id, worker_id=self.id, incarnation=self.claims.incarnation, seq=self.claims.seq,
             phase=policies.phase, policy_versions=dict.fromkeys(policies.policies, policies.version),
-            steps=config.rollout.fragment_steps, num_envs=config.environment.num_envs, episodes=sample.episodes,
+            steps=config.fragment_rows, num_envs=config.environment.num_envs, episodes=sample.episodes,
             acting_seconds=round(sample.acting_seconds, 6),
             life=f"{sampler.lineage}+{self._gaps}" if self._gaps else str(sampler.lineage),
         )  # fmt: skip
@@ -193,7 +193,7 @@ class Worker:
                 assert_never(reply)
         self.episodes.pushed()
         done = self.heartbeat.progress
-        more = {"fragments": done["fragments"] + 1, "transitions": done["transitions"] + header.transitions}
+        more = {"fragments": done["fragments"] + 1, "transitions": done["transitions"] + sample.transitions}
         self.heartbeat.progress = done | more | {"version": header.version, "incarnation": header.incarnation}
         return StepResult.PUSHED
 

@@ -102,7 +102,7 @@ class LogConsumer:
         """`read` is that of the log or its archive; without `accounting` (a replay) nothing is recorded."""
         self._stages = stages or StageTimer()
         self._run_id, self._description = run_id, description
-        self._rollout, self._num_envs = config.rollout, config.environment.num_envs
+        self._rollout, self._shape = config.rollout, (config.fragment_rows, config.environment.num_envs)
         self._by_log_prob = {name for name in config.trainable if not config.algorithm_of(name).learns_from_others}
         """The policies that learn only from what they acted themselves. Without any, what was acted at random and comes
         when warm-up is over is learned from like anything else."""
@@ -179,7 +179,7 @@ class LogConsumer:
         header, lag, reason = parsed.header, version - parsed.header.version, DropReason.SCHEMA
         if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
             found = f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs"
-        elif (header.steps, header.num_envs) != (self._rollout.fragment_steps, self._num_envs):
+        elif (header.steps, header.num_envs) != self._shape:
             found = f"{header.steps} steps × {header.num_envs} environments is not this run's shape"
         elif lag < 0:
             found = f"acted by version {header.version}, which does not exist yet"

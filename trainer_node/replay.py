@@ -78,7 +78,7 @@ def replay(
         version = restored.version
         consumer.restore(restored.committed)
     _check_lineage(start, version, aim.manifest, lineage, config)
-    begun = version
+    begun, steps_before = version, learner.counters.env_steps
 
     def came_to() -> Snapshot:
         progress = Progress(version, 0, Parent(version=begun), lineage)
@@ -95,7 +95,7 @@ def replay(
             consumer.commit()
             progress(version, aim.manifest.version)
     out, fragments = came_to().checkpoint.manifest, (version - begun) * config.rollout.fragments_per_update
-    env_steps = fragments * config.rollout.fragment_steps * config.environment.num_envs
+    env_steps = learner.counters.env_steps - steps_before
     found, expected = out.objects, aim.manifest.objects
     different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     unlike = snapshot.unlike(aim.manifest, snapshot.written_with(out)) if different else []

@@ -161,6 +161,7 @@ def evaluate(
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
     changes: dict[str, Any] = {"episodes": episodes or config.evaluation.episodes or EvaluationConfig().episodes}
+    changes |= {"env_steps": None} if episodes else {}
     changes |= {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()

@@ -82,7 +82,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
     if config.trainer.compile:
         check_compiling(here=here)
     rollout = config.rollout
-    fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
+    fragment = description.fragment_bytes(config.fragment_rows, config.environment.num_envs, config.state_sizes)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
     leaves = [leaf for spaces in description.policies.values() for leaf in spaces.observation.leaves]
     images = any(leaf.is_image for leaf in leaves)  # they travel smaller than they are, by how much is not known

@@ -145,11 +145,12 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
     )
 
 
-def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments, wrappers and copies; not native: episodes blend."""
+def evaluation_environment(config: Config, most: int | None = None) -> EnvironmentConfig:
+    """The training environment with the evaluation's arguments, wrappers and copies (at most so many); not native:
+    episodes blend."""
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
-    copies = min(evaluation.num_envs, episodes or evaluation.episodes)
+    copies = min(evaluation.num_envs, most or evaluation.asked.amount)
     changed = {"num_envs": copies, "kwargs": {**trained.kwargs, **evaluation.kwargs}, "wrappers": wrappers}
     return trained.model_copy(update={**changed, "vectorization": "sync"})
 

@@ -62,7 +62,8 @@ class GymnasiumEnvironments:
         self._returns = np.zeros(self.num_envs)
         self._lengths, self._episodes = (np.zeros(self.num_envs, np.int64) for _ in range(2))
         self._everyone = np.ones(self.num_envs, np.bool_)
-        self._over = ~self._everyone
+        self._held, self._idle = False, ~self._everyone
+        """`hold`; and which environments only start again in the next step, or wait."""
         leaves = self._spaces.observation.leaves
         self._info_columns = description.info_columns
         self._sums = np.zeros((len(self._info_columns), self.num_envs))
@@ -81,7 +82,7 @@ class GymnasiumEnvironments:
             options |= {_PAST: list(each)}
         with NamedFailures("reset"):
             observations, infos = self._env.reset(seed=seed, options=options or None)
-        self._over[:] = False
+        self._idle[:] = False
         self._returns[:] = infos[_RETURN] if past else 0
         self._sums[:] = np.transpose(infos[_SUMS]) if past and self._info_columns else 0
         return {self._policy: (self._spaces.observation.flatten("obs", observations), self._everyone.copy())}
@@ -115,9 +116,9 @@ class GymnasiumEnvironments:
         taken = self._spaces.action.to_environment(actions[self._policy])
         observations, rewards, terminated, truncated, infos = self._env.step(taken)
         mask = self._everyone
-        if self.mode is AutoresetMode.NEXT_STEP and self._over.any():  # they only start again
-            mask = ~self._over
-            if ((rewards != 0) | terminated | truncated)[self._over].any():
+        if self._idle.any():
+            mask = ~self._idle
+            if ((rewards != 0) | terminated | truncated)[self._idle].any():
                 raise self._contradiction("it paid or ended an episode in the step after an end")
             rewards, terminated, truncated = np.where(mask, rewards, 0.0), terminated & mask, truncated & mask
         self._returns += rewards
@@ -142,10 +143,14 @@ class GymnasiumEnvironments:
                 seeds = None if self._native else self._episode_seeds(ended.tolist())
                 options = {"reset_mask": done, **self._drawn(ended.tolist())}
                 observations, _ = self._env.reset(seed=seeds, options=options)
-        self._over = done
+        if self.mode is AutoresetMode.NEXT_STEP:
+            self._idle = done
+        elif self._held:
+            self._idle = self._idle | done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
             np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots, told,
+            acts=~self._idle if self._held else None,
         )  # fmt: skip
         return Step({self._policy: step}, episodes)
 
@@ -219,6 +224,12 @@ class GymnasiumEnvironments:
     def set_paused(self, paused: bool) -> bool:
         return self._tell("set_paused", paused)
 
+    @NamedFailures("hold")
+    def hold(self, held: bool) -> None:
+        self._held, self._idle = held, ~self._everyone
+        made: Any = self._env
+        made.call("hold", held)
+
     def _tell(self, name: str, value: Any) -> bool:
         if self._native:
             return vector_env.tell(self._env, name, value)
@@ -262,6 +273,9 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._parameterized = parameterized
         self._index, self._info_columns = index, info_columns
+        self._held = False
+        self._waiting: Any = None
+        """While it waits: what it observed last."""
         self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -279,7 +293,12 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
                 sums += np.nan_to_num(vector_env.of_info(info, self._info_columns))
                 if terminated or truncated:
                     break  # it is not the episode that it was: the successor compares, and will see
+            self._waiting = observation if self._held else None
             return observation, {_RETURN: total, _SUMS: sums} if past else {}
+
+    def hold(self, held: bool) -> None:
+        """Whether it waits after its next reset, and until when: steps then change nothing."""
+        self._held, self._waiting = held, None
 
     def tell(self, name: str, value: Any) -> bool:
         if self._parameterized is not None:
@@ -287,6 +306,8 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         return vector_env.tell(self.env, name, value)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if self._waiting is not None:
+            return self._waiting, 0.0, False, False, {}
         with self._stepping:
             observation, reward, terminated, truncated, info = self.env.step(action)
             if terminated or truncated:

@@ -116,6 +116,14 @@ class VectorEnvironment(Protocol):
         """Ends the environments."""
 
 
+class HoldableEnvironment(VectorEnvironment, Protocol):
+    """One for `rollout.complete_episodes`."""
+
+    def hold(self, held: bool) -> None:
+        """While `held`, an environment whose episode has ended waits at the start of the next: its `PolicyStep.acts`
+        and `mask` are false."""
+
+
 class NamedFailures(ContextDecorator):
     """A context (or decorator) that turns what is raised in it into `EnvironmentFailure`."""
 

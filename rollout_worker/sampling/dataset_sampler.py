@@ -59,7 +59,7 @@ class DatasetSampler:
             columns[policy_id], ended = recording.cut(pieces, steps)
             episodes += ended
         self._number += 1
-        return Sample(columns, tuple(episodes), time.perf_counter() - started, 0.0)
+        return Sample(columns, tuple(episodes), steps * self._envs, time.perf_counter() - started, 0.0)
 
     @property
     def position_digest(self) -> str:

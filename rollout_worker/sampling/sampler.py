@@ -3,14 +3,20 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable, reject_unusable_now
+from rollout_worker.environments.vector_env import (
+    GREEDILY,
+    HoldableEnvironment,
+    VectorEnvironment,
+    reject_unusable,
+    reject_unusable_now,
+)
 from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
 from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
@@ -36,6 +42,8 @@ class Sample:
 
     columns: dict[str, Columns]
     episodes: tuple[EpisodeRecord, ...]
+    transitions: int
+    """Steps of its environments."""
     acting_seconds: float
     environment_seconds: float
 
@@ -44,10 +52,15 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
-        casting: Casting | None = None, parameters: EpisodeParameters | None = None,
+        casting: Casting | None = None, parameters: EpisodeParameters | None = None, rows: int = 0,
     ) -> None:  # fmt: skip
-        """Begins `lineage`, or takes it up where `trace` ends; `position_digest` tells whether it got there."""
-        self._casting, self._in_parts = casting, description.in_turns or casting is not None
+        """Begins `lineage`, or resumes it where `trace` ends; `position_digest` shows whether it got there.
+
+        With `rows`, a fragment has this T and ends where episodes do.
+        """
+        self._casting, self._rows = casting, rows
+        self._holdable = cast(HoldableEnvironment, environment)
+        self._in_parts = description.in_turns or casting is not None or rows > 0
         """Who sits where, in a league; and whether only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
         self._device, self._stages = torch_device(device), stages or StageTimer()
@@ -78,8 +91,9 @@ class Sampler:
         self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
         table: MatchTable | None = None,
     ) -> Sample:  # fmt: skip
-        """Acts `steps` steps in every environment, each policy by its exploration. `table`: of a league, by which
-        matches are drawn from now on. Raises `EnvironmentFailure`, and then nothing was produced."""
+        """Acts `steps` steps in every environment, each policy by its exploration; in a fragment of whole episodes also
+        the rest of those that run then. `table`: of a league, by which matches are drawn from now on. Raises
+        `EnvironmentFailure`, and then nothing was produced."""
         if self._casting is not None and table is not None:
             self._casting.use(table)
         with self._stages.during("record"):
@@ -94,8 +108,11 @@ class Sampler:
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
         kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
+        length = self._rows or steps
         recorders = {
-            policy_id: kind(self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size)
+            policy_id: kind(
+                self._description, policy_id, length, self._slots(policy_id), policies[policy_id].state_size
+            )
             for policy_id in self._description.policies
         }
         taken: list[dict[str, Columns]] = []
@@ -108,7 +125,13 @@ class Sampler:
         self._begin_all(by_episode)
         if self._pauses:
             self._environment.set_paused(False)
-        for step in range(steps):
+        acted = 0
+        for step in range(length):
+            if self._rows and step == steps - 1:
+                self._holdable.hold(True)
+            if not any(acts.any() for acts in self._acts.values()):  # all wait for the next fragment
+                break
+            acted += self._environment.num_envs if not self._rows else int(next(iter(self._acts.values())).sum())
             if self._casting is not None:  # what opponents see is in no column
                 reject_unusable_now(self._now, self._acts, self._description)
             with acting:
@@ -135,6 +158,9 @@ class Sampler:
                 episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
                 self._begin(by_episode, index)
+        if self._rows:
+            self._holdable.hold(False)
+            self._acts = {policy_id: np.ones_like(acts) for policy_id, acts in self._acts.items()}
         if self._pauses:
             self._environment.set_paused(True)
         columns = {
@@ -150,7 +176,7 @@ class Sampler:
                 policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}
                 for policy_id, its in taken[0].items()
             }
-        return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
+        return Sample(columns, tuple(episodes), acted, seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _act(
         self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy],

@@ -42,8 +42,11 @@ def check_sections_together(run: ConfigFields) -> None:
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: roles "
             f"on a cluster cannot reach servers on this machine's loopback; give both addresses that they reach"
         )
-    if run.heatup.unit == "updates" and run.heatup.amount:
-        raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
+    warm_up = run.heatup.duration
+    if warm_up.unit not in ("env_steps", "episodes") and warm_up.amount:
+        raise ValueError(f"heatup={str(warm_up)!r}: nothing is updated in warm-up; use env_steps or episodes")
+    if run.rollout.complete_episodes:
+        _check_complete_episodes(run)
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
@@ -63,6 +66,20 @@ def _check_has_return(run: ConfigFields, where: str, policy_id: str) -> None:
                 f"{where}: {policy_id!r} has no agents, and so no return: it plays in the seats of {learner.seat!r}; "
                 f"name that one, or use another measure"
             )
+
+
+def _check_complete_episodes(run: ConfigFields) -> None:
+    environment, why = run.environment, ""
+    if environment.max_episode_steps is None:
+        why = "it needs environment.max_episode_steps, which bounds a fragment; set it"
+    elif environment.several_agents or environment.vectorization == "native":
+        what = "hierarchy" if environment.hierarchy else f"api={environment.api}"
+        what = "vectorization=native" if environment.vectorization == "native" else what
+        why = f"with environment.{what} single environments cannot wait for the others; leave one of the two out"
+    elif run.dataset is not None:
+        why = "recorded experience is cut into fragments of rollout.fragment_steps; leave it out"
+    if why:
+        raise ValueError(f"rollout.complete_episodes=true: {why}")
 
 
 def _check_native(environment: EnvironmentConfig) -> None:
@@ -134,7 +151,7 @@ def _check_evaluation(run: ConfigFields) -> None:
         raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
     if not evaluation.enabled:
         asked: dict[str, object] = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
-        asked["evaluation.every"] = evaluation.every
+        asked["evaluation.every"], asked["evaluation.env_steps"] = evaluation.every, evaluation.env_steps
         if given := [name for name, value in asked.items() if value is not None]:
             raise ValueError(
                 f"evaluation.episodes=0 evaluates nothing, and {given[0]} needs scores; leave one of them out"
@@ -191,10 +208,13 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
 
 
 def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
-    steps = run.rollout.fragment_steps
+    steps = run.fragment_rows
     if (size := getattr(algorithm, "minibatch_size", steps)) < steps:
+        field = (
+            "the rows of a fragment of complete episodes" if run.rollout.complete_episodes else "rollout.fragment_steps"
+        )
         raise ValueError(
-            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps={steps}: a policy with a core learns "
+            f"algorithm.minibatch_size={size} is less than {field}={steps}: a policy with a core learns "
             f"whole sequences of a fragment; raise the first or lower the second"
         )
 
@@ -257,7 +277,7 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
         )
     drawn, what = algorithm.minibatch_size, "transitions"
     if isinstance(algorithm, R2D2Config):
-        drawn, what = algorithm.sequences(run.rollout.fragment_steps), "sequences"
+        drawn, what = algorithm.sequences(run.fragment_rows), "sequences"
     if run.trainer.ranks > drawn:
         raise ValueError(
             f"trainer.ranks={run.trainer.ranks} is more than the {drawn} {what} of each minibatch "
@@ -314,9 +334,9 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
             f"of recorded experience each policy is given rows of its own, and not what others did beside it; leave "
             f"the dataset out, or {'the league' if run.league is not None else 'use dqn'}"
         )
-    if run.dataset.only_heatup and not run.heatup.amount:
+    if run.dataset.only_heatup and not run.heatup.duration.amount:
         raise ValueError(
-            f"dataset.only_heatup=true with heatup={str(run.heatup)!r}: nothing of it would be learned; say "
+            f"dataset.only_heatup=true with heatup={str(run.heatup.duration)!r}: nothing of it would be learned; say "
             f"how much, such as heatup='10000 env_steps'"
         )
     evaluation = run.dataset.evaluation

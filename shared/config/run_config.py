@@ -29,7 +29,7 @@ _DECIDES_LEARNING: Any = {
     "algorithm": True,
     "dataset": {"sha256", "only_heatup"},
     "demonstrations": {"sha256"},
-    "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
+    "rollout": {"fragment_steps", "complete_episodes", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
     "trainer": {"torch_threads", "matmul_precision", "precision", "compile", "ranks"},
@@ -110,6 +110,8 @@ class Config(ConfigFields):
                     del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
+        if not self.rollout.complete_episodes:
+            del data["rollout"]["complete_episodes"]
         if self.league is None:
             del data["league"]
         else:

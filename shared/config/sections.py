@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.algorithms.on_policy import PPOConfig
@@ -13,7 +13,7 @@ from shared.config.environment import BY_PATH, EnvironmentConfig, WrapperConfig
 from shared.config.league import LeagueConfig, LearnerConfig
 from shared.config.parameters import SamplerField
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
-from shared.config.section import OFF, Section, Width
+from shared.config.section import OFF, Section, Width, short_for
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
 from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 
@@ -137,6 +137,11 @@ class RolloutConfig(Section):
     """`auto` decides from what was waited for in this time; heartbeats, a second apart, tell."""
     fragment_steps: int = Field(64, ge=1)
     """Steps of each environment in a fragment (T)."""
+    complete_episodes: bool = False
+    """Fragments end where episodes do (RLlib's `batch_mode: complete_episodes`, Coach's `act_for_full_episodes`): after
+    `fragment_steps` steps each environment finishes the episode that it is in, and waits. One policy version acts all
+    of an episode. It needs `environment.max_episode_steps`, which bounds a fragment, and one agent; not `native`. A
+    replay buffer counts rows that stay empty in its capacity."""
     fragments_per_update: int = Field(4, ge=1)
     """Fragments that one update consumes (K), whatever the number of workers."""
     max_policy_lag: int = Field(0, ge=0)
@@ -279,6 +284,9 @@ class EvaluationConfig(Section):
 
     episodes: int = Field(20, ge=0)
     """Episodes per evaluation; 0: nothing is evaluated, and no evaluator is started."""
+    env_steps: int | None = Field(None, ge=1)
+    """Measure an evaluation in steps instead: each environment copy plays its share of these, and finishes the episode
+    that it is in then. `episodes` is then not counted. A league's matches are counted in `episodes`."""
     every: Annotated[DurationField, AT_LEAST_ONE] | None = None
     """Evaluate the policy each time the trainer's counters pass a multiple of this, whether a checkpoint is kept there
     or not: all of them, in order, late if need be. The newest checkpoint is evaluated when none of these waits. By
@@ -309,9 +317,34 @@ class EvaluationConfig(Section):
     """How long the end of a run waits for the final checkpoint's score, and for those that `every` made due."""
 
     @property
+    def asked(self) -> Duration:
+        """How much one evaluation plays."""
+        return Duration(self.env_steps, "env_steps") if self.env_steps else Duration(self.episodes, "episodes")
+
+    @property
     def enabled(self) -> bool:
         """Whether the run has an evaluator."""
         return self.episodes > 0
+
+
+class HeatupConfig(Section):
+    """Warm-up: the normalizers and the replay buffer take experience in before anything is learned from it."""
+
+    duration: DurationField = Duration(0, "env_steps")
+    """How much is acted. It counts neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer
+    while they act have 1000 env_steps by default (Stable-Baselines3 has 100; 5,000 to 25,000 are usual for MuJoCo and
+    for Atari)."""
+    acting: Literal["random", "policy"] = "random"
+    """`random`: uniformly random actions. `policy`: the untrained (or loaded) network with the algorithm's exploration,
+    as at its start."""
+
+
+HeatupField = Annotated[
+    HeatupConfig,
+    short_for("duration", str, Duration),
+    PlainSerializer(lambda its: str(its.duration) if its.acting == "random" else its.model_dump(mode="json")),
+]
+"""A duration alone, or the section; the first where nothing else is said, also in the config's hash."""
 
 
 def _return_or_each(value: Any) -> Any:
@@ -416,10 +449,8 @@ class ConfigFields(Section):
     its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there, or a snapshot of its
     league. Where the same algorithm learned it, critics, temperature and reward statistics are taken, too; counters
     and optimizers begin anew. An event says so. The source is only read."""
-    heatup: DurationField = Duration(0, "env_steps")
-    """Random acting at the start: normalizers and replay buffer take it in, nothing is learned from it yet. It counts
-    neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer while they act have 1000 by
-    default (Stable-Baselines3 has 100; 5,000 to 25,000 are usual for MuJoCo and for Atari)."""
+    heatup: HeatupField = HeatupConfig()
+    """Warm-up at the start; `heatup: 1000 env_steps` is short for its `duration`."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     archive: ArchiveConfig = ArchiveConfig()
@@ -434,6 +465,12 @@ class ConfigFields(Section):
     def transitions_per_update(self) -> int:
         """Of one policy id with one agent: K × T × N."""
         return self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
+
+    @property
+    def fragment_rows(self) -> int:
+        """T of each fragment: `rollout.fragment_steps`, or as many as whole episodes can take."""
+        more = (self.environment.max_episode_steps or 1) - 1 if self.rollout.complete_episodes else 0
+        return self.rollout.fragment_steps + more
 
     @property
     def state_sizes(self) -> dict[str, int]:

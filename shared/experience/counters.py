@@ -45,6 +45,11 @@ class PhaseCounters:
     def of(self, phase: Phase) -> Counters:
         return {Phase.HEATUP: self.heatup, Phase.TRAIN: self.train}[phase]
 
+    @property
+    def env_steps(self) -> int:
+        """Of all phases."""
+        return self.heatup.env_steps + self.train.env_steps
+
     def as_dict(self) -> dict[str, dict[str, int]]:
         return {"heatup": dict(vars(self.heatup)), "train": dict(vars(self.train))}
 

@@ -21,7 +21,7 @@ from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
 from shared.config.run_config import Config
 from shared.config.sections import CheckpointConfig
-from shared.errors import EnvironmentFailure
+from shared.errors import ConfigError, EnvironmentFailure
 from shared.experience.fragment import EpisodeRecord
 from shared.league.table import PlayerRef
 from shared.policies.actor_critic import RecurrentActorCritic
@@ -466,3 +466,11 @@ def test_scores_of_a_line_that_was_left_do_not_solve_a_run(make_role: MakeRole, 
         reach(version)
         evaluator.check_solved()
         assert (role.flow.read().reason == "solved") == solved
+
+
+def test_evaluation_in_steps_finishes_its_episodes() -> None:
+    config = config_of({"id": f"{MODULE}:LengthOfSeed"}, env_steps=20, num_envs=3)
+    assert [record.length for record in played(config, seed=0)] == [2, 2, 2, 3, 3, 3, 4, 4], "shares of 6, 7 and 7"
+    assert len(played(config, episodes=5, seed=0)) == 5, "asked for by number, it is by number"
+    with pytest.raises(ConfigError, match=r"evaluation.episodes=0 evaluates nothing, and evaluation.env_steps"):
+        config_of({"id": "CartPole-v1"}, episodes=0, env_steps=5)

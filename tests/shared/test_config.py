@@ -292,7 +292,7 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     hidden, activation, random, (steps, fragments, lag), every = BY_ALGORITHM[name]
     policy, rollout = config.policies["default"], config.rollout
     assert (list(policy.hidden_sizes), policy.activation) == (hidden, activation)
-    assert config.heatup == Duration(random, "env_steps") and str(config.checkpoint.every) == every
+    assert config.heatup.duration == Duration(random, "env_steps") and str(config.checkpoint.every) == every
     assert (rollout.fragment_steps, rollout.fragments_per_update, rollout.max_policy_lag) == (steps, fragments, lag)
     if isinstance(config.algorithm, OffPolicyConfig):
         assert lag > 0, "acting goes on during gradient steps"
@@ -324,7 +324,7 @@ def test_a_run_without_what_came_later_keeps_its_hash(name: str, digits: str) ->
 def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
     rollout = {"max_policy_lag": 0, "fragments_per_update": 3}
     config = short("sac", heatup="0 env_steps", rollout=rollout, policies={"a": {"activation": "elu"}, "b": {}})
-    assert config.heatup.amount == config.rollout.max_policy_lag == 0
+    assert config.heatup.duration.amount == config.rollout.max_policy_lag == 0
     assert (config.rollout.fragments_per_update, config.rollout.fragment_steps) == (3, 8)
     policies = {name: (policy.hidden_sizes, policy.activation) for name, policy in config.policies.items()}
     assert policies == {"a": ((256, 256), "elu"), "b": ((256, 256), "relu")}
@@ -333,7 +333,7 @@ def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
 
 def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_hide_no_mistake() -> None:
     data = {"path": "data.csv"}
-    assert short("sac", dataset=data).heatup.amount == 0
+    assert short("sac", dataset=data).heatup.duration.amount == 0
     for section, value, said in (
         ("dataset", data | {"only_heatup": True}, "say how much, such as heatup="),
         ("policies", None, "policies"),

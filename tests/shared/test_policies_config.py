@@ -61,7 +61,7 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
     config = two({"algorithm": "sac"})
     assert config.policies["b"].hidden_sizes == (256, 256) != config.policies["a"].hidden_sizes
     assert two({"algorithm": "sac", "hidden_sizes": [5]}).policies["b"].hidden_sizes == (5,)
-    assert config.heatup.amount == 0, "sections outside are as the run's algorithm has them"
+    assert config.heatup.duration.amount == 0, "sections outside are as the run's algorithm has them"
 
 
 @pytest.mark.parametrize(

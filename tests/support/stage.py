@@ -30,14 +30,16 @@ class Stage:
         self.left, self.past = list(left), action_trace.read(list(left))
         vector = make_vector(self.config.environment, self.description)
         lineage = self.past.lineage if self.past else SeedLineage(seed, 0, 0, 0)
-        self.sampler = Sampler(vector, self.description, lineage, trace=self.past)
+        rows = self.config.fragment_rows if self.config.rollout.complete_episodes else 0
+        self.sampler = Sampler(vector, self.description, lineage, trace=self.past, rows=rows)
 
     def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
         acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
         sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, acting), steps)
         if (step := self.sampler.traced(sample)) is not None:
             self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
-        sent = Fragment(self.header(sample, steps), sample.columns)
+        rows = len(next(iter(sample.columns.values()))["reward"])
+        sent = Fragment(self.header(sample, rows), sample.columns)
         fragment.check(sent, "run", self.description, self.config.state_sizes)
         received = fragment.decode(fragment.encode(sent))
         fragment.check(received, "run", self.description, self.config.state_sizes)

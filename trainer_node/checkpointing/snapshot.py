@@ -45,7 +45,8 @@ _CURRICULUM = "trainer/curriculum.json"
 
 def phase_at(config: Config, counters: PhaseCounters) -> Phase:
     """HEATUP until its duration has passed, then TRAIN."""
-    return Phase.TRAIN if config.heatup.amount == 0 or config.heatup.reached(counters.heatup) else Phase.HEATUP
+    duration = config.heatup.duration
+    return Phase.TRAIN if duration.amount == 0 or duration.reached(counters.heatup) else Phase.HEATUP
 
 
 class Snapshot:

@@ -252,7 +252,7 @@ def make_learner(
         elif policy.normalize_rewards:
             rewards[policy_id] = RewardScaling(sections[policy_id].gamma, description.in_turns)
     filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sections}
-    demonstrations, steps = dict[str, Demonstrations](), config.rollout.fragment_steps
+    demonstrations, steps = dict[str, Demonstrations](), config.fragment_rows
     if config.demonstrations is not None:
         imitating = config.recorded("demonstrations")
         read = partial(read_dataset, config.demonstrations, description.of(imitating))

@@ -39,7 +39,7 @@ class UpdateMetrics:
         self._lags: list[int] = []
         self._acting_lags: list[int] = []
         self._acting_seconds: list[float] = []
-        self._transitions = 0
+        self._env_steps = learner.counters.env_steps
         self._told: defaultdict[str, list[Array]] = defaultdict(list)
 
     def see(self, fragments: Sequence[Fragment]) -> None:
@@ -57,7 +57,6 @@ class UpdateMetrics:
         known = [item for item in fragments if item.pushed_at is not None]
         self._acting_lags += [max(0, (item.pushed_at or 0) - item.header.version) for item in known]
         self._acting_seconds += [item.header.acting_seconds for item in fragments]
-        self._transitions += sum(item.header.transitions for item in fragments)
         for name, value in metrics.items():
             self._sums[name] += value
             self._counts[name] += 1
@@ -74,13 +73,14 @@ class UpdateMetrics:
             return self._row(learner, version, waited)
         finally:
             self._told.clear()
-            self._lags, self._acting_lags, self._acting_seconds, self._transitions = [], [], [], 0
+            self._lags, self._acting_lags, self._acting_seconds = [], [], []
             self._sums.clear()
             self._counts.clear()
 
     def _row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
         train, now = learner.counters.train, time.monotonic()
-        speed = self._transitions / max(now - self._last, 1e-9)
+        before, self._env_steps = self._env_steps, learner.counters.env_steps
+        speed = (self._env_steps - before) / max(now - self._last, 1e-9)
         self._fps = speed if not self._fps else _SMOOTHING * self._fps + (1 - _SMOOTHING) * speed
         self._last = now
         row: dict[str, float] = {

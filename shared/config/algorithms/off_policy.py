@@ -21,7 +21,7 @@ class OffPolicyConfig(AlgorithmConfig):
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policies": LARGE_NETWORK,
-        "heatup": "1000 env_steps",
+        "heatup": {"duration": "1000 env_steps"},
         "rollout": FEW_STEPS_AHEAD,
         "checkpoint": {"every": "5000 env_steps"},
     }
