@@ -76,13 +76,18 @@ class WorkRecord:
 @contextmanager
 def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
     """An error over what is done with these log entries gets notes: where the user's code raised it (the traceback does
-    not reach the coordinator), and how the run continues without them."""
+    not reach the coordinator), and how the run continues: with that code corrected, since a bug would meet the next
+    entries as well, else without these."""
     try:
         yield
     except Exception as error:
-        if where := place(error):
+        where = place(error)
+        if where:
             error.add_note(where.strip(" ()"))
-        error.add_note(_way_out(run_id, _range(f"{first} {last}")))
+        if where and not isinstance(error, StagecoachError):
+            error.add_note(f"correct that code; then `stagecoach resume {run_id}` continues")
+        else:
+            error.add_note(_way_out(run_id, _range(f"{first} {last}")))
         raise
 
 

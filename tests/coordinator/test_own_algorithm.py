@@ -130,6 +130,24 @@ def test_a_class_that_cannot_explore_or_remember_is_told_before_anything_starts(
     check_refused(stagecoach("train", "own.yaml", "--inline"), said)
 
 
+def test_error_in_own_algorithm_names_file_and_line(stagecoach: Stagecoach, code: Path) -> None:
+    """To drop log entries would not help: the next update meets the same bug. With the code corrected it continues."""
+    lines = code.read_text().splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if "self._seen += len(reward)" in line)
+    mended, lines[number - 1] = lines[number - 1], '        self._seen += {}["a table"]'
+    code.write_text("\n".join(lines))
+    write_config(code.parent.parent, BANDIT)
+    failed = stagecoach("train", "own.yaml", "--run-id", "a", "--inline", "--set=stop_at.updates=2")
+    assert failed.code == 1
+    for said in (f"KeyError: 'a table'; at {code}:{number}; correct that code", "`stagecoach resume a` continues"):
+        assert said in failed.err
+    assert "--drop" not in failed.err
+    code.write_text(code.read_text().replace(lines[number - 1], mended))
+    for name in ("my_pkg", MODULE):
+        sys.modules.pop(name, None)
+    stagecoach("resume", "a", "--inline").ok()
+
+
 BAD = """
 import numpy as np
 import torch

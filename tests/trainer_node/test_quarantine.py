@@ -145,7 +145,6 @@ def test_a_trainer_that_leaves_or_that_comes_on_is_no_death(new_game: NewGame) -
     [
         ("learn", WeightsNotFinite("update 3 made the weights infinite")),
         ("emulate_acting", ConfigError("policies.default.transform=a:b failed: ValueError: beyond the table")),
-        ("learn", KeyError("a table of the user's own algorithm")),
     ],
 )
 def test_entries_that_fail_an_update_are_named_and_dropped(
