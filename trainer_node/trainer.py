@@ -32,6 +32,8 @@ _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
 """How often a trainer that waits for experience asks whether the run is to end."""
 _EXPORT_SECONDS = 300.0
+_WRITERS_SECONDS = 60.0
+"""For metric writers that are slow; one that hangs delays the end of a run by this much."""
 _REPLACED_SECONDS = 20.0
 """How long the end of a run waits for an evaluator in place of one that is gone."""
 
@@ -252,6 +254,8 @@ class Trainer:
             self._flow.set_state(RunState.FINISHED, reason, epoch=self.incarnation.epoch)
             retry_until_deadline(wait, lambda: self.incarnation.write_finished(reason, last))
             retry_until_deadline(wait, self.recorder.store)
+        with self._heartbeat.waiting("the metric writers", _WRITERS_SECONDS):
+            self.recorder.close(_WRITERS_SECONDS)
         return self.incarnation.finished(reason)
 
     def _wait_for_evaluation(self, name: str) -> None:

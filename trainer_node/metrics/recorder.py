@@ -77,11 +77,12 @@ class Recorder:
         self._stored_at = time.monotonic()
         self.failures: Counter[str] = Counter()
         """By writer, the rows that it could not write."""
+        self._were_slow: set[str] = set()
         run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
         tail = SimpleNamespace(append=partial(append_row, client, run_id, began[0]), close=lambda: None)
-        self._tail = WriterThread("Redis", lambda: tail, self._failed, _QUEUED)
+        self._tail = WriterThread("Redis", lambda: tail, self._failed, self._slow, _QUEUED)
         self._writers = [
-            WriterThread(its.path, partial(open_writer, its.path, its.kwargs, run), self._failed, _QUEUED)
+            WriterThread(its.path, partial(open_writer, its.path, its.kwargs, run), self._failed, self._slow, _QUEUED)
             for its in config.metrics.writers
             if folder or its.path not in ("csv", "jsonl", "tensorboard")  # else `stagecoach metrics` makes such files
         ]
@@ -158,9 +159,12 @@ class Recorder:
         waits = any(stream.pending for stream in self._streams.values())
         return waits and time.monotonic() - self._stored_at >= _STORE_SECONDS
 
-    def close(self) -> None:
+    def close(self, seconds: float = _FLUSH_SECONDS) -> None:
+        """Ends the writers, once they have written what they were given, or after `seconds`."""
+        if self._closed.is_set():
+            return
         self._closed.set()
-        until = time.monotonic() + _FLUSH_SECONDS
+        until = time.monotonic() + seconds
         for writer in (self._tail, *self._writers):
             writer.put("close")
         for writer in (self._tail, *self._writers):
@@ -214,9 +218,16 @@ class Recorder:
     def _failed(self, writer: str, why: str) -> None:
         self.failures[writer] += 1
         if self.failures[writer] == 1:
-            text = f"{writer} cannot be written, training continues: {why}"
-            _LOGGER.warning("%s", text)
-            emit(self._redis, self._run_id, "metrics", text)
+            self._tell(f"{writer} cannot be written, training continues: {why}")
+
+    def _slow(self, writer: str, why: str) -> None:
+        if writer not in self._were_slow or self._closed.is_set():
+            self._were_slow.add(writer)
+            self._tell(f"{writer} is slow, training continues: {why}")
+
+    def _tell(self, text: str) -> None:
+        _LOGGER.warning("%s", text)
+        emit(self._redis, self._run_id, "metrics", text)
 
 
 EVENT_ID = ("event/milliseconds", "event/number")

@@ -6,13 +6,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shared.printable import counted
+
 
 class WriterThread:
     """Opens a writer and hands on to it what is put, in that order; what it raises is told by `failed`."""
 
-    def __init__(self, name: str, opens: Callable[[], Any], failed: Callable[[str, str], None], most: int) -> None:
-        """`failed` takes the writer's name and why; `most` calls wait for it, more are left out."""
-        self._name, self._opens, self._failed = name, opens, failed
+    def __init__(
+        self, name: str, opens: Callable[[], Any], failed: Callable[[str, str], None], slow: Callable[[str, str], None],
+        most: int,
+    ) -> None:  # fmt: skip
+        """`failed` and `slow` take the writer's name and why; `most` calls wait for it, more are left out."""
+        self.name, self._opens, self._failed, self._slow = name, opens, failed, slow
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most)
         self._flushed, self._overdue = threading.Event(), False
         self._flushed.set()
@@ -24,7 +29,7 @@ class WriterThread:
         try:
             self._queue.put_nowait((method, arguments))
         except queue.Full:
-            self._failed(self._name, f"{self._queue.maxsize} rows wait for it; the newest are left out")
+            self._failed(self.name, f"{self._queue.maxsize} rows wait for it; the newest are left out")
             return False
         return True
 
@@ -38,11 +43,14 @@ class WriterThread:
     def wait_flushed(self, until: float) -> None:
         """Waits for the last `flush` until then (monotonic clock); not for one that was late before and still is."""
         if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
-            self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
+            self._slow(self.name, "it is still busy; checkpoints and other writers go ahead")
 
     def join(self, seconds: float) -> None:
-        """Waits for its end after `close` was put."""
+        """Waits for its end after `close` was put; tells what it then still has to do."""
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            left = counted(self._queue.qsize(), "call")
+            self._slow(self.name, f"{left} to it are still waiting as the trainer ends; their rows are in the store")
 
     def _run(self) -> None:
         writer = self._try(self._opens)
@@ -58,5 +66,5 @@ class WriterThread:
         try:
             return call(*arguments)
         except Exception as error:  # whatever it is, no metric is worth a run
-            self._failed(self._name, f"{type(error).__name__}: {error}")
+            self._failed(self.name, f"{type(error).__name__}: {error}")
             return None

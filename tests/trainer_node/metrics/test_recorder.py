@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -193,10 +194,36 @@ def test_a_writer_that_hangs_while_it_opens_holds_up_no_other(
     recorder.store()
     assert (recording.folder / "train.csv").read_text().count("\n") == 4
     (event,) = recording.events()
-    assert event.startswith("own:Kept cannot be written") and "busy for long" in event
+    assert event.startswith("own:Kept is slow, training continues: it is still busy")
+    assert not recorder.failures, "it has lost nothing"
     hangs.set()
     recorder.close()
     assert [item[0] for item in Kept.told] == ["train"] * 3 + ["flush", "close"], "none is lost to it"
+
+
+def test_slow_writer_gets_all_rows_at_the_end(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow takes ten seconds to be imported; a short run is over by then."""
+    monkeypatch.setattr(Kept, "opened", staticmethod(lambda: time.sleep(1.5)))
+    monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.1)
+    recorder = recording.begin("own:Kept")
+    for step in (64, 128):
+        recorder.record(TRAIN, row(step))
+    recorder.store()
+    recorder.close(60.0)
+    recorder.close()
+    assert [item[0] for item in Kept.told] == ["train"] * 2 + ["flush", "close"]
+    assert [text.partition(",")[0] for text in recording.events()] == ["own:Kept is slow"]
+
+
+def test_rows_a_writer_leaves_at_the_end_are_told(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
+    recorder = recording.begin("own:Kept")
+    recorder.record(TRAIN, row(64))
+    recorder.close(0.1)
+    (event,) = recording.events()
+    assert event.endswith("2 calls to it are still waiting as the trainer ends; their rows are in the store")
+    hangs.set()
 
 
 def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
