@@ -4,7 +4,7 @@
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,6 +164,16 @@ def check(
 
     config, alone = _config(environment, kwargs, {"api": api, "vectorization": "native" if native else None})
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
+    if trial.error is None and trial.description is not None:
+        from coordinator.lifecycle.validation import check_description
+
+        if alone:
+            policies = dict.fromkeys(trial.description.policies, config.policies["default"])
+            config = config.model_copy(update={"policies": policies})
+        try:
+            check_description(config, trial.description)
+        except UserError as error:
+            trial = replace(trial, error=error)
     if as_json:
         console.json(trial.as_dict())
     else:

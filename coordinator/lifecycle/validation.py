@@ -66,6 +66,12 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         _reset_once(config, description)
     else:
         description = try_environment(config).refuse(config, strict)
+    check_description(config, description)
+    return description
+
+
+def check_description(config: Config, description: EnvironmentDescription) -> None:
+    """Makes the policies once for the environment's spaces; raises `UnsupportedSpace` or `ConfigError`."""
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
         replay_buffer = getattr(config.algorithm_of(policy_id), "replay_buffer", None)
@@ -97,7 +103,6 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             f"{rollout.fragments_per_update} of about {fragment} bytes each; workers and trainer would wait for each "
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
-    return description
 
 
 def _reset_once(config: Config, description: EnvironmentDescription) -> None:

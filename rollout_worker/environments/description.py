@@ -278,6 +278,12 @@ def _describe(space: spaces.Space[Any], path: str, leaves: list[Leaf]) -> Any:
     if isinstance(space, spaces.Dict):
         if odd := [key for key in space.spaces if not isinstance(key, str)]:
             raise UnsupportedSpace(f"{space} has the keys {odd}; expected text")
+        if text := [key for key, item in space.spaces.items() if isinstance(item, spaces.Text)]:
+            others = ", ".join(key for key in space.spaces if key not in text)
+            raise UnsupportedSpace(
+                f"{below}{text[0]}: Text spaces are not supported; leave it out by a wrapper, environment.wrappers: "
+                f"[{{path: 'gymnasium.wrappers:FilterObservation', kwargs: {{filter_keys: [{others}]}}}}]"
+            )
         return {"dict": {str(key): _describe(item, f"{below}{key}", leaves) for key, item in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {"tuple": [_describe(item, f"{below}{index}", leaves) for index, item in enumerate(space.spaces)]}

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,16 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
+_AUTORESET = "autoreset_mode"
+_REGISTERED_BY = {
+    "ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid", "Fetch": "gymnasium_robotics",
+    "HandManipulate": "gymnasium_robotics", "AntMaze": "gymnasium_robotics", "PointMaze": "gymnasium_robotics",
+    "FrankaKitchen": "gymnasium_robotics", "Adroit": "gymnasium_robotics", "highway-": "highway_env",
+    "dm_control/": "shimmy",
+}  # fmt: skip
+"""Beginning of an id → the module that registers such."""
+_PACKAGES = {"ale_py": "'stagecoach[atari]'", "gymnasium_robotics": "gymnasium-robotics", "highway_env": "highway-env"}
+"""Where a module's package has another name."""
 
 
 def make_vector(
@@ -89,7 +100,8 @@ def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
     A gymnasium `Env` or one of PettingZoo; levels and options are played as an AEC environment of PettingZoo.
     `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
     """
-    kwargs = {**config.kwargs, **overrides}
+    given = _of_one(config.kwargs) if config.vectorization == "native" else config.kwargs
+    kwargs = {**given, **overrides}
     if config.id.startswith(PREFIX):
         env: Any = EnvPoolSingle(config.id, config.max_episode_steps, kwargs)
     elif is_factory(config.id):
@@ -151,8 +163,14 @@ def evaluation_environment(config: Config, most: int | None = None) -> Environme
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
     copies = min(evaluation.num_envs, most or evaluation.asked.amount)
-    changed = {"num_envs": copies, "kwargs": {**trained.kwargs, **evaluation.kwargs}, "wrappers": wrappers}
+    kwargs = _of_one(trained.kwargs) if trained.vectorization == "native" else trained.kwargs
+    changed = {"num_envs": copies, "kwargs": {**kwargs, **evaluation.kwargs}, "wrappers": wrappers}
     return trained.model_copy(update={**changed, "vectorization": "sync"})
+
+
+def _of_one(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a native version that its single form takes, too."""
+    return {name: value for name, value in kwargs.items() if name != _AUTORESET}
 
 
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
@@ -183,12 +201,23 @@ def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, An
             expected = "environment.vectorization=native expects a gymnasium VectorEnv"
             raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; {expected}")
         return made
-    if _registered(lambda: gym.spec(config.id), config.id).vector_entry_point is None:
+    if _registered(lambda: _spec(config.id), config.id).vector_entry_point is None:
         found = f"{config.id} has no vectorized version of its own"
         raise ConfigError(f"{found}; use environment.vectorization: sync or async")
     kwargs: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
     kwargs |= {"num_envs": config.num_envs, "vectorization_mode": "vector_entry_point"}
-    return _registered(lambda: gym.make_vec(config.id, **kwargs, **config.kwargs), config.id)
+    kwargs |= config.kwargs
+    if (mode := str(kwargs.get(_AUTORESET))) in AutoresetMode.__members__:
+        kwargs[_AUTORESET] = AutoresetMode[mode]
+    return _registered(lambda: gym.make_vec(config.id, **kwargs), config.id)
+
+
+def _spec(name: str) -> gym.envs.registration.EnvSpec:
+    """As `gym.spec`, which does not know `module:Name-v0`."""
+    module, _, name = name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gym.spec(name)
 
 
 def is_factory(name: str) -> bool:
@@ -227,12 +256,23 @@ def _registered(make_it: Callable[[], T], name: str) -> T:
     except gym.error.DependencyNotInstalled as error:
         raise EnvironmentUnusable(f"{name} needs a package that is missing: {with_extra(str(error))}") from None
     except gym.error.Error as error:
-        hint = "" if ":" in name else "; an environment of your own is given as module:factory"
+        said, hint = str(error), "" if ":" in name else _module_hint(name)
+        if not hint.startswith("; write"):
+            said = with_extra(said)
         if _as_in_pettingzoo(name) in _names_in_pettingzoo():
             raise OtherApi(f"{name}: it is a PettingZoo environment: set environment.api=pettingzoo") from None
-        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {with_extra(str(error))}{hint}") from None
+        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {said}{hint}") from None
     except Exception as error:
         raise _unusable(name, error) from error
+
+
+def _module_hint(name: str) -> str:
+    """What to write for an id that a package registers only when it is imported."""
+    module = next((module for start, module in _REGISTERED_BY.items() if name.startswith(start)), None)
+    if module is None:
+        return "; an environment of your own is given as module:factory"
+    missing = "" if importlib.util.find_spec(module) else f", and pip install {_PACKAGES.get(module, module)}"
+    return f"; write environment.id: {module}:{name}, so that the package is imported{missing}"
 
 
 def _call_imported(path: str, field: str, kwargs: dict[str, Any]) -> Any:

@@ -310,6 +310,8 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
             return self._waiting, 0.0, False, False, {}
         with self._stepping:
             observation, reward, terminated, truncated, info = self.env.step(action)
+            if isinstance(reward, np.ndarray):
+                reward = reward.item()  # of one element, as some environments give it; raises for more
             if terminated or truncated:
                 return observation, reward, terminated, truncated, vector_env.numbers(info)
             told = {name: info[name] for name in self._info_columns if name in info}

@@ -84,6 +84,11 @@ class Encoder(nn.Module):
                 width += features
             else:
                 width += flat_size(leaf)
+                if sum(leaf.nvec) > _MOST_CHOICES:
+                    raise UnsupportedSpace(
+                        f"observation {leaf.path or 'space'}: its choices become {sum(leaf.nvec):,} numbers, one for "
+                        f"each, expected at most {_MOST_CHOICES:,}; observe digits (MultiDiscrete) or a Box instead"
+                    )
         self.mlp, self.features = mlp(width, config)
 
     def forward(self, observations: Mapping[str, Tensor], normalizer: ObservationNormalizer | None) -> Tensor:
@@ -157,6 +162,8 @@ _STACKS: dict[str, tuple[list[ConvolutionLayer], int]] = {
     "small": ([(16, 3, 1)], 128),  # MinAtar's network (Young and Tian 2019)
 }
 """Layers, and how many features they come to."""
+_MOST_CHOICES = 1 << 17
+"""Of an observed choice: beyond it the first layer alone is larger than any other network here, and hardly learns."""
 _SMALLEST = {"nature": 36, "small": 5, "residual": 1}
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from coordinator.diagnostics.environment_trial import Trial, try_environment
 from rollout_worker.environments.checking import check
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
 from shared.errors import EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE
-from tests.support.command_line import Stagecoach, check_refused
+from tests.support.command_line import CONFIG, Stagecoach, check_refused
 from tests.support.environments import MODULE as WORKING
 from tests.support.games import MODULE as GAMES
 
@@ -34,6 +39,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
          "fatal: step() returned str 'no' as truncated", "fatal: step() returned None as info"],
     ),
     "NaN": ({"id": "NotANumber"}, ["fatal: reset() returned an observation with NaN or infinity"]),
+    "no options": ({"id": "NoOptions"}, ["fatal: reset() takes no options"]),
+    "one-element reward": ({"id": "PaysAnArray"}, ["note: step() returned an array of shape (1,) and dtype float64"]),
+    "two rewards": ({"id": "PaysTwice"}, ["fatal: step() returned an array of shape (2,) and dtype float64 as reward"]),
+    "gray image": ({"id": "Gray"}, ["note: the observation is an array [36, 36] of uint8"]),
     "bounds": (
         {"id": "OutOfBounds"},
         ["note: reset() returned an observation of dtype float64", "wrong: reset() returned an observation from -"],
@@ -237,3 +246,31 @@ def test_native_version_is_stepped_too(stagecoach: Stagecoach, kwargs: dict[str,
 
 def test_native_version_of_cartpole_is_fine(stagecoach: Stagecoach) -> None:
     assert stagecoach("check", "CartPole-v1", "--native", "--steps", "50").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("WholeForces", "a Box of int64 cannot be sampled"),
+        ("ManyStates", "3,000,000 numbers"),
+        ("Mission", "mission: Text spaces are not supported.*FilterObservation.*filter_keys.*image"),
+    ],
+)
+def test_check_refuses_what_training_refuses(stagecoach: Stagecoach, name: str, message: str) -> None:
+    """Also what only the policies' networks say."""
+    told = stagecoach("check", f"{MODULE}:{name}", "--steps", "5")
+    assert told.code == 2 and re.search(message, told.out), told
+    Path("c.yaml").write_text(yaml.safe_dump(CONFIG | {"environment": {"id": f"{MODULE}:{name}"}}))
+    told = stagecoach("check", "c.yaml", "--steps", "5")
+    assert told.code == 2 and re.search(message, told.out), told
+    check_refused(stagecoach("train", "c.yaml"), re.search(message, told.out)[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_one_element_rewards_are_numbers(vectorization: str) -> None:
+    environment = {"id": f"{MODULE}:PaysAnArray", "num_envs": 2, "vectorization": vectorization}
+    config = minimal_config(environment=environment)
+    with closing(make_vector(config.environment, describe_environment(config))) as vector:
+        vector.reset([1, 2])
+        step = vector.step({"default": {"action": np.zeros(2, np.int64)}})
+    assert step.policies["default"].reward.tolist() == [0.5, 0.5]

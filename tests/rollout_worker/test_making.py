@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from contextlib import closing
 from typing import Any
 
 import gymnasium as gym
@@ -10,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.environments.factory import is_factory, make_environment, make_native
+from rollout_worker.environments.factory import evaluation_environment, is_factory, make_environment, make_native
 from shared.config.environment import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
 from shared.experience.spaces import EnvironmentDescription
@@ -45,6 +47,8 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         ({"id": "CartPole-v1", "wrappers": ["gymnasium.wrappers:Nope"]}, "no attribute 'Nope'"),
         ({"id": "CartPole-v1", "wrappers": ["nope"]}, "wrappers=nope: expected package.module"),
         ({"id": "ALE/Nope-v5"}, "ALE"),
+        ({"id": "MiniGrid-Empty-5x5-v0"}, "write environment.id: minigrid:MiniGrid-Empty-5x5-v0"),
+        ({"id": "BabyAI-GoToObj-v0"}, "minigrid:BabyAI-GoToObj-v0.*pip install minigrid"),
         (NATIVE | {"id": "MountainCarContinuous-v0"}, "no vectorized version of its own; use .*sync or async"),
         (NATIVE | {"id": "CartPoole-v1"}, "CartPoole-v1"),
         (NATIVE | {"wrappers": [f"{MODULE}:AddOne"]}, "native cannot apply environment.wrappers"),
@@ -138,3 +142,27 @@ def test_a_game_without_pettingzoo_says_what_brings_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
     with pytest.raises(EnvironmentUnusable, match=r"needs PettingZoo .*; pip install 'stagecoach\[games\]' brings it"):
         make_environment(environment(id="classic/tictactoe-v3", api="pettingzoo"))
+
+
+def test_atari_id_without_its_module_says_what_to_write() -> None:
+    """In a process of its own: once ale_py is imported its ids are known."""
+    pytest.importorskip("ale_py")
+    code = (
+        "from rollout_worker.environments.factory import make_environment\n"
+        "from shared.config.environment import EnvironmentConfig\n"
+        "make_environment(EnvironmentConfig(id='ALE/Pong-v5'))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert "write environment.id: ale_py:ALE/Pong-v5" in said and "pip install" not in said
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "SameStep"])
+def test_native_id_may_name_a_module_and_an_autoreset_mode(mode: str) -> None:
+    pytest.importorskip("ale_py")
+    config = environment(id="ale_py:ALE/Pong-v5", vectorization="native", kwargs={"autoreset_mode": mode})
+    with closing(make_native(config)) as made:
+        assert made.metadata["autoreset_mode"].value.lower() == mode.replace("_", "").lower()
+    with closing(make_environment(config)) as single:
+        assert single.action_space.n == 6
+    played = evaluation_environment(minimal_config(environment=config.model_dump()))
+    assert "autoreset_mode" not in played.kwargs

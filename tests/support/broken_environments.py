@@ -54,6 +54,29 @@ NoSpace = changed(action_space=None)
 Silent = changed(reset=lambda self, *, seed=None, options=None: Good.reset(self, seed=seed) and None)
 
 
+class NoOptions(Good):
+    """As in many tutorials."""
+
+    def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+PaysAnArray = changed(reward=lambda self, action: np.array([0.5]))
+PaysTwice = changed(reward=lambda self, action: np.array([0.5, 0.5]))
+Gray = changed(
+    observation_space=spaces.Box(0, 255, (36, 36), np.uint8),
+    observe=lambda self: self.np_random.integers(0, 256, (36, 36), np.uint8),
+)
+WholeForces = changed(action_space=spaces.Box(-2, 2, (1,), np.int64))
+ManyStates = changed(
+    observation_space=spaces.Discrete(3_000_000), observe=lambda self: int(self.np_random.integers(3_000_000))
+)
+Mission = changed(
+    observation_space=spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8), "mission": spaces.Text(20)}),
+    observe=lambda self: {"image": np.zeros((7, 7, 3), np.uint8), "mission": "go to the door"},
+)
+
+
 class OldGym(Good):
     """No seed, the observation alone, four values."""
 

@@ -41,6 +41,8 @@ from shared.runtime.process import tell_of_exits
 
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _COMPARED_STEPS = 20
+_GRAY = 16
+"""The shortest side of what may be meant as a picture."""
 _LONGEST_SECONDS = 60.0
 """Of random steps, however many are asked for; each call has its own deadline."""
 
@@ -139,9 +141,23 @@ class Check:
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
             if (described := description.policies[description.agents[agent]]).observation.mask_columns:
                 self._masked[agent] = described
+        self._check_images(description)
         if description.in_turns:
             self._env = OneAtATime(self._env)
         return description
+
+    def _check_images(self, description: EnvironmentDescription) -> None:
+        """Notes gray pictures that no convolution would see."""
+        for spaces_of in description.policies.values():
+            for leaf in spaces_of.observation.leaves:
+                if leaf.kind == "box" and leaf.dtype == "uint8" and len(leaf.shape) == 2 and min(leaf.shape) >= _GRAY:
+                    where = f"observation {leaf.path}" if leaf.path else "observation"
+                    found = f"the {where} is an array {list(leaf.shape)} of uint8, which is not seen as an image"
+                    remedy = (
+                        "wrap it with gymnasium.wrappers:ReshapeObservation (kwargs: {shape: "
+                        f"{[*leaf.shape, 1]}}}), or FrameStackObservation; else it is flattened"
+                    )
+                    self._report.add(NOTE, found, "[height, width, channels] for convolutions", remedy)
 
     def _started(self) -> Any:
         environment = self._config.environment
@@ -173,13 +189,16 @@ class Check:
 
     def _reset(self, seed: int) -> dict[str, Any]:
         try:
-            result = self._report.calling("reset()", lambda: self._env.reset(seed=seed % SEEDS))
+            options = {} if self._many else {"options": None}
+            result = self._report.calling("reset()", lambda: self._env.reset(seed=seed % SEEDS, **options))
         except TypeError as error:
-            if "seed" not in str(error):
+            lacks = next((name for name in ("seed", "options") if f"argument '{name}'" in str(error)), None)
+            if lacks is None:
                 self._report.raised("reset()", error)
-            found = f"reset() takes no seed ({error})"
+            found = f"reset() takes no {lacks} ({error})"
             self._report.add(FATAL, found, "reset(*, seed=None, options=None)", "add both arguments")
-            result = self._report.guarded("reset()", lambda: self._env.reset())
+            taken = {"seed": seed % SEEDS} if lacks == "options" else {}
+            result = self._report.guarded("reset()", lambda: self._env.reset(**taken))
         except (Exception, SystemExit) as error:
             self._report.raised("reset()", error)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):

@@ -16,7 +16,7 @@ def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, trun
     """Reward and both flags of one agent; whether its episode is over."""
     told = f"step() returned {shown(reward)} as reward{whose}"
     try:
-        number = float(reward)
+        number = float(reward.item() if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError):
         report.add(FATAL, told, "a number", "return a float")
     else:
@@ -26,7 +26,7 @@ def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, trun
         elif abs(number) > LARGEST:
             report.add(FATAL, found, _LARGEST, "scale it down")
         if np.ndim(reward):
-            report.add(WRONG, told, "a number", "return float(reward)")
+            report.add(NOTE, told, "a number (it is taken for one here)", "return float(reward)")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool | np.bool_):
             usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
