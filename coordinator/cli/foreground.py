@@ -119,7 +119,7 @@ def supervise(
 
     def ended() -> bool:
         nonlocal asked, abandoned
-        listen()  # again: each joining of Ray, also of one that is started anew, puts a handler of its own for SIGTERM
+        listen()  # again: a Ray that is started anew is joined in another thread, and puts its own handler for SIGTERM
         if received and not asked:
             with contextlib.suppress(StagecoachError, redis.RedisError):  # ending, or Redis is slow: tried again
                 run.stop()

@@ -92,9 +92,6 @@ class Coordinator:
             running.callback(context.redis.close)
             self._clients.append(context.redis)
             tell_of_outages(context, folder.path, context.redis)
-            shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
-            self._restarter = Restarter(services, shared_logs, context, self.abandon)
-            running.callback(self._restarter.stop)
             self._lease = RunLease(context, self.abandon)
 
             # What Redis and the store hold of the run before any role starts; the last step that may reject it
@@ -104,6 +101,10 @@ class Coordinator:
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
             additions: Any = None if ray_head is None else _join(ray_head, launch, config)
+            shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
+            # threads only now: one could take a signal while Ray, as it is joined, has its own handler for it
+            self._restarter = Restarter(services, shared_logs, context, self.abandon)
+            running.callback(self._restarter.stop)
             self.first_event = recent_events(context.redis, context.run_id, 0)
             self._lease.take()
             running.callback(self._lease.release)

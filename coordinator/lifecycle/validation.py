@@ -24,6 +24,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.protocol.redis_client import Address, check_redis
+from shared.runtime.process import keeping_sigterm
 from shared.storage.object_store import open_store
 from trainer_node.export.onnx_translation import require_onnx
 from trainer_node.learning.algorithms.off_policy import make_replay_buffer
@@ -142,7 +143,8 @@ def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> N
             f"a policy version of {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); set "
             f"policy_versions.transport: object_store, or {smaller}"
         )
-    build()  # perhaps gigabytes, free again at once
+    with keeping_sigterm():  # PyTorch's threads start here; one could take the signal while Ray is joined
+        build()  # perhaps gigabytes, free again at once
 
 
 def _size(policies: dict[str, Policy]) -> int:

@@ -289,7 +289,10 @@ def _remove_ray_folder(path: Path) -> None:
         for session in path.glob("r/session_2*"):
             if logs.parent.is_dir():  # the run is still there
                 target = logs / session.name
+                logs.mkdir(mode=0o700, exist_ok=True)  # nobody looks in while the copies have Ray's modes, 0777
                 shutil.copytree(session / "logs", target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                for copy in (target, *target.rglob("*")):
+                    copy.chmod(0o700 if copy.is_dir() else 0o600)
         for old in sorted(logs.glob("session_2*"))[:-_RAY_SESSIONS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)

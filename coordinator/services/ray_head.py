@@ -21,6 +21,7 @@ from coordinator.services import ray_internals
 from coordinator.services.embedded import ASK_SECONDS, RayService, ServiceError, Silence, new_secret, process_stat
 from shared.config.run_config import Config
 from shared.errors import UserError
+from shared.runtime.process import keeping_sigterm
 from shared.runtime.user_code import SOURCE
 
 _EMBEDDED_CPUS = 64
@@ -169,7 +170,8 @@ def join(address: str, **options: Any) -> Any:
     """Makes this process a driver of the Ray at `address`; returns what Ray tells of it. Raises `UserError`."""
     ray = _ray()
     try:
-        return ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        with keeping_sigterm():
+            return ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except ray.exceptions.AuthenticationError:
         raise UserError(
             f"Ray at {address} refuses the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token) "

@@ -110,6 +110,25 @@ def shield_from_terminal() -> None:
 
 
 @contextlib.contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Delays SIGTERM to the end of the block, and restores its handler then.
+
+    For a library that sets handlers of its own, also in native code, which would end the process. Threads that start
+    in the block never take the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it sets no handlers
+        yield
+        return
+    handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def signals_after() -> Iterator[None]:
     """Delays SIGINT and SIGTERM to the end of the block: a process that is just starting would have no owner."""
     mine = threading.current_thread() is threading.main_thread()  # no other thread gets signals
@@ -156,7 +175,7 @@ def interruptible() -> Iterator[None]:
         os.write(2, b"Interrupted.\n")
         os._exit(130)
 
-    with handling(interrupted, signal.SIGINT), at_rest():
+    with handling(interrupted, signal.SIGINT), keeping_sigterm(), at_rest():
         yield
 
 

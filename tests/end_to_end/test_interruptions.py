@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,21 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
     else:
         done.ok()
         assert terminal.marker(RUN, ".finished")["reason"] == "stopped"
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.6, 2.0])
+def test_sigterm_ends_a_run_in_order_while_ray_is_joined(terminal: CommandLine, seconds: float) -> None:
+    """Ray sets handlers of its own while a driver joins, in Python and in native code."""
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
+    terminal.wait_until("Ray to be joined", lambda: "starting the roles" in terminal.output(process))
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    terminal.ended(process).ok()
+    assert terminal.marker(RUN, ".finished")["reason"] == "stopped"
+    terminal.check_nothing_left()
+    copies = list((terminal.folder / "runs" / RUN / "logs" / "ray").glob("session_*/**/*"))
+    assert {path.stat().st_mode & 0o777 for path in copies if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in copies if path.is_dir()} <= {0o700}
 
 
 def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -> None:
