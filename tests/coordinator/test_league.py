@@ -341,7 +341,7 @@ def digest(checkpoints: CheckpointStore, name: str) -> str:
 
 def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:
     """As the one player of three sides' other two is."""
-    cell = {"games": 9, "wins": 6, "draws": 0, "rate": 0.67, "low": 0.3, "high": 0.9}
+    cell = {"games": 9, "wins": 6, "draws": 0, "rate": 0.67, "low": 0.3, "high": 0.9, "mean_return": 0.3}
     made = _matrix({"players": [{"player": "main", "kind": "current"}]}, {"main": {"random": cell}}, "")
     assert [column.header for column in made.columns] == ["wins against", "random"] and made.row_count == 1
 

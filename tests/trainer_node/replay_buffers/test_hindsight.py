@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.config.replay_buffer import HindsightReplay as Section
 from shared.errors import ConfigError
 from shared.experience.spaces import Array
+from tests.support.learning.algorithms import BOXES, CHOICE, make
+from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import (
     GOALS,
     PLAIN,
@@ -241,3 +246,45 @@ def test_a_reward_of_the_wrong_shape_is_refused() -> None:
 def test_observations_without_goals_are_refused() -> None:
     with pytest.raises(ConfigError, match="achieved_goal and desired_goal"):
         make_replay_buffer(Section(), PLAIN, 4, 2)
+
+
+def sparse_memory(rewards: list[float], **changes: Any) -> HindsightReplayBuffer:
+    """A buffer of one fragment with these rewards, its own reward `sparse`."""
+    stream = Stream(0, GOALS, steps=len(rewards), slots=1)
+    made: dict[str, Any] = {
+        "strategy": "future",
+        "relabeled_fraction": 0.8,
+        "reward": sparse(0.05, False),
+        "bounded": True,
+    }
+    memory = HindsightReplayBuffer(GOALS, len(rewards), 1, 8 * len(rewards), **(made | changes))
+    for item in stream.fragments(1):
+        column = np.array(rewards, np.float32).reshape(-1, 1)
+        memory.add(item.source, item.columns | {"reward": column, "info/subgoal_missed": np.zeros_like(column)})
+    return memory
+
+
+def test_values_are_bounded_while_rewards_are_minus_one_or_zero() -> None:
+    assert sparse_memory([-1, 0, -1]).value_bounds(0.9) == pytest.approx((-10, 0))
+    assert sparse_memory([-1, 0, -1], missed_penalty=25.0).value_bounds(0.9) == (-25, 0)
+    assert sparse_memory([-1, 0], bounded=False).value_bounds(0.9) is None
+    assert sparse_memory([0, 0]).value_bounds(1.0) == (-np.inf, 0)
+    other = sparse_memory([-1, 0.5, 0])
+    assert other.value_bounds(0.9) is None
+    again = sparse_memory([0, 0, 0])
+    again.load_state(other.state())
+    assert again.value_bounds(0.9) is None, "what has left the buffer counts after a resume too"
+
+
+@pytest.mark.parametrize("name", ["ddpg", "td3", "dqn"])
+def test_targets_are_clipped_to_known_value_bounds(name: str) -> None:
+    described = CHOICE if name == "dqn" else BOXES
+    algorithm, batch = make(name, described), minibatch(described)
+    bounded = replace(batch, bounds=torch.tensor([-0.5, 0.0]))
+    if name == "dqn":
+        predicted, after = torch.zeros(9, 1), torch.randn(9, 1, generator=torch.Generator().manual_seed(1))
+        both = [algorithm._each(its, predicted, after, its.reward, its.discount)[1] for its in (batch, bounded)]
+    else:
+        both = [algorithm.targets_of(its, torch.zeros(9, 2)) for its in (batch, bounded)]
+    assert (both[0] < -0.5).any() and (both[0] > 0).any()
+    torch.testing.assert_close(both[1], both[0].clamp(-0.5, 0.0))

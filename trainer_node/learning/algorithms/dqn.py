@@ -52,7 +52,7 @@ class DQN(OffPolicy):
         if heads > 1:
             action, reward, discount = (tensor.repeat(heads) for tensor in (action, reward, discount))
         predicted = of_actions(self.policy.outputs(batch.observations, learning), action)
-        each, td_error = self._each(predicted, self.bootstrap(batch, choosing, bootstrapping), reward, discount)
+        each, td_error = self._each(batch, predicted, self.bootstrap(batch, choosing, bootstrapping), reward, discount)
         value = self.policy.means(predicted.detach())
         if heads == 1:
             loss, metrics = (batch.weight * each).mean(), {}
@@ -64,7 +64,9 @@ class DQN(OffPolicy):
         metrics |= {"train/td_error": td_error.abs().mean(), "train/q_value": value.mean()}
         return loss, Lesson(metrics | {"train/loss": loss.detach()}, td_error)
 
-    def _each(self, predicted: Tensor, after: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
+    def _each(
+        self, batch: Minibatch, predicted: Tensor, after: Tensor, reward: Tensor, discount: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """`[K·B]`: the loss of each transition for each head, and how wrong it was."""
         if self._config.head == "c51":
             target = project(after.softmax(dim=1), reward, discount, self.policy.support)
@@ -74,7 +76,7 @@ class DQN(OffPolicy):
         if self._config.head == "qr":
             wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
             return quantile_huber(predicted, target), wrong
-        predicted, target = predicted.squeeze(1), target.squeeze(1)
+        predicted, target = predicted.squeeze(1), batch.clipped(target.squeeze(1))
         return self.error(predicted, target, reduction="none"), target - predicted.detach()
 
     def on_device(self, drawn: Batch) -> Minibatch:

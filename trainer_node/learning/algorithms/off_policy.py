@@ -46,6 +46,7 @@ def make_replay_buffer(
         return HindsightReplayBuffer(
             *size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward,
             actions=config.hindsight_actions, missed_penalty=config.missed_penalty,
+            bounded=config.clip_targets and config.reward == "sparse",
         )  # fmt: skip
     if isinstance(config, replay_buffer_config.BalancedReplay):
         return BalancedReplayBuffer(*size, classes=config.classes)
@@ -67,6 +68,8 @@ class Minibatch:
     weight: Tensor
     heads: Tensor | None = None
     """`[K, B]`: 1 where a head of an ensemble learns from the transition, else 0; None: all of them do."""
+    bounds: Tensor | None = None
+    """`[2]`: the least and the greatest value that there can be, where that is known."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -78,7 +81,11 @@ class Minibatch:
         )
         reward, discount, weight = self.reward[rows], self.discount[rows], self.weight[rows]
         heads = None if self.heads is None else self.heads[:, rows]
-        return type(self)(observations, actions, after, reward, discount, weight, heads)
+        return type(self)(observations, actions, after, reward, discount, weight, heads, self.bounds)
+
+    def clipped(self, targets: Tensor) -> Tensor:
+        """Targets within `bounds`."""
+        return targets if self.bounds is None else targets.clamp(self.bounds[0], self.bounds[1])
 
 
 @dataclass(frozen=True)
@@ -231,8 +238,14 @@ class OffPolicy(PolicyLearner):
             {name: to_device(array, self._setting.device) for name, array in columns.items()}
             for columns in (drawn.observations, drawn.actions, drawn.next_observations)
         )
-        numbers = [to_device(array, self._setting.device) for array in (drawn.reward, drawn.discount, drawn.weight)]
-        return Minibatch(observations, actions, after, *numbers)
+        reward, discount, weight = (
+            to_device(array, self._setting.device) for array in (drawn.reward, drawn.discount, drawn.weight)
+        )
+        bounds = None
+        if self._setting.rewards is None and not self.signals.streams:
+            bounds = self.replay_buffer.value_bounds(self._config.gamma)
+        limits = None if bounds is None else to_device(np.array(bounds, np.float32), self._setting.device)
+        return Minibatch(observations, actions, after, reward, discount, weight, bounds=limits)
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """Normalizer and replay buffer take it in: all there is to do in warm-up."""

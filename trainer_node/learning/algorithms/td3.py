@@ -37,7 +37,7 @@ class TD3(ActorAndCritics):
             action = torch.tanh(self.target_policy.action_parameters(batch.next_observations))
             disturbed = action + (self._config.target_noise * noise).clamp(-bound, bound)
             values: Tensor = self.targets(batch.next_observations, self.policy.normalizer, disturbed.clamp(-1.0, 1.0))
-            return batch.reward + batch.discount * values.squeeze(2).amin(dim=0)
+            return batch.clipped(batch.reward + batch.discount * values.squeeze(2).amin(dim=0))
 
     def critic_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The weighted mean squared error, summed over the critics; the values and the errors `[C, B]`."""

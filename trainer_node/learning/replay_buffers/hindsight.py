@@ -10,6 +10,7 @@ a hierarchy (Levy et al. 2019) are explained in docs/HIERARCHY.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -19,7 +20,7 @@ from shared.config.replay_buffer import HindsightReplay
 from shared.errors import ConfigError
 from shared.experience import goals
 from shared.experience.fragment import INFO
-from shared.experience.spaces import Array, PolicySpaces
+from shared.experience.spaces import Array, Columns, PolicySpaces
 from shared.runtime.user_code import import_object
 from trainer_node.learning.replay_buffers.observation_column import NOTHING
 from trainer_node.learning.replay_buffers.storage import FragmentRing
@@ -35,7 +36,9 @@ class HindsightReplayBuffer(ReplayBuffer):
     def __init__(
         self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, strategy: Strategy,
         relabeled_fraction: float, reward: GoalReward, actions: bool = False, missed_penalty: float | None = None,
+        bounded: bool = False,
     ) -> None:  # fmt: skip
+        """`bounded`: `reward` gives −1 or 0; `value_bounds` then holds while all rewards seen are of these."""
         self.info_columns = () if missed_penalty is None else (goals.MISSED,)
         super().__init__(spaces, steps, slots, capacity)
         shapes = {leaf.column("obs"): leaf.shape for leaf in spaces.observation.leaves}
@@ -54,10 +57,23 @@ class HindsightReplayBuffer(ReplayBuffer):
                     f"{shapes} and actions of the shape {action.shape}; use it for the upper levels of a hierarchy"
                 )
             self._bounds = action.bounds()
-        self._spans = EpisodeSpans(self.ring)
+        self._spans, self._bounded = EpisodeSpans(self.ring), bounded
 
     def _placed(self, place: int) -> None:
         self._spans.put(place)
+        self._bounded = self._bounded and bool(np.isin(self.ring.held("reward", place), (-1, 0)).all())
+
+    def value_bounds(self, gamma: float) -> tuple[float, float] | None:
+        if not self._bounded:
+            return None
+        return -max(math.inf if gamma == 1 else 1 / (1 - gamma), self._penalty or 0.0), 0.0
+
+    def state(self) -> Columns:
+        return super().state() | {"bounded": np.array(self._bounded)}
+
+    def load_state(self, arrays: Columns) -> None:
+        super().load_state(arrays)
+        self._bounded = bool(arrays["bounded"])
 
     def _relabeled(
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array

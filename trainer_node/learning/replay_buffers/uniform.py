@@ -150,6 +150,10 @@ class ReplayBuffer:
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
         """Tells a buffer with priorities how wrong the predictions of these rows of a batch were."""
 
+    def value_bounds(self, gamma: float) -> tuple[float, float] | None:
+        """Least and greatest value that any transition can have; None where unknown."""
+        return None
+
     def state(self) -> Columns:
         """All that the fragments themselves don't tell; the same while they have yet to be put back."""
         return {"added": np.array(self._ever_added), "finals": np.array(self.ring.finals)}
