@@ -96,8 +96,8 @@ class RunKeys:
     """The experience log, an entry per fragment. Writers: workers (push), trainer (trim, fast_forward); readers:
     trainer, status."""
     pushes = Key("stream")
-    """Empty entries: the ids of the log's entries that workers pushed, until they are trimmed; what else the log holds
-    was put in by hand. Writers: workers (push), trainer (trim); readers: trainer, status."""
+    """The ids of the log's entries that workers pushed, with their fields but the fragment, until they are trimmed;
+    what else the log holds was put in by hand. Writers: workers (push), trainer (trim); readers: trainer, status."""
     lost_bodies = Key("set")
     """Log ids of the fragments that were dropped because their body was lost, until they are trimmed: they stay
     dropped, whatever a shard comes back with. Writer and reader: trainer (drop, give_up, trim)."""

@@ -103,6 +103,22 @@ def test_an_entry_that_vanishes_shows_as_imbalance_and_one_put_in_by_hand_is_a_s
     assert lines["worker-0"] == line and lines[STRANGERS].balances and not lines["total"].balances
 
 
+def test_accounting_reads_no_fragment_of_a_sound_log(role: RunContext) -> None:
+    """A script that reads hundreds of megabytes keeps Redis from answering for seconds."""
+    worker, keys = SmallWorker(role), RunKeys(role.run_id)
+    for _ in range(3):
+        worker.work()
+    client: Any = role.redis
+    with client.monitor() as monitor:
+        assert read_accounting(role.redis, role.run_id)["worker-0"].in_flight == Count(3, 3 * SIZE)
+        role.redis.ping()
+        seen: list[str] = []
+        while not seen or "PING" not in seen[-1]:
+            seen.append(monitor.next_command()["command"])
+    assert any(f"XRANGE {keys.pushes}" in command for command in seen)
+    assert not [command for command in seen if f"XRANGE {keys.log}" in command]
+
+
 def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint_but_not_by_an_older_trainer(
     role: RunContext,
 ) -> None:

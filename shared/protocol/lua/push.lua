@@ -61,7 +61,8 @@ end
 local written = redis.call('HINCRBY', keys.flow, 'pushed_bytes', args.bytes)
 local id = redis.call('XADD', keys.log, '*', 'worker', args.worker, 'incarnation', args.incarnation, 'seq', args.seq,
   'lost', lost, 'transitions', args.transitions, 'end', written, 'version', flow[7] or '', args.field, args.value)
-redis.call('XADD', keys.pushes, id, 'x', '')
+redis.call('XADD', keys.pushes, id, 'worker', args.worker, 'incarnation', args.incarnation, 'seq', args.seq,
+  'lost', lost, 'transitions', args.transitions, 'body', args.field == 'body' and args.value or '')
 redis.call('HSET', keys.pushed, from, args.seq)
 produced('', 1 + lost)
 append_action_trace()
