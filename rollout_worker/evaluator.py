@@ -38,11 +38,12 @@ from shared.runtime.failure import Failure, RoleEnd
 from shared.runtime.restarts import RestartBound
 from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import Profile
-from shared.storage.checkpoint_store import checkpoint_env_steps, checkpoint_version
-from shared.storage.due_evaluations import DueEvaluation, due_evaluations, read_due_evaluation
+from shared.storage.checkpoint_store import Checkpoint, checkpoint_env_steps, checkpoint_version
+from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
+_POLICY = "/policy.safetensors"
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
 """Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
@@ -209,15 +210,17 @@ class Evaluator:
         started = time.monotonic()
         self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
-            stored = self._stored(name)
-            policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.policies.items()}
+            found = self._stored(name)
+            stored = {key.partition("/")[0]: data for key, data in found.objects.items() if key.endswith(_POLICY)}
+            policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
-            against = self._against_fixed(name, stored.policies, policies, SCORING)
-            scores |= against | self._ranked(stored.ratings, against)
+            ratings = found.manifest.provenance.get("ratings", {})
+            against = self._against_fixed(name, stored, policies, SCORING)
+            scores |= against | self._ranked(ratings, against)
             if self._may_be_best(events.ranking(scores)):
                 if context.config.checkpoint.best_by == MEAN_RETURN:
-                    against = self._against_fixed(name, stored.policies, policies, CONFIRMING)
-                ranked = self._ranked(stored.ratings, against)
+                    against = self._against_fixed(name, stored, policies, CONFIRMING)
+                ranked = self._ranked(ratings, against)
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | ranked
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
@@ -245,15 +248,13 @@ class Evaluator:
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()
 
-    def _stored(self, name: str) -> DueEvaluation:
-        """What is due, else what a checkpoint has of it."""
+    def _stored(self, name: str) -> Checkpoint:
+        """What is due, else the checkpoint of this name."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
             with suppress(errors.ObjectMissing):
                 return read_due_evaluation(checkpoints.store, name)
-        found = checkpoints.load(name, only="policy.safetensors")
-        policies = {key.partition("/")[0]: data for key, data in found.objects.items()}
-        return DueEvaluation(policies, found.manifest.provenance.get("ratings", {}))
+        return checkpoints.load(name, only=_POLICY)
 
     def _play(self, name: str, policies: Mapping[str, Policy], evaluation_round: int) -> dict[str, Any]:
         config = self._context.config

@@ -94,6 +94,14 @@ class CredentialsRefused(StoreUnavailable):
     """The store refuses the credentials, or there are none; new ones may be there at the next try."""
 
 
+class OperationRefused(StoreUnavailable):
+    """The store knows the credentials and refuses one operation: by a right that is lacking, a quota, or a lock."""
+
+
+class DeletionRefused(OperationRefused):
+    """The store refuses to delete; whatever was to go stays, and everything else works."""
+
+
 class StoreError(StagecoachError):
     """The store failed on one request, after its bounded retries."""
 

@@ -254,6 +254,7 @@ class Trainer:
             self._flow.set_state(RunState.FINISHED, reason, epoch=self.incarnation.epoch)
             retry_until_deadline(wait, lambda: self.incarnation.write_finished(reason, last))
             retry_until_deadline(wait, self.recorder.store)
+            writer.tidy()
         with self._heartbeat.waiting("the metric writers", _WRITERS_SECONDS):
             self.recorder.close(_WRITERS_SECONDS)
         return self.incarnation.finished(reason)

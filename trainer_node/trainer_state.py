@@ -10,11 +10,9 @@ from shared.datasets.read import read_dataset
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.spaces import EnvironmentDescription
 from shared.league.players import write_player
-from shared.policies.serialization import VersionHeader, encode_board, encode_policy, state_arrays
+from shared.policies.serialization import VersionHeader, encode_board, state_arrays
 from shared.protocol.heartbeat import poll
 from shared.protocol.policy_board import PolicyBoard, Published
-from shared.storage.checkpoint_store import checkpoint_name
-from shared.storage.due_evaluations import DueEvaluation
 from trainer_node.checkpointing import snapshot
 from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
@@ -68,7 +66,7 @@ _WAITS = {
 }
 
 
-_MOST_DUE = 64
+_MOST_DUE = 16
 """Policies due to be evaluated that may wait in memory for the store."""
 
 
@@ -144,13 +142,11 @@ class TrainerState:
         self._descend_from(taken)
 
     def submit_evaluation(self) -> None:
-        """The present policies as due to be evaluated."""
-        policies = {id_: encode_policy(policy, self.version) for id_, policy in self.learner.policies.items()}
-        name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
+        """The present version as due to be evaluated, and to be kept if it is one of the best."""
         with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
-        league = self.learner.league
-        self.writer.due.submit(name, DueEvaluation(policies, league.summary() if league is not None else {}))
+        self.consumer.commit()  # its position is behind what this version has learned from
+        self.writer.due.submit(self.new_snapshot())
 
     def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
         """Stores a snapshot (by default of the present version), and waits until that is durable."""

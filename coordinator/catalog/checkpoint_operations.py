@@ -34,7 +34,14 @@ from shared.storage.checkpoint_store import MANIFEST, MARKS, POINTER, PROMOTED, 
 from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
 from shared.storage.log_archive import Archive
 from shared.storage.object_store import FileStore
-from trainer_node.checkpointing.retention import prune, status_entries, take_inventory, to_prune, unless_damaged
+from trainer_node.checkpointing.retention import (
+    announce,
+    remove,
+    status_entries,
+    take_inventory,
+    to_prune,
+    unless_damaged,
+)
 from trainer_node.export.export_process import carry_out, requested
 from trainer_node.export.onnx_translation import require_onnx
 
@@ -97,7 +104,7 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
 
 
 def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
-    """Of the leagues in whole checkpoints, each once. Of one that is being pruned they go first."""
+    """Of the leagues in whole checkpoints, each once."""
     listed: dict[str, str] = {}
     for name in names:
         with suppress(CheckpointNotFound):  # pruned meanwhile
@@ -245,16 +252,19 @@ def prune_checkpoints(checkpoints: CheckpointStore, rule: CheckpointConfig, *, d
             f"goes back to an older one"
         )
     inventory = take_inventory(checkpoints, {})
-    decided_by = (inventory, pointer, rule, promoted)
-    removed = to_prune(*decided_by) if dry_run else prune(checkpoints, *decided_by)
+    if dry_run:
+        removed = to_prune(inventory, pointer, rule, promoted)
+    else:
+        announced, _ = announce(checkpoints, inventory, pointer, rule, promoted)
+        removed = [*remove(checkpoints, inventory, pointer, announced)]
     return [Removed(name, inventory.entries.get(name, {}).get("bytes")) for name in removed]
 
 
 def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion:
     """Marks a checkpoint for deployment, once it is found whole and its weights finite.
 
-    The mark is set before it is known that the trainer does not prune the checkpoint at this moment (see `prune`, which
-    announces in the status file what goes); where it does, the mark is put back as it was.
+    The mark is set before it is known whether the trainer is pruning the checkpoint at this moment (see `remove`).
+    Where it is, the mark is put back as it was.
     """
     (found,) = verify(checkpoints, name, live=live)
     if found.state is State.DAMAGED:

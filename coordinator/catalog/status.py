@@ -212,6 +212,12 @@ class _Export(BaseModel, extra="allow"):
     error: str
 
 
+class _Undeleted(BaseModel, extra="allow"):
+    checkpoints: int
+    objects: int
+    error: str
+
+
 class _StoreStatus(BaseModel, extra="allow"):
     """Of what the trainer tells of the store, that which is shown."""
 
@@ -222,6 +228,7 @@ class _StoreStatus(BaseModel, extra="allow"):
     since: float = 0.0
     attempts: int = 0
     export: _Export | None = None
+    undeleted: _Undeleted | None = None
 
 
 _STORE = TypeAdapter(_StoreStatus)

@@ -285,6 +285,9 @@ def print_status(status: Status, console: PrintableConsole) -> None:
         seconds = max(0.0, time.time() - status.store.get("since", time.time()))
         tries = f"{counted(status.store.get('attempts', 0), 'attempt')} in {seconds:.0f} s failed"
         console.print(f"store: {status.store['error']} ({tries}; training continues until the log is full)")
+    if kept := status.store.get("undeleted"):
+        what = f"{counted(kept['checkpoints'], 'checkpoint')} and {counted(kept['objects'], 'other object')}"
+        console.print(f"store: {what} cannot be deleted: {kept['error']}", soft_wrap=True)
     if failed := status.store.get("export"):
         console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)
     if more := unnamed():

@@ -128,7 +128,7 @@ def prepare_resume(
         text = f"{checkpoint.manifest.name} continues as {taken.manifest.name}, as resume --from {origin} asked"
         emit(context.redis, context.run_id, "trainer", text)
         tell_other_versions(context.redis, checkpoint.manifest)  # for the newest one the trainer does it
-    context.checkpoints.store.delete(FINISHED)
+    context.checkpoints.clear_marker(FINISHED)
     context.flow.set_state(RunState.RUNNING, "")
 
 

@@ -83,6 +83,7 @@ METRICS: dict[str, Described] = {
         "Age of the oldest heartbeat of a role's processes that have not ended.", "role"
     ),
     "stagecoach_store_away": _gauge("1 while the run waits for its store, 0 else."),
+    "stagecoach_store_undeleted": _gauge("Checkpoints and other objects that the store refuses to delete."),
     "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, 0 else."),
     TRAINING_METRIC: _gauge(
         "The newest row of training metrics: those that the page draws, also of each policy, agent or lesson.",
@@ -197,6 +198,8 @@ def _of_live_run(view: RunView) -> Iterator[Sample]:
     yield "stagecoach_redis_away", (), paused or view.away == "Redis" or bool(outages & redis)
     waits = bool(view.state["store"].get("waiting_for"))
     yield "stagecoach_store_away", (), waits or view.away == "store" or bool(outages - redis)
+    kept = view.state["store"].get("undeleted") or {}
+    yield "stagecoach_store_undeleted", (), kept.get("checkpoints", 0) + kept.get("objects", 0)
     if paused:  # nothing is known of its processes
         return
     yield "stagecoach_workers", (), sum(beat["role"] == "worker" and beat["alive"] for beat in beats)

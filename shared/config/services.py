@@ -1,7 +1,7 @@
 """The config's sections for what a run stands on: Redis, the store, Ray."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
@@ -93,6 +93,9 @@ class StoreConfig(Section):
     """The S3 endpoint, for MinIO and other servers; none is AWS."""
     region: str = "us-east-1"
     """The S3 region."""
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """Where a request names the bucket: in its `path` (`https://host/bucket/key`) or as a `virtual` host
+    (`https://bucket.host/key`), which Alibaba OSS and Tencent COS require. `auto` is `path` with `endpoint_url`."""
     ca_file: Path | None = None
     """For `https://`: the certificate (PEM) of an authority of your own. An absolute path, the same on each machine;
     without it AWS_CA_BUNDLE counts, else the authorities that boto3 brings. Certificates are always verified."""

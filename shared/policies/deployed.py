@@ -21,7 +21,16 @@ from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import printable
-from shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Manifest, Pointer, Promotion
+from shared.storage.checkpoint_store import (
+    CHECKPOINTS,
+    CLEARED,
+    MANIFEST,
+    POINTER,
+    PROMOTED,
+    Manifest,
+    Pointer,
+    Promotion,
+)
 
 _FILE = "policy.safetensors"
 _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
@@ -339,8 +348,8 @@ def _elsewhere(asked: str, path: Path) -> str:
 def _preferred(run: Path) -> Path:
     """As `CheckpointStore.preferred`, without what a store needs; what is promoted are those very bytes."""
     try:
-        if (run / PROMOTED).is_file():
-            promotion = Promotion.model_validate_json((run / PROMOTED).read_bytes())
+        if (run / PROMOTED).is_file() and (data := (run / PROMOTED).read_bytes()) != CLEARED:
+            promotion = Promotion.model_validate_json(data)
             return _upload(run / CHECKPOINTS / promotion.checkpoint, promotion.manifest_sha256)
         pointer = Pointer.model_validate_json((run / POINTER).read_bytes())
     except FileNotFoundError as error:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
-from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing, RunNotFound
+from shared.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    DeletionRefused,
+    ObjectMissing,
+    RunNotFound,
+)
 from shared.experience.spaces import EnvironmentDescription
 from shared.printable import JSON_OBJECT
 
@@ -32,6 +39,8 @@ CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready
 PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
 FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
 
+CLEARED = b"{}"
+"""The content of a sync file that was taken away in a store that does not delete."""
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
 _READ_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -179,13 +188,20 @@ class CheckpointStore:
     def write_promotion(self, promotion: Promotion | None) -> None:
         """Sets the mark of what is deployed, or takes it away; call only after the checkpoint was verified."""
         if promotion is None:
-            self.store.delete(PROMOTED)
+            self.clear_marker(PROMOTED)
         else:
             self.store.put(PROMOTED, promotion.model_dump_json(indent=1).encode())
 
     def write_marker(self, key: str, content: dict[str, Any]) -> None:
         """A sync file with JSON content (some stores refuse empty objects)."""
         self.store.put(key, json.dumps(content, indent=1).encode())
+
+    def clear_marker(self, key: str) -> None:
+        """Takes a sync file away; one without content counts as missing, where the store does not delete."""
+        try:
+            self.store.delete(key)
+        except DeletionRefused:
+            self.store.put(key, CLEARED)
 
     # Reading.
 
@@ -214,8 +230,11 @@ class CheckpointStore:
             ) from None
 
     def _sync_file(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
+        def parse_or_none(data: bytes) -> T | None:
+            return None if data == CLEARED else parse(data)
+
         try:
-            return self.read_whole(key, parse)
+            return self.read_whole(key, parse_or_none)
         except ObjectMissing:
             return None
         except ValueError:

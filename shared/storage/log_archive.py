@@ -108,8 +108,9 @@ class Archive:
 
     def entries(self, after: str | None = None, through: str | None = None) -> Iterator[LogEntry]:
         """The entries after one position (or the archive's first) through another, a segment in memory at a time;
-        raises `ArchiveIncomplete` for a hole, or where the archive does not reach as far."""
-        segments = self.segments()
+        raises `ArchiveIncomplete` for a hole, or where the archive does not reach as far. A segment that cannot be read
+        does not count where others hold the same entries."""
+        segments, damaged = self.segments(), dict[str, ArchiveIncomplete]()
         covered = after or (segments[0].after if segments else START)
         for segment in segments:
             if not _later(segment.through, covered):
@@ -117,11 +118,18 @@ class Archive:
             if through is not None and not _later(through, covered):
                 return
             if _later(segment.after, covered):
-                raise self._hole(covered, segment.after)
-            for entry in self._decoded(segment):
+                raise damaged.get(covered) or self._hole(covered, segment.after)
+            try:
+                entries = self._decoded(segment)
+            except ArchiveIncomplete as error:
+                damaged[covered] = error
+                continue
+            for entry in entries:
                 if _later(entry.id, covered) and (through is None or not _later(entry.id, through)):
                     yield entry
             covered = segment.through
+        if covered in damaged:
+            raise damaged[covered]
         if through is not None and _later(through, covered):
             raise self._hole(covered, through)
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from shared.config.run_config import Config
 from shared.config.services import StoreConfig
-from shared.errors import ObjectMissing, StoreError, StoreUnavailable, UserError
+from shared.errors import DeletionRefused, ObjectMissing, StoreError, StoreUnavailable, UserError
 from shared.protocol.redis_client import Address
 from shared.storage.local_disk import TEMPORARY, folders_of, replacing, sync, unwritten
 from shared.storage.s3_store import S3Store, s3_client
@@ -34,7 +34,7 @@ class ObjectStore(Protocol):
         """Writes the whole object, in the place of one that is there."""
 
     def delete(self, key: str) -> None:
-        """Removes the object; one that is not there is not an error."""
+        """Removes the object; one that is not there is not an error. Raises `DeletionRefused` if nothing can be."""
 
     def folders(self, prefix: str) -> list[str]:
         """Names of the folders directly below `prefix` (which ends with a slash), sorted."""
@@ -76,7 +76,10 @@ class FileStore:
         path = self._path(key)
         with self._named(f"deleting {key} from"):
             self._check_root()
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except PermissionError as error:
+                raise DeletionRefused(f"deleting {key} from {self._folder} is refused: {error.strerror}") from None
             for folder in path.parents:
                 if folder == self._folder or not _remove_leftovers(folder, deep=folder == path.parent):
                     return

@@ -1,8 +1,11 @@
 """A bucket of any S3 server as the store; what the server, or the way to it, answers becomes a named error.
 
-`StoreUnavailable` (and `CredentialsRefused`) say what a person has to do; `StoreError` is what passes by itself.
+`StoreUnavailable` (and `CredentialsRefused`, `OperationRefused`) say what a person has to do; `StoreError` is what
+passes by itself.
 """
 
+import base64
+import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,14 @@ import botocore.session
 import urllib3.exceptions
 
 from shared.config.services import StoreConfig
-from shared.errors import CredentialsRefused, ObjectMissing, StoreError, StoreUnavailable
+from shared.errors import (
+    CredentialsRefused,
+    DeletionRefused,
+    ObjectMissing,
+    OperationRefused,
+    StoreError,
+    StoreUnavailable,
+)
 from shared.protocol.redis_client import Address, s3_keys
 from shared.runtime import tls
 from shared.storage.local_disk import folders_of, lacks_room, sync
@@ -35,7 +45,15 @@ _NO_CREDENTIALS = (
 )  # fmt: skip
 _NO_SERVER = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
-_REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "AuthFailure", "InvalidClientTokenId"}
+_REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "InvalidClientTokenId"}
+_RIGHTS = {
+    "get_object": "s3:GetObject", "put_object": "s3:PutObject", "delete_object": "s3:DeleteObject",
+    "list_objects_v2": "s3:ListBucket",
+}  # fmt: skip
+"""Operation → the right that it needs: all that the product asks of a bucket (deploy/store-policy.json)."""
+_NO_DELETION = {403, 405, 409, 501}
+"""Statuses by which stores without deletion answer: no right, no such method, a retention or a lock."""
+_NO_PATH_STYLE = re.compile(r"SecondLevelDomainForbidden|PathStyle|(?i:third.level domain|virtual.(hosted|style))")
 _CLOCKS = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _CLOCKS_DIFFER_SECONDS = 300.0
 """Less than what S3 forgives (15 minutes), more than an answer takes."""
@@ -93,7 +111,9 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> None:
         try:
-            self._call("put_object", key, Body=data)
+            # buckets with object lock refuse an upload without a checksum; this header every S3 server knows
+            digest = hashlib.md5(data, usedforsecurity=False).digest()
+            self._call("put_object", key, Body=data, ContentMD5=base64.b64encode(digest).decode())
         except StoreError as error:  # an S3 server does not say why it fails
             if self._folder is None or (why := lacks_room(self._folder, len(data))) is None:
                 raise
@@ -133,7 +153,7 @@ class S3Store:
             client = self._client = self._client or self._make_client()
             answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
         except FAILURES as error:
-            raised = self._failure(asked, key, error)
+            raised = self._failure(operation, asked, key, error)
             if isinstance(raised, CredentialsRefused):
                 self._client = None  # a client keeps the credentials it was made with; they may be renewed by now
             raise raised from None
@@ -141,9 +161,9 @@ class S3Store:
             raise StoreError(f"{asked}: {_NOT_S3}")
         return answer
 
-    def _failure(self, asked: str, key: str | None, error: Exception) -> StoreError | StoreUnavailable:
+    def _failure(self, operation: str, asked: str, key: str | None, error: Exception) -> StoreError | StoreUnavailable:
         if isinstance(error, boto.ClientError):
-            return self._refusal(asked, key, error.response)
+            return self._refusal(operation, asked, key, error.response)
         where, said = self._where, _QUERY.sub("", str(error))
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             return CredentialsRefused(
@@ -164,11 +184,17 @@ class S3Store:
             return StoreError(f"{asked}: {_NOT_S3}")
         return StoreError(f"{asked} failed: {said}")
 
-    def _refusal(self, asked: str, key: str | None, response: Any) -> StoreError | StoreUnavailable:
+    def _refusal(
+        self, operation: str, asked: str, key: str | None, response: Any
+    ) -> StoreError | StoreUnavailable:  # fmt: skip
         """The named error for an S3 error, by its code, or by the status of the HTTP answer."""
         error, about = response.get("Error", {}), response.get("ResponseMetadata", {})
-        code, status, headers = str(error.get("Code", "")), about.get("HTTPStatusCode", 0), about.get("HTTPHeaders", {})
-        where, message = self._where, str(error.get("Message", ""))
+        code, status, headers = (
+            str(error.get("Code") or ""),
+            about.get("HTTPStatusCode", 0),
+            about.get("HTTPHeaders", {}),
+        )
+        where, message = self._where, str(error.get("Message") or "").strip()[:_LONGEST_MESSAGE]
         if code == "NoSuchBucket":
             return StoreUnavailable(f"{where}: there is no bucket {self._bucket!r}; create it or correct store.url")
         if code in _OTHER_REGION or (status == 301 and "x-amz-bucket-region" in headers):
@@ -177,14 +203,27 @@ class S3Store:
             known = f"in the region {region}: --set store.region={region}"
             place = known if region else "in another region: set store.region, or correct store.endpoint_url"
             return StoreUnavailable(f"{where}: the bucket {self._bucket!r} is {place} ({code})")
-        if code in _EXPIRED | _REFUSED | _CLOCKS or status in {401, 403}:
-            return self._refused_credentials(code, _seconds_ahead(headers.get("date", "")))
+        ahead = _seconds_ahead(headers.get("date", ""))
+        if code in _EXPIRED | _REFUSED | _CLOCKS or (status in {401, 403} and abs(ahead) > _CLOCKS_DIFFER_SECONDS):
+            return self._refused_credentials(code, ahead)
         if code == "NoSuchKey":
             return ObjectMissing(f"no object {key} in {where}")
-        if code == str(status):  # botocore's own: the answer was no S3 error at all
-            return StoreError(f"{asked} failed: HTTP {status}, and not as an S3 server says it")
-        said = f": {message[:_LONGEST_MESSAGE]}" if message else ""
-        return StoreError(f"{asked} failed: {code} (HTTP {status}){said}")
+        foreign = code in ("", str(status))  # the latter is botocore's own: the answer was no S3 error at all
+        said = f"HTTP {status}" if foreign else f"{code} (HTTP {status}){f': {message}' if message else ''}"
+        if _NO_PATH_STYLE.search(f"{code} {message}"):
+            advice = "the server refuses the addressing style of the request; set store.addressing_style=virtual"
+            return OperationRefused(f"{asked} is refused: {said}; {advice}")
+        if operation == "delete_object" and status in _NO_DELETION:
+            return DeletionRefused(f"{asked} is refused: {said}{self._lacking(operation, code)}")
+        if status in {401, 403}:
+            return OperationRefused(f"{asked} is refused: {said}{self._lacking(operation, code)}")
+        return StoreError(f"{asked} failed: {said}{', and not as an S3 server says it' if foreign else ''}")
+
+    def _lacking(self, operation: str, code: str) -> str:
+        """What to do about a refusal: quotas, locks and proxies say AccessDenied at times, so the server is quoted."""
+        if code != "AccessDenied":
+            return "; the credentials are not the cause, ask who runs the store"
+        return f"; does the key have the right {_RIGHTS[operation]} there? (docs/SECURITY.md)"
 
     def _refused_credentials(self, code: str, seconds: float) -> CredentialsRefused:
         where = self._where
@@ -201,8 +240,7 @@ class S3Store:
                 f"renewed: stop the run, then `stagecoach resume` it with new ones"
             )
         return CredentialsRefused(
-            f"{where} refuses the credentials ({code}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the "
-            f"bucket's policy"
+            f"{where} refuses the credentials ({code}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
 
 
@@ -218,6 +256,7 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
     """One boto3 client; the embedded server has credentials of its own, and no proxies. Raises `StoreUnavailable`."""
     access_key, secret_key = s3_keys(address)
     timeout, embedded = config.timeout_seconds, access_key is not None
+    style = "path" if embedded else config.addressing_style
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
         tls.check_files("store", config.ca_file)
@@ -229,7 +268,7 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
             config=botocore.config.Config(
                 connect_timeout=timeout, read_timeout=timeout, proxies={} if embedded else None,
                 retries={"total_max_attempts": config.retries + 1, "mode": "standard"},
-                s3={"addressing_style": "path" if address.endpoint_url else "auto"},
+                s3={"addressing_style": "path" if style == "auto" and address.endpoint_url else style},
                 request_checksum_calculation="when_required", response_checksum_validation="when_required",
             ),
         )  # fmt: skip

@@ -80,6 +80,17 @@ def undisturbed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 # In the middle of a run
 
 
+def prunes_later(here: StoreFaultRun, game: Game, fault: Fault, words: str, version: int) -> None:
+    """What cannot be deleted holds up nothing, and goes once it can be."""
+    here.proxy.fail(fault, *PRUNING)
+    game.play_to(version)
+    game.durable()
+    assert here.status().latest == f"{version}_Step-{64 * version}.ckpt"
+    if fault != faults.LOSE_ANSWER:  # there it was done
+        assert re.search(words, here.status().store["undeleted"]["error"])
+    here.proxy.heal()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_continues_through_a_fault_at_each_stage_of_a_checkpoint(
     site: MakeSite, undisturbed: Final, kind: str
@@ -100,6 +111,9 @@ def test_training_continues_through_a_fault_at_each_stage_of_a_checkpoint(
 
     for turn, (method, key) in enumerate(stages):
         game.durable()
+        if (method, key) == PRUNING:
+            prunes_later(here, game, fault, words, 2 * turn + 2)
+            continue
         durable, told = here.status().latest, len(game.events("store"))
         here.proxy.fail(fault, method, key)
         game.play_to(2 * turn + 1)

@@ -41,7 +41,7 @@ from shared.storage.object_store import FileStore, ObjectStore
 from tests.conftest import minimal_config
 from tests.support.checkpoints import key_of
 from tests.support.command_line import contents, until
-from trainer_node.checkpointing.retention import prune, take_inventory, to_prune
+from trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]
@@ -273,7 +273,9 @@ def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_
                         outcomes.append("refused")
 
         pruning = altered(files, at_step)
-        prune(pruning, take_inventory(pruning, {}), pointer, rule, ())
+        inventory = take_inventory(pruning, {})
+        announced, _ = announce(pruning, inventory, pointer, rule, ())
+        list(remove(pruning, inventory, pointer, announced))
         if outcomes[-1] == "promoted":
             assert [verdict.state for verdict in verify(files, "promoted")] == ["ok"], step
         else:

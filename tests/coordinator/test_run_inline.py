@@ -24,8 +24,8 @@ from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.run import Run
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
-from shared.storage.checkpoint_store import checkpoint_name, checkpoint_version
-from shared.storage.due_evaluations import DueEvaluation, read_due_evaluation
+from shared.storage.checkpoint_store import Checkpoint, checkpoint_name, checkpoint_version
+from shared.storage.due_evaluations import read_due_evaluation
 from shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
 from shared.storage.object_store import ObjectStore
 from tests.support.checkpoints import upload_in
@@ -148,7 +148,7 @@ def test_inline_all_that_is_due_is_played_before_the_end(
     """Also those that are seen while they are being written."""
     tries: list[str] = []
 
-    def torn_at_first(store: ObjectStore, name: str) -> DueEvaluation:
+    def torn_at_first(store: ObjectStore, name: str) -> Checkpoint:
         tries.append(name)
         if name.startswith(("2_", "3_")) and tries.count(name) == 1:
             raise CheckpointDamaged("it is empty")

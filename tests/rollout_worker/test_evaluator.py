@@ -33,9 +33,10 @@ from shared.protocol.events import confirmed_return, ranking, read_evaluations, 
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.keys import RunKeys
 from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import Manifest, Pointer, checkpoint_name, describe_objects
-from shared.storage.due_evaluations import DueEvaluation, write_due_evaluation
+from shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, checkpoint_name, describe_objects
+from shared.storage.due_evaluations import write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
+from tests.support.checkpoints import manifest_of
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 from tests.support.games import NIM, Nim
 
@@ -299,8 +300,9 @@ def store_due(role: RunContext, version: int, ratings: Mapping[str, Any] = Mappi
     """An untrained policy that is due, as a trainer leaves it."""
     policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
     name = checkpoint_name(version, 64 * version)
-    blobs = {policy_id: encode_policy(policy, version) for policy_id, policy in policies.items()}
-    write_due_evaluation(role.checkpoints.store, name, DueEvaluation(blobs, dict(ratings)))
+    objects = {f"{id_}/policy.safetensors": encode_policy(policy, version) for id_, policy in policies.items()}
+    manifest = manifest_of(version, objects, run_id=role.run_id, provenance={"ratings": dict(ratings)})
+    write_due_evaluation(role.checkpoints.store, Checkpoint(manifest, objects))
     return name
 
 
@@ -378,8 +380,8 @@ def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
     role, evaluator = make_role(config), new_evaluator(config)
     bad, torn, good = store_due(role, 1), checkpoint_name(2, 128), store_due(role, 3)
     store = role.checkpoints.store
-    store.put(f"evaluations/{bad}/policies.safetensors", b"altered")
-    store.put(f"evaluations/{torn}/.partial-policies.safetensors", b"ha")
+    store.put(f"evaluations/{bad}/checkpoint.safetensors", b"altered")
+    store.put(f"evaluations/{torn}/.partial-checkpoint.safetensors", b"ha")
     while good not in read_evaluations(role.redis, role.run_id):
         assert evaluator.step(0) == "evaluated"
     told = [event.text for event in read_events(role.redis, role.run_id) if "cannot be evaluated" in event.text]

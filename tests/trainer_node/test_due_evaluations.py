@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.lifecycle.preparation import prepare_resume
 from rollout_worker.evaluator import Evaluator
 from shared.config.run_config import Config
 from shared.errors import StoreUnavailable
+from shared.protocol.events import record_evaluation
 from shared.protocol.heartbeat import Heartbeat
-from shared.storage.checkpoint_store import checkpoint_version
+from shared.storage.checkpoint_store import Checkpoint, checkpoint_version
 from shared.storage.due_evaluations import due_evaluations
 from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from shared.storage.object_store import FileStore
 from tests.support import metric_rows
-from tests.support.game import Game, NewGame, small
+from tests.support.game import KEEP, Game, NewGame, small
 from tests.support.waiting import eventually
 from trainer_node.incarnation import Incarnation
 from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
@@ -269,3 +272,46 @@ def test_nothing_learned_depends_on_evaluations_metrics_and_writers(new_game: Ne
             game.play_to(version)
             scoring.play_all()
         assert game.finish() == expected
+
+
+def score(game: Game, best: int) -> None:
+    """Scores for all that is due, as an evaluator would record them; version `best` has the highest."""
+    for name in due_evaluations(game.role.checkpoints.store):
+        version = checkpoint_version(name) or 0
+        scores = {"mean_return": 10.0 - abs(version - best), "episodes": 1, "version": version}
+        record_evaluation(game.role.redis, game.role.run_id, name, scores | {"confirmation": scores})
+
+
+def without_position(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Its objects, without the log position, which is a time."""
+    (state,) = [key for key in checkpoint.objects if key.endswith("state.json")]
+    return dict(checkpoint.objects) | {state: {**json.loads(checkpoint.objects[state]), "log_position": ""}}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGame, dies: bool) -> None:
+    """Its checkpoint is the one that a run with a checkpoint of each version has, and a resume begins from it."""
+    each = new_game(due("1 updates", checkpoint=KEEP | {"every": "1 updates"}))
+    each.finish()
+    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
+    game.play_to(5)
+    store = game.role.checkpoints.store
+    eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3, 4, 5])
+    if dies:
+        game.crash()
+    score(game, best=3)
+    if dies:
+        game.restart()
+    game.play()
+    game.trainer.save_last("exhausted")
+    score(game, best=3)
+    game.trainer.finish("exhausted")
+    checkpoints = game.role.checkpoints
+    assert versions(checkpoints.names()) == [3, 6], "the best and the last"
+    assert checkpoint_version(checkpoints.resolve("best")) == 3
+    best = checkpoints.load("3_Step-192.ckpt")
+    assert without_position(best) == without_position(each.role.checkpoints.load("3_Step-192.ckpt"))
+    assert due_evaluations(store) == []
+    assert game.policy_hash() == each.policy_hash()
+    prepare_resume(game.open(), "best")
+    assert checkpoints.newest_good()[0].manifest.parent == "3_Step-192.ckpt"

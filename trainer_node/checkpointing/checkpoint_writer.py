@@ -1,28 +1,36 @@
-"""Checkpoints into the store in the background, then pointer, status, pruning, archive, and the log's trim.
+"""Checkpoints into the store in the background, then pointer, status, archive, the log's trim, and pruning.
 
-Order for each: objects → verify → manifest → pointer → status → prune → archive → trim. Training never waits for it
-(except for the first and the last checkpoint). While the store is away it tries again without end, with growing pauses,
-says so in `status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a
-trainer that was replaced writes nothing.
+Order for each: objects → verify → manifest → pointer → status → archive → trim; then, apart from that, prune: a store
+that refuses to delete holds up nothing. Training never waits for it (except for the first and the last checkpoint).
+While the store is away it tries again without end, with growing pauses, says so in `status`, and the log keeps what is
+not yet durable. Before each write the epoch is checked, so that a trainer that was replaced writes nothing.
 """
 
+import contextlib
 import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import redis
 
 from shared.config.sections import ArchiveConfig
-from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable, WaitTimeout
+from shared.errors import (
+    CheckpointDamaged,
+    Fenced,
+    ObjectMissing,
+    ShardUnavailable,
+    StoreError,
+    StoreUnavailable,
+    WaitTimeout,
+)
 from shared.experience.log_entry import LogEntry, id_order
 from shared.printable import counted
 from shared.protocol.events import prune_evaluations, read_evaluations
 from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Flow
 from shared.protocol.heartbeat import growing_pauses, read_heartbeats
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
@@ -32,14 +40,14 @@ from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import StageTimer
 from shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
 from shared.storage.due_evaluations import (
-    DueEvaluation,
     delete_due_evaluation,
     due_evaluations,
+    read_due_evaluation,
     write_due_evaluation,
 )
 from shared.storage.log_archive import Archive, Segment
-from shared.storage.object_store import ObjectStore
 from trainer_node.checkpointing import retention
+from trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
 from trainer_node.checkpointing.retention import Inventory, unless_damaged
 from trainer_node.checkpointing.snapshot import Snapshot
 from trainer_node.export.background_exporter import Exporter
@@ -114,38 +122,18 @@ _EVALUATION_FIELDS = ("mean_return", "episodes")
 """What a manifest tells of the newest evaluation."""
 
 
-class FencedStore:
-    """The store as a trainer of one epoch has it: `put` and `delete` raise `Fenced` once a newer one has taken over."""
-
-    def __init__(self, store: ObjectStore, flow: Flow, epoch: int) -> None:
-        self._store, self._flow, self._epoch = store, flow, epoch
-        self.get, self.keys, self.folders, self.check = store.get, store.keys, store.folders, store.check
-
-    def put(self, key: str, data: bytes) -> None:
-        self.ask()
-        self._store.put(key, data)
-
-    def delete(self, key: str) -> None:
-        self.ask()
-        self._store.delete(key)
-
-    def ask(self) -> None:
-        """Raises `Fenced` for an older trainer."""
-        if not self._flow.holds(self._epoch):
-            raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
-
-
 class DueEvaluations:
-    """The policies that `evaluation.every` made due: on their way into the store, or there until their score is
-    recorded. The trainer's thread submits, the checkpoint writer's does the rest."""
+    """The policies that `evaluation.every` made due, as checkpoints: on their way into the store, or there until their
+    score is recorded. The trainer's thread submits, the checkpoint writer's does the rest."""
 
-    def __init__(self, store: FencedStore) -> None:
-        self._store = store
-        self._submitted: dict[str, DueEvaluation] = {}
-        self._stored: set[str] | None = None
+    def __init__(self, store: LateDeletions, checkpoints: CheckpointStore, keep_best: int) -> None:
+        self._store, self._checkpoints, self._keep_best = store, checkpoints, keep_best
+        self._submitted: dict[str, Snapshot] = {}
+        self._stored: dict[str, Collection[str]] | None = None
+        """Name → the league's players that it names."""
 
-    def submit(self, name: str, due: DueEvaluation) -> None:
-        self._submitted[name] = due
+    def submit(self, due: Snapshot) -> None:
+        self._submitted[due.name] = due
 
     @property
     def names(self) -> set[str]:
@@ -157,18 +145,46 @@ class DueEvaluations:
         """How many are not in the store yet."""
         return len(self._submitted)
 
-    def write(self, evaluated: Collection[str]) -> None:
-        """Stores what was submitted, and deletes what is evaluated; raises as the store does, and loses nothing."""
+    @property
+    def players(self) -> set[str]:
+        """The league's players that one of them may need as a checkpoint."""
+        return {player for players in (self._stored or {}).values() for player in players}
+
+    def write(self, evaluated: Collection[str], evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+        """Stores what was submitted; of what is evaluated it keeps the best as checkpoints, and deletes the rest.
+        Raises as the store does, and loses nothing."""
         if self._stored is None:
-            self._stored = {*due_evaluations(self._store)}
+            self._stored = {name: self._players_in(name) for name in due_evaluations(self._store)}
         for name in list(self._submitted):
             if name not in evaluated:  # a trainer that learns the log again passes it again
-                write_due_evaluation(self._store, name, self._submitted[name])
-                self._stored.add(name)
+                due = self._submitted[name].checkpoint
+                write_due_evaluation(self._store, due)
+                self._stored[name] = due.manifest.provenance.get("players", ())
             del self._submitted[name]
-        for name in sorted(self._stored & set(evaluated)):
+        done = sorted(self._stored.keys() & set(evaluated))
+        for name in self._best(done, evaluations):
+            with contextlib.suppress(CheckpointDamaged, ObjectMissing):
+                due = read_due_evaluation(self._store, name)
+                self._checkpoints.write(due.manifest, due.objects)
+        for name in done:
             delete_due_evaluation(self._store, name)
-            self._stored.discard(name)
+            del self._stored[name]
+
+    def _players_in(self, name: str) -> Collection[str]:
+        with contextlib.suppress(CheckpointDamaged, ObjectMissing):
+            players: Collection[str] = read_due_evaluation(self._store, name).manifest.provenance.get("players", ())
+            return players
+        return ()
+
+    def _best(self, done: Collection[str], evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Those of `done` that belong to the best, and of which there is no checkpoint."""
+        if not done:
+            return []
+        known = retention.status_entries(self._checkpoints)
+        kept = {name: its["evaluation"] for name, its in known.items() if its["evaluation"]}
+        scored, there = retention.confirmed_returns({**kept, **evaluations}), self._checkpoints.names()
+        best = retention.best_checkpoints(scored, {*there, *done})[: self._keep_best]
+        return [name for name in best if name not in there]
 
 
 class CheckpointWriter:
@@ -176,14 +192,15 @@ class CheckpointWriter:
 
     def __init__(self, role: RunContext, epoch: int) -> None:
         self._role, self._epoch, self._log = role, epoch, role.log()
-        self.store = FencedStore(role.checkpoints.store, role.flow, epoch)
-        self._checkpoints = CheckpointStore(self.store, role.run_id)
+        self._fenced = FencedStore(role.checkpoints.store, role.flow, epoch)
+        self.store = LateDeletions(self._fenced)
+        self._checkpoints = CheckpointStore(self._fenced, role.run_id)
         self._archiver = Archiver(Archive(self.store, role.run_id), self._log, role.config.archive)
         self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
         self.recorder: Recorder | None = None
         """Once it is there, its rows are stored before each checkpoint, and the evaluator's scores become rows."""
-        self.due = DueEvaluations(self.store)
+        self.due = DueEvaluations(self.store, self._checkpoints, role.config.checkpoint.keep_best)
         self._pending: Snapshot | None = None
         self._busy = self._closing = False
         self._noticed: dict[str, dict[str, Any]] = {}
@@ -192,6 +209,12 @@ class CheckpointWriter:
         self._best: str | None = None
         self._outage: dict[str, Any] = {}
         """The store, or a Redis shard, fails, as `status` shows it; empty while they work."""
+        self._announced: tuple[Inventory, Pointer, list[str]] | None = None
+        """What the status file has announced, until it is deleted."""
+        self._beyond = 0
+        """How many checkpoints there are that the rule lets go."""
+        self._undeleted: dict[str, Any] = {}
+        """What the store has not deleted, and why, as `status` shows it; empty while it deletes."""
         self._pauses = growing_pauses()
         self.stages = StageTimer()
         """Of the background thread."""
@@ -266,8 +289,9 @@ class CheckpointWriter:
                         self._lock.notify_all()
                 else:
                     self.notice_evaluations()
-                    if self.due.submitted or (self.recorder is not None and self.recorder.due):
-                        self._try(self._store_metrics)
+                    stale = self.recorder is not None and self.recorder.due
+                    if (self.due.submitted or stale) and self._try(self._store_metrics):
+                        self.tidy()
                 if self._exporter.due:
                     self._try(self._exporter.step)
             self._try(self._store_metrics)
@@ -281,8 +305,8 @@ class CheckpointWriter:
 
     def notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
-        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed:
-            self._try(self._refresh)
+        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed and self._try(self._refresh):
+            self.tidy()
 
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
@@ -292,6 +316,29 @@ class CheckpointWriter:
             with self._lock:
                 if self._pending is not None or self._closing:
                     return
+        with self.stages.during("pruning"):
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Deletes what is not needed any more. Whatever fails there is told once, and tried again the next time."""
+        problem, removed, announced = "", list[str](), self._announced
+        self._announced = None
+        try:
+            for name in retention.remove(self._checkpoints, *announced, self.due.players) if announced else ():
+                removed.append(name)
+            self.store.sweep()
+        except (StoreError, StoreUnavailable) as error:
+            problem = str(error)
+        self._beyond -= len(removed)
+        if announced and removed and not self.store.doomed and self.recorder is not None:  # else none is recorded yet
+            prune_evaluations(self._role.redis, self._role.run_id, {*announced[0].names} - {*removed})
+        left = {"checkpoints": self._beyond, "objects": len(self.store.doomed), "error": problem}
+        known, self._undeleted = self._undeleted, left if problem else {}
+        if problem and not known:
+            _LOGGER.warning("the store does not delete: %s", problem)
+            self._role.tell("store", f"the store does not delete, and keeps more than it should: {problem}")
+        if self._undeleted != known:
+            self._write_status(self._outage)
 
     def _try(self, write: Callable[[], object]) -> bool:
         """One try (of several by boto3); whether it worked. Where not, `status` and an event say why, and it pauses."""
@@ -320,12 +367,13 @@ class CheckpointWriter:
         """`store_status`: newest durable and best checkpoint, a failed export, and what is being tried or fails."""
         status: dict[str, Any] = {"durable": self._durable} if self._durable else {}
         status |= {"best": self._best} if self._best else {}
+        status |= {"undeleted": self._undeleted} if self._undeleted else {}
         status |= ({"export": self._exporter.told} if self._exporter.told else {}) | news
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys, keys.store_status, "SET", json.dumps(status))
 
     def _save(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
-        self.store.ask()
+        self._fenced.ask()
         started = time.monotonic()
         self._write_status(self._outage or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
@@ -335,7 +383,7 @@ class CheckpointWriter:
                 self._checkpoints.write(manifest, objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
-        with self.stages.during("pointer and pruning"):
+        with self.stages.during("pointer and status"):
             inventory = self._refresh(latest=manifest.name)
         if unless_damaged(lambda: self._checkpoints.marker(READY)) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
@@ -361,7 +409,7 @@ class CheckpointWriter:
             evaluated = self.recorder.take_evaluations(evaluations)
             self.recorder.store()
             if self._role.config.evaluation.every is not None:
-                self.due.write(evaluated)
+                self.due.write(evaluated, evaluations)
         return evaluations
 
     def _with_news(self, manifest: Manifest) -> Manifest:
@@ -376,8 +424,9 @@ class CheckpointWriter:
         return manifest.model_copy(update={"provenance": manifest.provenance | news})
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> Inventory:
-        """Pointer, status file and pruning, from what the store and the evaluations say now; returns what was there."""
-        self.store.ask()
+        """Pointer and status file, from what the store and the evaluations say now; returns what is there. What goes is
+        announced, for `tidy`."""
+        self._fenced.ask()
         pointer = unless_damaged(self._checkpoints.pointer)
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over (pointer: {pointer.epoch})")
@@ -398,11 +447,11 @@ class CheckpointWriter:
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
         self._best = best
-        playing = checkpoint_in_evaluation(self._role.redis, self._role.run_id)
-        removed = retention.prune(self._checkpoints, inventory, moved, self._role.config.checkpoint, {playing})
-        if removed and self.recorder is not None:  # else none of them is recorded yet
-            prune_evaluations(self._role.redis, self._role.run_id, {*inventory.names} - {*removed})
-        self._exporter.know([name for name in inventory.readable if name not in removed], moved)
+        playing, rule = checkpoint_in_evaluation(self._role.redis, self._role.run_id), self._role.config.checkpoint
+        most = 1 if self._undeleted else None  # of a store that does not delete one is tried
+        announced, beyond = retention.announce(self._checkpoints, inventory, moved, rule, {playing}, most)
+        self._beyond, self._announced = beyond, (inventory, moved, announced)
+        self._exporter.know([name for name in inventory.readable if name not in announced], moved)
         self._noticed = evaluations
         return inventory
 

@@ -5,12 +5,12 @@ It is worked out from what the store lists and what the status file remembers, n
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.config.sections import CheckpointConfig
-from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, StoreUnavailable
 from shared.experience.log_entry import id_order
 from shared.league.players import PLAYERS
 from shared.protocol.events import confirmed_return
@@ -119,32 +119,62 @@ def to_prune(inventory: Inventory, pointer: Pointer, config: CheckpointConfig, p
     return [name for name in inventory.names if name in doomed]
 
 
-def prune(
+def announce(
     checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, config: CheckpointConfig,
-    protected: Collection[str],
-) -> list[str]:  # fmt: skip
-    """Writes the status file, then removes what the rule lets go, manifest first; returns the names that went.
-
-    The status file announces what goes: `promote` looks into it after it has set its mark, and the mark is looked for
-    here after the announcement. So one of the two sees the other, and what is promoted is never removed.
-    """
+    protected: Collection[str], most: int | None = None,
+) -> tuple[list[str], int]:  # fmt: skip
+    """Writes the status file without what the rule lets go, or without the oldest `most` of it. Returns the names that
+    it leaves out, for `remove`, and how many the rule lets go."""
     try:
         promotion = checkpoints.promotion()
         doomed = to_prune(inventory, pointer, config, {*protected, promotion.checkpoint if promotion else ""})
     except CheckpointDamaged:
         doomed = []  # what the mark named is unknown: all stays until it can be read
-    entries = [inventory.entries[name] for name in inventory.readable if name not in doomed]
-    names = {"latest": pointer.latest, "best": pointer.best, "final": pointer.final}
-    checkpoints.write_marker(STATUS, {"run_id": checkpoints.run_id, **names, "checkpoints": entries})
-    if doomed:
-        promotion = checkpoints.promotion()
-        doomed = [name for name in doomed if promotion is None or name != promotion.checkpoint]
-        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
-        for sha256 in sorted(left):
-            checkpoints.store.delete(PLAYERS + sha256)
+    _write_status(checkpoints, inventory, pointer, doomed[:most])
+    return doomed[:most], len(doomed)
+
+
+def remove(
+    checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, announced: Sequence[str],
+    players: Collection[str] = (),
+) -> Iterator[str]:  # fmt: skip
+    """Removes what was announced, manifest first, and yields the names that went; then the league's players that
+    neither `players` nor another checkpoint names. Raises as the store does; what stays is in the status file again.
+
+    `promote` looks into the status file after it has set its mark, and the mark is looked for here after the
+    announcement. So one of the two sees the other, and what is promoted is never removed.
+    """
+    if not announced:
+        return
+    promotion = checkpoints.promotion()
+    doomed = [name for name in announced if promotion is None or name != promotion.checkpoint]
+    gone = list[str]()
+    try:
         for name in doomed:
             checkpoints.delete(name)
-    return doomed
+            gone.append(name)
+            yield name
+        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
+        for sha256 in sorted(left - {*players}):
+            checkpoints.store.delete(PLAYERS + sha256)
+    except (StoreError, StoreUnavailable):
+        stopped_at = doomed[len(gone) :][:1]
+        _write_status(checkpoints, inventory, pointer, [*gone, *_without_manifest(checkpoints, stopped_at)])
+        raise
+
+
+def _without_manifest(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        try:
+            checkpoints.read_manifest(name)
+        except CheckpointError:
+            yield name
+
+
+def _write_status(checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, without: Sequence[str]) -> None:
+    entries = [inventory.entries[name] for name in inventory.readable if name not in without]
+    names = {"latest": pointer.latest, "best": pointer.best, "final": pointer.final}
+    checkpoints.write_marker(STATUS, {"run_id": checkpoints.run_id, **names, "checkpoints": entries})
 
 
 def _players_of(inventory: Inventory, names: Collection[str]) -> set[str]:
