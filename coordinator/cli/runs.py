@@ -12,7 +12,7 @@ import typer
 from coordinator.catalog.run_files import is_all_here
 from coordinator.catalog.run_list import list_runs
 from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
-from shared.errors import RunNotFound, UserError
+from shared.errors import DeletionRefused, RunNotFound, UserError
 from shared.printable import counted, figure
 from shared.runtime.failure import reason_in_words
 
@@ -91,7 +91,7 @@ def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
 
 
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
-    """First Redis, then the store, the folder last, so that what was cut off can be called again."""
+    """First one object, then Redis, then the store, the folder last, so that what was cut off can be called again."""
     from coordinator.catalog.run_folder import RunFolder
     from coordinator.run import Run
 
@@ -112,8 +112,13 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
         raise typer.Exit(Exit.REFUSED)
     with folder.locked():
         if run:
-            _forget_keys(run)
             store = run.checkpoint_store().store
+            try:
+                for key in objects[:1]:  # before anything else is gone
+                    store.delete(key)
+            except DeletionRefused as error:
+                raise UserError(f"{error}; nothing was deleted") from None
+            _forget_keys(run)
             for key in objects:
                 store.delete(key)
         folder.remove()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from botocore.handlers import disable_signing
 from packaging.requirements import Requirement
 from redis.utils import str_if_bytes
 
+from coordinator.diagnostics.store_trial import PROBE, try_store
 from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.lifecycle.launcher import first_policies
 from coordinator.lifecycle.validation import check
@@ -33,7 +34,7 @@ from coordinator.services.ray_head import join
 from coordinator.services.ray_internals import CONNECT
 from rollout_worker.environments.description import check_new
 from shared.config.run_config import Config
-from shared.errors import StagecoachError, headline
+from shared.errors import DeletionRefused, StagecoachError, headline
 from shared.experience.spaces import EnvironmentDescription
 from shared.protocol.keys import redis_place
 from shared.protocol.redis_client import Address, connect_redis, evicts, tls_options, without_retries
@@ -78,7 +79,10 @@ def examine(config: Config | None) -> Iterator[Finding]:
         yield _try_in_folder("embedded S3 server", _embedded_s3)
     else:
         store = Address("doctor", "", config.store.url, config.store.endpoint_url)
-        yield from _with_access("store", lambda: _write_and_read(store, config), lambda: open_bucket(config))
+        refused: list[str] = []  # once it is tried
+        yield from _with_access("store", lambda: _write_and_read(store, config, refused), lambda: open_bucket(config))
+        if refused:
+            yield Finding("deletion in the store", True, "; ".join(refused), True)
     if config is None or config.ray.address == "embedded":
         yield _try_in_folder("Ray", _embedded_ray)
     else:
@@ -176,7 +180,8 @@ def _embedded_s3(folder: Path) -> str:
         path = folder / "credentials.json"
         path.write_text(json.dumps({"s3_access_key": access, "s3_secret_key": secret}))
         address = Address("doctor", "", f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}", str(path))
-        return _write_and_read(address, Config.model_validate({"environment": {"id": "-"}, "stop_at": {"updates": 1}}))
+        config = Config.model_validate({"environment": {"id": "-"}, "stop_at": {"updates": 1}})
+        return _write_and_read(address, config, [])
     finally:
         service.stop()
 
@@ -210,15 +215,10 @@ def _setting(client: Any, name: str) -> str:
     return str(pairs.get(name, "unknown"))
 
 
-def _write_and_read(address: Address, config: Config) -> str:
-    store = open_store(address, config)
-    store.check()
-    store.put("probe", b"stagecoach")
-    read = store.get("probe")
-    store.delete("probe")
-    if read != b"stagecoach":
-        raise StagecoachError("the store gave back other bytes than it was given; do not use it")
-    return f"{address.store_url} can be written, read and deleted from"
+def _write_and_read(address: Address, config: Config, refused: list[str]) -> str:
+    if kept := try_store(open_store(address, config)):
+        refused.append(kept)
+    return f"{address.store_url} can be listed, written{' and read' if kept else ', read and deleted from'}"
 
 
 def _ray(config: Config, where: list[str]) -> str:
@@ -250,7 +250,6 @@ def _players(config: Config, description: EnvironmentDescription, sources: Seque
 
 _ASK_SECONDS = 5.0
 _RAY_SECONDS = 30.0
-_PROBE = "probe"
 
 
 def in_the_clear(config: Config) -> list[str]:
@@ -300,8 +299,8 @@ def open_bucket(config: Config) -> list[str]:
         return []
     bucket, client, stranger = parts.netloc, s3_client(address, config.store), s3_client(address, config.store)
     stranger.meta.events.register("choose-signer.s3.*", disable_signing)
-    key = "/".join(part for part in (parts.path.strip("/"), "doctor", _PROBE) if part)
-    store.put(_PROBE, b"stagecoach")
+    key = "/".join(part for part in (parts.path.strip("/"), "doctor", PROBE) if part)
+    store.put(PROBE, b"stagecoach")
     try:
         asked: dict[str, Callable[[], object]] = {
             "it can be listed": lambda: "IsTruncated" in stranger.list_objects_v2(Bucket=bucket, MaxKeys=1),
@@ -310,7 +309,8 @@ def open_bucket(config: Config) -> list[str]:
         }
         done = [what for what, ask in asked.items() if _succeeds(ask)]
     finally:
-        store.delete(_PROBE)
+        with suppress(DeletionRefused):
+            store.delete(PROBE)
     advice = "block public access, or have the server ask for keys"
     return [f"anybody may use the bucket without credentials ({', '.join(done)}); {advice}"] if done else []
 

@@ -1,5 +1,6 @@
 """What is checked before a run starts: its environment, policies, device, sizes, data and servers."""
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -8,6 +9,7 @@ from functools import partial
 import torch
 
 from coordinator.diagnostics.environment_trial import try_environment
+from coordinator.diagnostics.store_trial import try_store
 from rollout_worker.acting_policies import make_exploration
 from rollout_worker.environments.description import check_evaluation, describe_environment
 from rollout_worker.environments.factory import make_native, make_vector
@@ -32,6 +34,7 @@ from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.learner import ExperienceFilter, algorithm_class
 from trainer_node.metrics.writers import check_writers
 
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST_VALUE_BYTES = 511 << 20
 """Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
 _TRAINED_COPIES = 4
@@ -167,4 +170,8 @@ def check_services(config: Config) -> None:
     if config.redis.url != "embedded":
         check_redis(Address("", config.redis.url, ""), config, "coordinator")
     if config.store.url != "embedded":
-        open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()
+        store = open_store(Address("doctor", "", config.store.url, config.store.endpoint_url), config)
+        if config.store.url.startswith("file:"):
+            store.check()
+        elif refused := try_store(store):
+            _LOGGER.warning("%s", refused)

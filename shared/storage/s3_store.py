@@ -46,7 +46,7 @@ _NO_CREDENTIALS = (
 _NO_SERVER = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
 _REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "InvalidClientTokenId"}
-_RIGHTS = {
+RIGHTS = {
     "get_object": "s3:GetObject", "put_object": "s3:PutObject", "delete_object": "s3:DeleteObject",
     "list_objects_v2": "s3:ListBucket",
 }  # fmt: skip
@@ -223,7 +223,7 @@ class S3Store:
         """What to do about a refusal: quotas, locks and proxies say AccessDenied at times, so the server is quoted."""
         if code != "AccessDenied":
             return "; the credentials are not the cause, ask who runs the store"
-        return f"; does the key have the right {_RIGHTS[operation]} there? (docs/SECURITY.md)"
+        return f"; does the key have the right {RIGHTS[operation]} there? (docs/SECURITY.md)"
 
     def _refused_credentials(self, code: str, seconds: float) -> CredentialsRefused:
         where = self._where

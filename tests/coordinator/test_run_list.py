@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,14 @@ from coordinator.catalog.run_list import list_runs, row_from_servers
 from coordinator.cli import foreground
 from coordinator.cli.app import app
 from coordinator.run import Run
+from coordinator.services.embedded import BUCKET
+from shared.config.run_config import Config
 from shared.errors import RunLive
 from shared.protocol.keys import RunKeys
 from shared.runtime.user_code import SOURCE
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import Stagecoach, check_refused, contents
+from tests.support.store_faults import StoreFaults, refusal
 
 HEAVY = {"torch", "ray", "redis", "boto3", "numpy", "gymnasium"}
 
@@ -203,3 +208,21 @@ def test_of_two_that_attach_to_an_interrupted_run_the_slower_one_watches(monkeyp
         signal.signal(signal.SIGTERM, before)
     assert (done.exit_code, watched) == (0, [handle]), done.output
     assert "Ctrl-C ends the run" in done.output
+
+
+def test_delete_changes_nothing_when_the_store_refuses(
+    stagecoach: Stagecoach, servers: tuple[str, str], config: Callable[..., Config], unique_run_id: str
+) -> None:
+    with closing(StoreFaults(servers[1])) as proxy:
+        store = {"url": f"s3://{BUCKET}", "endpoint_url": proxy.url, "retries": 0}
+        run = Run.start(config(redis={"url": servers[0]}, store=store), unique_run_id, inline=True)
+        assert run.wait(120).reason == "exhausted"
+        before = run.checkpoint_store().store.keys("")
+        proxy.fail(refusal(403, "AccessDenied"), "DELETE")
+        told = stagecoach("delete", unique_run_id, "--yes")
+        check_refused(told, "s3:DeleteObject", "nothing was deleted")
+        assert run.checkpoint_store().store.keys("") == before and run.folder.path.exists()
+        assert stagecoach("status", unique_run_id).ok()
+        proxy.heal()
+        assert "deleted run" in stagecoach("delete", unique_run_id, "--yes").ok()
+        assert not run.folder.path.exists()

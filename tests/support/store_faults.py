@@ -11,6 +11,7 @@ import http.client
 import http.server
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from urllib.parse import urlsplit
@@ -80,11 +81,15 @@ class Rule:
     method: str
     key: str
     times: int
+    lacks: str = ""
+    """Only requests without this header meet it, where one is named."""
     met: int = 0
     """Requests that have met it."""
 
-    def takes(self, method: str, path: str) -> bool:
+    def takes(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Whether this request meets the fault; counts it."""
+        if self.lacks and self.lacks.lower() in headers:
+            return False
         if method not in self.method.split("|") or self.key not in path or self.met >= self.times:
             return False
         self.met += 1
@@ -108,11 +113,13 @@ class StoreFaults:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def fail(self, fault: Fault, method: str = "GET|HEAD|PUT|POST|DELETE", key: str = "", times: int = 10**6) -> Rule:
+    def fail(
+        self, fault: Fault, method: str = "GET|HEAD|PUT|POST|DELETE", key: str = "", times: int = 10**6, lacks: str = ""
+    ) -> Rule:  # fmt: skip
         """From now on requests of these methods, with `key` in their path, meet the fault."""
         with self.lock:
             self.healed.clear()
-            self.rule = Rule(fault, method, key, times)
+            self.rule = Rule(fault, method, key, times, lacks)
             return self.rule
 
     def heal(self) -> None:
@@ -120,10 +127,10 @@ class StoreFaults:
             self.rule = None
             self.healed.set()
 
-    def fault_for(self, method: str, path: str) -> Fault | None:
+    def fault_for(self, method: str, path: str, headers: Mapping[str, str]) -> Fault | None:
         with self.lock:
             self.seen.append(f"{method} {path}")
-            return self.rule.fault if self.rule is not None and self.rule.takes(method, path) else None
+            return self.rule.fault if self.rule is not None and self.rule.takes(method, path, headers) else None
 
     def close(self) -> None:
         self.heal()
@@ -152,7 +159,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.server.faults.fault_for(self.command, self.path)
+        fault = self.server.faults.fault_for(
+            self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
+        )
         if isinstance(fault, Answer):
             self._answer(fault.status, list(fault.headers), fault.body, length=fault.length)
         elif fault == HANG:
