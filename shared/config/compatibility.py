@@ -7,7 +7,7 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
+from shared.config.algorithms.q_learning import QLearningConfig, QMIXConfig, R2D2Config
 from shared.config.environment import EnvironmentConfig
 from shared.config.hierarchy import HierarchyConfig, OptionsConfig
 from shared.config.league import MEAN_RETURN
@@ -446,11 +446,12 @@ def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightR
 def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
     if (observes := run.policies[policy_id].critic_observes) == "own":
         return
-    if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
+    mixes = isinstance(algorithm, QMIXConfig) and observes == "state"
+    if not (mixes or isinstance(algorithm, OnPolicyConfig)) or run.environment.api == "gymnasium":
         raise ValueError(
             f"policies.{policy_id}.critic_observes={observes} with algorithm.name={algorithm.name} and environment.api="
-            f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
-            f"set critic_observes=own"
+            f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic, qmix "
+            f"a mixer that sees the state; set critic_observes=own"
         )
 
 

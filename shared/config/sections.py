@@ -43,7 +43,8 @@ class PolicyConfig(Section):
     critic_observes: Literal["own", "team", "state"] = "own"
     """What the critic of an on-policy algorithm sees: what its agent does, what all agents of the policy in that
     environment do at the same step, or also the environment's state, which agents of several policies share
-    (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
+    (docs/CENTRALIZED_CRITIC.md). With `state`, QMIX mixes by the environment's state. Only learning needs it, acting
+    does not."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False

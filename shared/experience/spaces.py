@@ -184,6 +184,13 @@ class SpaceSpec(PlainData):
         return self if leaves == self.leaves else SpaceSpec(leaves, self.structure["tuple"][0])
 
     @property
+    def state(self) -> "SpaceSpec | None":
+        """Of an observation: the environment's state that only its critic sees; None without `critic_observes:
+        state`."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.path.startswith(f"{STATE}.seen"))
+        return SpaceSpec(leaves, {"tuple": list(range(len(leaves)))}) if leaves else None
+
+    @property
     def mask_columns(self) -> tuple[str, ...]:
         """The columns of `obs` that say which actions are legal."""
         return tuple(leaf.column("obs") for leaf in self.leaves if leaf.mask)

@@ -37,6 +37,23 @@ class EachAgent(nn.Module):
         return (rows.reshape(*there.shape, rows.shape[1]) * there.unsqueeze(2)).flatten(1)
 
 
+class EnvironmentState(nn.Module):
+    """The environment's own state (`critic_observes: state`), which the rows of a team have alike."""
+
+    def __init__(self, state: SpaceSpec, config: PolicyConfig) -> None:
+        super().__init__()
+        self.each = Encoder(state, config.model_copy(update={"hidden_sizes": ()}))
+        self.features = self.each.features
+
+    def forward(
+        self, observations: Mapping[str, Tensor], there: Tensor, normalizer: ObservationNormalizer | None
+    ) -> Tensor:
+        """As `EachAgent`, from the row of each team's first agent that is there."""
+        first = torch.arange(len(there), device=there.device) * there.shape[1] + there.argmax(dim=1)
+        found: Tensor = self.each({name: tensor[first] for name, tensor in observations.items()}, normalizer)
+        return found
+
+
 class TeamEncoder(nn.Module):
     """Team columns `[B, A, …]` → features `[B, features]` (Yu et al. 2022, with death masking)."""
 

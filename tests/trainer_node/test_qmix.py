@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array
+from tests.support.game import NewGame, archived, goes_on_exactly
 from tests.support.learning.algorithms import make, make_dqn, move_apart, weights
 from tests.support.learning.experience import acted, random_fragment, received
 from tests.support.learning.streams import PLAIN
@@ -180,3 +181,29 @@ def test_the_target_mixer_follows_in_steps() -> None:
             torch.equal(*pair) for pair in zip(algorithm.mixer.parameters(), algorithm.target_mixer.parameters())
         )
         assert same == (steps % 4 == 0)
+
+
+def test_qmix_mixes_by_the_environments_state(new_game: NewGame) -> None:
+    """The state travels with the experience; Q-networks do not read it, the hypernetworks read nothing else."""
+    config = archived(
+        environment={"api": "pettingzoo", "id": "tests.support.games:Told"}, heatup="64 env_steps",
+        policies={"default": {"hidden_sizes": [8], "critic_observes": "state", "normalize_observations": True}},
+        algorithm={"name": "qmix", "minibatch_size": 8}, stop_at={"updates": 5},
+    )  # fmt: skip
+    goes_on_exactly(new_game, config)
+    game = new_game(config)
+    game.play_to(2)
+    algorithm = game.trainer.learner.algorithms["default"]
+    assert isinstance(algorithm, QMIX)
+    drawn = algorithm.on_device(algorithm.replay_buffer.sample(8, np.random.default_rng(0), gamma=0.9))
+    agents, values = algorithm._setting.agents, algorithm.policy.outputs(drawn.observations)
+    there, each = drawn.weight.reshape(-1, agents), torch.ones(len(drawn) // agents, agents)
+    mixed = algorithm.mixed(each, drawn.observations, there, target=False)
+    state = drawn.observations["obs.state().seen"].reshape(*there.shape, -1)
+    assert all((rows[here > 0] == rows[here > 0][0]).all() for rows, here in zip(state, there, strict=True))
+    own = [name for name in drawn.observations if "state()" not in name]
+    other = drawn.observations | {name: torch.zeros_like(drawn.observations[name]) for name in own}
+    assert torch.equal(algorithm.mixed(each, other, there, target=False), mixed)
+    other = drawn.observations | {"obs.state().seen": drawn.observations["obs.state().seen"] + 1}
+    assert torch.equal(algorithm.policy.outputs(other), values)
+    assert not torch.allclose(algorithm.mixed(each, other, there, target=False), mixed)

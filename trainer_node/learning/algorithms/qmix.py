@@ -14,7 +14,7 @@ from shared.config.algorithms.q_learning import QMIXConfig, VDNConfig
 from shared.config.sections import PolicyConfig
 from shared.experience.counters import Counters
 from shared.experience.spaces import SpaceSpec
-from shared.policies.critic import EachAgent
+from shared.policies.critic import EachAgent, EnvironmentState
 from shared.policies.encoders import ObservationNormalizer, unrounded
 from shared.policies.policy import copy_sharing_buffers
 from shared.policies.q_network import QNetwork
@@ -97,12 +97,14 @@ class QMIX(VDN):
 
 class Mixer(nn.Module):
     """A network of two layers whose weights are never negative, so that what is best for one agent is for the team;
-    hypernetworks make them from what all agents observe (eq. 4 to 5 and figure 2 of the paper)."""
+    hypernetworks make them from the environment's state (eq. 4 to 5 and figure 2 of the paper), or from what all agents
+    observe."""
 
     def __init__(self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int) -> None:
         super().__init__()
         self._shape = agents, units
-        self.state = EachAgent(observation, config, agents)
+        state = observation.state
+        self.state = EachAgent(observation, config, agents) if state is None else EnvironmentState(state, config)
         size = self.state.features
         self.first, self.first_bias = nn.Linear(size, agents * units), nn.Linear(size, units)
         self.second = nn.Linear(size, units)
