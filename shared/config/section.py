@@ -76,6 +76,14 @@ OWN_KIND = "module:Class"
 """The `kind` of sections for a class of the user's, in whose place its path stands."""
 
 
+class _AnyOf:
+    """A section without a `kind`, which may be that of the default, fits several of a union: `oneOf` refuses it."""
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> Any:
+        schema = handler(core)
+        return {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
+
+
 def by_kind(union: Any) -> Any:
     """Sections of which `kind` says which it is, as the type of a config field."""
 
@@ -85,7 +93,7 @@ def by_kind(union: Any) -> Any:
 
     sections = get_args(union)
     first, *others = [Annotated[section, Tag(section.model_fields["kind"].default)] for section in sections]
-    return Annotated[Union[(first, *others)], Discriminator(kind_of)]
+    return Annotated[Union[(first, *others)], Discriminator(kind_of), _AnyOf()]
 
 
 def short_for(field: str, *kinds: type) -> BeforeValidator:

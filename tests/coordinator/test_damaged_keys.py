@@ -25,7 +25,7 @@ from tests.support.game import Game, make_game, small
 from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import Trainer
 
-NAMES = sorted(TYPES.keys() - {"bodies", "action_trace"})
+NAMES = sorted(TYPES.keys() - {"bodies", "action_trace", "heartbeats"})
 GARBAGE = b"\xff garbage\x1b"
 FIELDS = (
     "worker", "incarnation", "seq", "end", "lost", "transitions", "fragment", "kind", "text", "data", "epoch",
@@ -35,7 +35,8 @@ FIELDS = (
 
 def keys_of(run_id: str) -> dict[str, str]:
     keys = RunKeys(run_id)
-    return {name: getattr(keys, name) for name in NAMES} | {"action_trace": keys.action_trace("worker-0")}
+    more = {"action_trace": keys.action_trace("worker-0"), "heartbeats": keys.heartbeats("worker")}
+    return {name: getattr(keys, name) for name in NAMES} | more
 
 
 def of_another_type(client: Any, key: str) -> None:
@@ -95,7 +96,7 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("spoil", [of_another_type, full_of_garbage])
-@pytest.mark.parametrize("name", [*NAMES, "action_trace"])
+@pytest.mark.parametrize("name", [*NAMES, "action_trace", "heartbeats"])
 def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
     redis_server: RedisServer, tmp_path: Path, name: str, spoil: Callable[[Any, str], None]
 ) -> None:

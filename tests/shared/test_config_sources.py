@@ -203,6 +203,12 @@ def test_replay_buffer_without_kind_has_that_of_the_default(name: str, write: Wr
     assert after == before | {"capacity": 5000} != before
 
 
+def test_schema_accepts_replay_buffer_without_kind() -> None:
+    """With `oneOf` an editor would mark it as wrong, since it fits several sections."""
+    found = Config.model_json_schema()["$defs"]["DQNConfig"]["properties"]["replay_buffer"]
+    assert "oneOf" not in found and len(found["anyOf"]) == 5
+
+
 def test_exploration_without_kind_has_that_of_the_default(write: WriteConfig) -> None:
     found = load_config(write(BASE), ["algorithm={name: dqn, exploration: {epsilon: 0.25}}"], {}).algorithm.acting
     assert (found.kind, found.model_dump()["epsilon"]["start"]) == ("epsilon_greedy", 0.25)

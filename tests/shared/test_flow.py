@@ -13,7 +13,7 @@ from coordinator.lifecycle.preparation import create_flow
 from shared.errors import RunNotFound, WorkerSuperseded
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import Claim, Flow, RunState
-from shared.protocol.keys import TYPES, RunKeys, key_type
+from shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
 from shared.protocol.scripts import NAMES, Script, source
 from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
@@ -258,7 +258,8 @@ def test_a_run_has_the_documented_keys_and_no_others(role: RunContext, redis_ser
     client: Any = role.redis
     found = {key.decode() for key in client.scan_iter(match="*") if role.run_id in key.decode()}
     keys = RunKeys(role.run_id)
-    documented = {getattr(keys, name) for name in TYPES.keys() - {"bodies", "action_trace"}}
+    documented = {getattr(keys, name) for name in TYPES.keys() - {"bodies", "action_trace", "heartbeats"}}
+    documented |= {*map(keys.heartbeats, BEATING)}
     assert found <= documented and all(key.startswith(f"stagecoach:{{{role.run_id}}}:") for key in documented)
     assert {keys.flow, keys.log, keys.claims, keys.board, keys.ledger, keys.wakeups, keys.produced} <= found
     assert {key: client.type(key).decode() for key in found} == {key: key_type(key) for key in found}
