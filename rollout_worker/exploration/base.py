@@ -35,6 +35,13 @@ class Exploration:
     def begin(self, environment: int, seed: int) -> None:
         """From now on environment `environment` is in the episode of this seed (told at a fragment's beginning too)."""
 
+    def carried(self) -> Tensor | None:
+        """`[S, D]`: what the running episodes take along into the next fragment; None: nothing."""
+        return None
+
+    def take_up(self, policy: Policy, carried: Tensor) -> None:
+        """Continues from what was `carried` out of the last fragment; comes after `begin`."""
+
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
         """Chooses actions for observations `[S, …]`."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from shared.policies.continuous import Certain
 from shared.policies.policy import Policy, copy_sharing_buffers
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_WHICH_WEIGHTS = 2
+"""Tells this use of an episode's seed from the environment's own."""
 
 
 @dataclass
@@ -27,11 +30,11 @@ class _ActionNoise(Exploration):
             name = leaf.column("action")
             low, high = bounds_of(leaf, params.device)
             fresh = torch.randn(actions[name].shape, generator=generator, device=params.device)
-            noise = self._noise((id(policy), name), fresh) * ((high - low) / 2)
+            noise = self._noise(name, fresh) * ((high - low) / 2)
             actions[name] = (actions[name] + noise).clamp(low, high)
         return actions, params
 
-    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+    def _noise(self, name: str, fresh: Tensor) -> Tensor:
         """Standard normal numbers → the noise of a policy's leaf in this step; 1 is half of the action's range."""
         raise NotImplementedError
 
@@ -52,26 +55,53 @@ class GaussianNoise(_ActionNoise):
                 actions[name][which] = array[which]
         return actions, params
 
-    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+    def _noise(self, name: str, fresh: Tensor) -> Tensor:
         return (fresh if self.bound is None else fresh.clamp(-self.bound, self.bound)) * self.sigma
 
 
 @dataclass
 class OrnsteinUhlenbeckNoise(_ActionNoise):
-    """x ← (1 − θ) x + σ · normal noise; the first x is drawn from what it becomes in time."""
+    """σ · x with x ← (1 − θ) x + normal noise; an episode's first x is drawn from what it becomes in time.
 
-    by_slot = True
+    An episode's x goes on in the next fragment.
+    """
+
+    by_slot = knows_episodes = True
     theta: float
-    _now: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _now: dict[str, Tensor] = field(default_factory=dict)
+    """Action column → x `[S, …]`."""
+    _begun: set[int] = field(default_factory=set)
+    """Environments whose episodes have not been acted in yet."""
+    _environments: int = 0
 
-    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+    def begin(self, environment: int, seed: int) -> None:
+        self._begun.add(environment)
+        self._environments = max(self._environments, environment + 1)
+
+    def carried(self) -> Tensor | None:
+        parts = [now.reshape(len(now), -1) for now in self._now.values()]
+        return torch.cat(parts, dim=1) if parts else None
+
+    def take_up(self, policy: Policy, carried: Tensor) -> None:
+        leaves = policy.spaces.action.leaves
+        parts = torch.split(carried, [leaf.size for leaf in leaves], dim=1)
+        self._now = {leaf.column("action"): part.reshape(-1, *leaf.shape) for leaf, part in zip(leaves, parts)}
+        self._begun.clear()
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        acted = super().act(policy, observations, generator)
+        self._begun.clear()
+        return acted
+
+    def _noise(self, name: str, fresh: Tensor) -> Tensor:
         kept = 1.0 - self.theta
-        if whose in self._now:
-            now = kept * self._now[whose] + self.sigma * fresh
-        else:  # a fragment may be short: noise that began at 0 would not have come far when it ends
-            now = self.sigma / math.sqrt(1.0 - kept**2) * fresh
-        self._now[whose] = now
-        return now
+        first = fresh / math.sqrt(1.0 - kept**2)  # an episode may be short: noise that began at 0 would not come far
+        now = kept * self._now[name] + fresh if name in self._now else first
+        if self._begun and name in self._now:
+            begun = [slot % self._environments in self._begun for slot in range(len(fresh))]
+            now[torch.tensor(begun, device=now.device)] = first[begun]
+        self._now[name] = now
+        return self.sigma * now
 
 
 @dataclass
@@ -116,17 +146,37 @@ class TruncatedGaussianNoise(Exploration):
 
 @dataclass
 class ParameterNoise(Exploration):
-    """The best action of a disturbed policy; how probable it was is not known."""
+    """The best action of a disturbed policy, another one in each episode; how probable it was is not known.
 
+    The disturbance follows from the episode's seed: in each of its fragments the same is added to the weights.
+    """
+
+    by_slot = knows_episodes = True
     sigma: float
+    _seeds: dict[int, int] = field(default_factory=dict)
     _disturbed: dict[int, Policy] = field(default_factory=dict)
 
+    def begin(self, environment: int, seed: int) -> None:
+        if self._seeds.get(environment) != seed:
+            self._seeds[environment] = seed
+            self._disturbed.pop(environment, None)
+
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
-        if id(policy) not in self._disturbed:
-            disturbed = self._disturbed[id(policy)] = copy_sharing_buffers(policy)
-            for parameter in disturbed.parameters():
-                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                parameter.data.add_(noise, alpha=self.sigma)
-        disturbed = self._disturbed[id(policy)]
-        params = disturbed.action_parameters(observations)
-        return disturbed.distribution.mode(params), params
+        count, parts = max(len(self._seeds), 1), {}
+        for environment in range(count):
+            if environment not in self._disturbed:
+                self._disturbed[environment] = self._disturb(policy, environment, generator.device)
+            its = {name: tensor[environment::count] for name, tensor in observations.items()}
+            parts[environment] = self._disturbed[environment].action_parameters(its)
+        params = parts[0].new_empty(len(next(iter(observations.values()))), parts[0].shape[1])
+        for environment, its_params in parts.items():
+            params[environment::count] = its_params
+        return policy.distribution.mode(params), params
+
+    def _disturb(self, policy: Policy, environment: int, device: torch.device) -> Policy:
+        seed = np.random.SeedSequence([self._seeds.get(environment, 0), _WHICH_WEIGHTS]).generate_state(1)[0]
+        generator, disturbed = torch.Generator(device).manual_seed(int(seed)), copy_sharing_buffers(policy)
+        for parameter in disturbed.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.data.add_(noise, alpha=self.sigma)
+        return disturbed

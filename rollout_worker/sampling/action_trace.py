@@ -40,7 +40,8 @@ class ActionTrace(RunningEpisodes):
     digest: str
     """Of what was observed after its last step."""
     states: Mapping[str, Array] = field(default_factory=dict)
-    """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step."""
+    """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step; also what its
+    exploration carries on (sampler.py)."""
     matches: Sequence[Mapping[str, Any]] = ()
     """In a league, the match of each environment's running episode (rollout_worker/league/casting.py)."""
     parameters: Sequence[Mapping[str, Any]] = ()

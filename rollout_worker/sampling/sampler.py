@@ -32,6 +32,8 @@ from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
 
 _BEST = Greedy()
+_CARRIED = "exploration of "
+"""Before a policy id, in the states that an action trace holds."""
 Recorders: TypeAlias = Mapping[str, Any]
 """Policy id → its recorder, of a kind that fits how the policy acts."""
 
@@ -123,6 +125,9 @@ class Sampler:
         episodes: list[EpisodeRecord] = []
         by_episode = [its for its in exploration.values() if its.knows_episodes]
         self._begin_all(by_episode)
+        for policy_id, way in exploration.items():
+            if (carried := self._states.get(_CARRIED + policy_id)) is not None:
+                way.take_up(policies[policy_id], carried)
         if self._pauses:
             self._environment.set_paused(False)
         acted = 0
@@ -169,6 +174,9 @@ class Sampler:
         }
         reject_unusable(columns, self._description)
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
+        for policy_id, way in exploration.items():
+            if (carried := way.carried()) is not None:
+                self._states[_CARRIED + policy_id] = carried
         self._number += 1
         seconds = time.perf_counter() - started
         if self._in_parts:

@@ -78,7 +78,7 @@ class TruncatedGaussianNoise(Section):
 
 class OrnsteinUhlenbeckNoise(Section):
     """Noise that continues from step to step (Lillicrap et al. 2016), in units of half the action's range. It begins
-    anew with each fragment, already as spread as it becomes in time."""
+    anew with each episode, already as spread as it becomes in time."""
 
     kind: Literal["ou"] = "ou"
     sigma: ScheduleField = Schedule(start=0.2)
@@ -88,7 +88,7 @@ class OrnsteinUhlenbeckNoise(Section):
 
 
 class ParameterNoise(Section):
-    """Acts with disturbed weights, other ones for each fragment (Plappert et al. 2018)."""
+    """Acts with disturbed weights, other ones for each episode (Plappert et al. 2018): a network per environment."""
 
     kind: Literal["parameter_noise"] = "parameter_noise"
     sigma: ScheduleField = Schedule(start=0.05)

@@ -316,7 +316,7 @@ def test_ornstein_uhlenbeck_noise_is_as_spread_at_the_first_step_as_later_and_go
         assert found == pytest.approx(0.8**lag, abs=0.06), f"after {lag} steps"
 
 
-@pytest.mark.parametrize("kind", [*NOISES, "sampling", "random"])
+@pytest.mark.parametrize("kind", [*(kind for kind in NOISES if kind != "parameter_noise"), "sampling", "random"])
 def test_a_fragment_follows_from_its_generator_alone_and_the_next_one_begins_anew(kind: str) -> None:
     def actions(seed: int) -> list[Any]:
         torch.manual_seed(99 + seed)
@@ -337,11 +337,20 @@ def test_parameter_noise_is_drawn_once_and_leaves_the_policy_as_it_was() -> None
     assert (acted(exploring(kind="parameter_noise", sigma=0.0), acting, 1) == 0).all()
 
 
-def test_two_policies_have_noise_of_their_own() -> None:
-    exploration, one, other = exploring(kind="ou", sigma=0.1, theta=0.01), policy_for(), policy_for()
-    first = acted(exploration, one, 1, seed=1)
-    acted(exploration, other, 1, seed=2)
-    assert np.corrcoef(first[0, :, 0], acted(exploration, one, 1, seed=3)[0, :, 0])[0, 1] > 0.9
+@torch.no_grad()
+def test_parameter_noise_follows_from_the_episode_seeds() -> None:
+    """Slots of environment 0 and 1 take turns; whichever generator acts."""
+    acting, sight = policy_for(), alike(4)
+
+    def actions(*seeds: int) -> Array:
+        exploration = exploring(kind="parameter_noise", sigma=0.1)
+        for environment, seed in enumerate(seeds):
+            exploration.begin(environment, seed)
+        return exploration.act(acting, sight, generator(sum(seeds)))[0]["action"].numpy()
+
+    one, other = actions(5, 6), actions(5, 7)
+    assert np.array_equal(one[0::2], other[0::2]) and not np.array_equal(one[1::2], other[1::2])
+    assert np.array_equal(one[0], one[2]) and not np.array_equal(one[0], one[1])
 
 
 def test_schedules_are_functions_of_the_counters() -> None:

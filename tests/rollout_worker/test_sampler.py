@@ -250,6 +250,8 @@ def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
 
 STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
 LONG_CHASE = CHASE | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}
+WANDERING = {"name": "td3", "exploration": {"kind": "ou", "sigma": 0.05, "theta": 0.15}}
+DISTURBED = {"name": "td3", "exploration": {"kind": "parameter_noise", "sigma": 0.3}}
 ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind": "bootstrapped"}}
 
 
@@ -263,6 +265,9 @@ ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind":
         ({"id": "CartPole-v1"}, {"policies": {"default": LSTM}}),
         (LONG_CHASE, CHASE_POLICIES | {"policies": {"hunter": LSTM, "prey": {}}}),
         ({"id": "CartPole-v1"}, {"algorithm": ENSEMBLE}),
+        ({"id": "Pendulum-v1", "max_episode_steps": 20}, {"algorithm": WANDERING}),
+        ({"id": "Pendulum-v1", "max_episode_steps": 20}, {"algorithm": DISTURBED}),
+        ({"id": f"{MODULE}:Twins", "api": "pettingzoo"}, {"algorithm": DISTURBED | {"name": "dqn"}}),
         ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
         (LONG_CHASE, CHASE_POLICIES),
         (CHASE | {"kwargs": {"cat_steps": 21, "mouse_steps": 42, "counts": False}}, CHASE_POLICIES),
@@ -303,6 +308,26 @@ def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() 
     by_episode = actions.reshape(7, 9, 3)
     assert (by_episode == by_episode[:, :1]).all()
     assert (np.bincount(by_episode[:, 0].flatten(), minlength=3) > 0).all()
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_ou_noise_goes_on_over_fragments_and_ends_with_its_episode(left: bool) -> None:
+    """Fragments of 8 steps, episodes of 20; the policy does nothing. `left`: each fragment is acted by a successor."""
+    environment = {"id": "Pendulum-v1", "max_episode_steps": 20, "num_envs": 32}
+    worker, columns = line(environment, {"algorithm": WANDERING}), []
+    for _ in range(15):
+        for parameter in worker.policies["default"].parameters():
+            parameter.data.zero_()
+        columns.append(worker.sample(8).columns["default"]["action"][..., 0])
+        if left:
+            worker.sampler.close()
+            worker = line(environment, {"algorithm": WANDERING}, worker.left)
+    worker.sampler.close()
+    noise = np.concatenate(columns).reshape(6, 20, 32).swapaxes(0, 1)
+    for lag in (1, 5, 9):
+        found = np.corrcoef(noise[:-lag].flatten(), noise[lag:].flatten())[0, 1]
+        assert found == pytest.approx(0.85**lag, abs=0.07), f"after {lag} steps"
+    assert abs(np.corrcoef(noise[-1, :-1].flatten(), noise[0, 1:].flatten())[0, 1]) < 0.25, "of the next episode"
 
 
 def test_the_trail_is_as_long_as_the_longest_running_episode() -> None:

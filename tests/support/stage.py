@@ -34,8 +34,11 @@ class Stage:
         self.sampler = Sampler(vector, self.description, lineage, trace=self.past, rows=rows)
 
     def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
-        acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
-        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, acting), steps)
+        acting = {
+            policy_id: exploration or make_exploration(self.config.algorithm.acting, Counters())
+            for policy_id in self.policies
+        }
+        sample = self.sampler.sample(self.policies, acting, steps)
         if (step := self.sampler.traced(sample)) is not None:
             self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
         rows = len(next(iter(sample.columns.values()))["reward"])
