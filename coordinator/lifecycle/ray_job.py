@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -46,6 +47,10 @@ _RUNS_DIR = "~/stagecoach-runs"
 """On the cluster: the folder that a job works in is gone some time after it."""
 _CONNECT_SECONDS = 5.0
 _TUNNEL_SECONDS = 60.0
+_SAID_SECONDS = 2.0
+"""An ssh that Ray leaves behind may hold the pipe open."""
+_SSH_FAILURE = re.compile(r"^ssh: |: Permission denied|^Host key verification")
+"""What ssh says; Ray's own guesses follow it."""
 _LIVE_SECONDS = 600.0
 """The cluster may have to install the job's packages, and Ray to find a place for its driver."""
 _STARTING_SECONDS = 180.0
@@ -170,8 +175,14 @@ class JobServer:
             env=child_environment("store", "ray"),  # Ray's launcher asks the cloud where the head is
         )  # fmt: skip
         said: list[str] = []
-        assert process.stdout is not None
-        threading.Thread(target=said.extend, args=(process.stdout,), name="tunnel", daemon=True).start()
+
+        def read() -> None:
+            assert process.stdout is not None
+            with process.stdout:
+                said.extend(process.stdout)
+
+        reader = threading.Thread(target=read, name="tunnel", daemon=True)
+        reader.start()
 
         @self._open.callback
         def end() -> None:
@@ -181,7 +192,12 @@ class JobServer:
 
         def through() -> bool:
             if process.poll() is not None:
-                raise UserError(f"no way to the head of {cluster} (ray dashboard): {_line(' '.join(said[-5:]))}")
+                reader.join(_SAID_SECONDS)
+                reasons = [line for line in said if _SSH_FAILURE.search(line)] or said[-5:]
+                raise UserError(
+                    f"no way to the head of {cluster} (ray dashboard): {_line(' '.join(reasons))}; is the cluster up? "
+                    f"`ray up {cluster}` starts it"
+                )
             return _answers("127.0.0.1", port)
 
         try:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
+from coordinator.lifecycle.ray_job import JobServer
 from coordinator.lifecycle.run_lease import RunLease
 from coordinator.run import Run
 from shared.config.run_config import Config
@@ -248,3 +250,20 @@ def test_what_was_submitted_is_remembered(tmp_path: Path) -> None:
     known.write(tmp_path)
     assert read_remote(tmp_path) == known
     assert read_remote(tmp_path / "nowhere") is None
+
+
+def test_unreachable_head_is_reported_with_ssh_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state file is the one that `ray up` leaves here."""
+    head = "255.255.255.255"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    tags = {"ray-node-type": "head", "ray-node-status": "up-to-date", "ray-user-node-type": "local.cluster.node"}
+    state = tmp_path / "ray" / "cluster-gone.state"
+    state.write_text(json.dumps({head: {"tags": tags, "state": "running"}}))
+    cluster = tmp_path / "cluster.yaml"
+    auth = {"ssh_user": "nobody", "ssh_private_key": str(tmp_path / "key")}
+    provider = {"type": "local", "head_ip": head, "worker_ips": []}
+    content = {"cluster_name": "gone", "provider": provider, "auth": auth, "min_workers": 0, "max_workers": 0}
+    cluster.write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError, match=rf"ssh: connect to host {head} port 22: .*; is the cluster up\? `ray up"):
+        JobServer(str(cluster))
