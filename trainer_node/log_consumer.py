@@ -107,6 +107,8 @@ class LogConsumer:
         """The policies that learn only from what they acted themselves. Without any, what was acted at random and comes
         when warm-up is over is learned from like anything else."""
         self._state_sizes = config.state_sizes
+        shape = config.rollout.fragment_steps, config.environment.num_envs
+        self._most_bytes = fragment.expected_bytes(description, *shape, self._state_sizes)
         self._read, self._accounting = read, accounting
         self._buffer: deque[LogEntry] = deque()
         self.batch: list[Fragment] = []
@@ -163,7 +165,7 @@ class LogConsumer:
             if entry.fragment is None:
                 shard = entry.place.shard if entry.place else "its shard"
                 raise FragmentError(DropReason.LOST_BODY, f"{shard} has it no more")
-            parsed = fragment.decode(entry.fragment)
+            parsed = self._decoded(entry.id, entry.fragment)
             by_log_prob = self._by_log_prob if phase is Phase.TRAIN else ()
             fragment.check(parsed, self._run_id, self._description, self._state_sizes, by_log_prob=by_log_prob)
             self._check(entry, parsed, version, phase)
@@ -174,6 +176,18 @@ class LogConsumer:
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
         return replace(parsed, position=entry.id, pushed_at=entry.pushed_at)
+
+    def _decoded(self, position: str, blob: bytes) -> Fragment:
+        """Decodes the body of the entry there; reads it again where it is damaged, which may have come on the way."""
+        try:
+            return fragment.decode(blob, self._most_bytes)
+        except FragmentError as error:
+            if error.reason not in (DropReason.UNDECODABLE, DropReason.CORRUPT):
+                raise
+            again = self._read(before(position), 1, 0.0)
+            if not again or again[0].id != position or again[0].fragment in (None, blob):
+                raise
+            return fragment.decode(again[0].fragment or b"", self._most_bytes)
 
     def _check(self, entry: LogEntry, parsed: Fragment, version: int, phase: Phase) -> None:
         header, lag, reason = parsed.header, version - parsed.header.version, DropReason.SCHEMA

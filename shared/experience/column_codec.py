@@ -18,7 +18,7 @@ Compression = Literal["none", "lz4", "zstd"]
 Layout = dict[str, dict[str, Any]]
 
 _MAX_STACK = 16
-_MAX_UNPACKED_BYTES = 1 << 32
+MAX_UNPACKED_BYTES = 1 << 32
 _FRAMES, _FIRST, _WHOLE, _WHERE, _NEWEST = "#frames", "#first", "#whole", "#where", "#newest"
 
 
@@ -41,20 +41,21 @@ def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
     return packed, layout
 
 
-def unpack(packed: Columns, layout: Layout) -> Columns:
-    """The inverse of `pack`; raises `ValueError` or `KeyError` where the parts do not fit."""
+def unpack(packed: Columns, layout: Layout, most_bytes: int = MAX_UNPACKED_BYTES) -> Columns:
+    """The inverse of `pack`; raises `ValueError` or `KeyError` where the parts do not fit, and before it unpacks more
+    than `most_bytes`."""
     columns = dict(packed)
     shapes = [how["shape"] for how in layout.values() if "codec" in how]
     if any(type(length) is not int or length < 0 for shape in shapes for length in shape):
         raise ValueError(f"columns cannot have the shapes {shapes}")
-    if (size := sum(math.prod(shape) for shape in shapes)) > _MAX_UNPACKED_BYTES:
-        raise ValueError(f"columns of {size} bytes are beyond the bound of {_MAX_UNPACKED_BYTES}")
+    if (size := sum(math.prod(shape) for shape in shapes)) > most_bytes:
+        raise ValueError(f"columns of {size} bytes unpacked, expected at most {most_bytes}")
     for name, how in layout.items():
         if "codec" in how:
             columns[name] = _decompress(columns[name], how["codec"], tuple(how["shape"]))
     for name, how in layout.items():
         if "stack" in how:
-            columns[name] = _join_stack(name, int(how["stack"]), columns)
+            columns[name] = _join_stack(name, int(how["stack"]), columns, most_bytes)
     for name, how in layout.items():
         if "after" in how:
             columns[name] = _join_finals(name, how["after"], columns)
@@ -103,12 +104,14 @@ def _finals_of(name: str) -> tuple[str, str]:
     return f"{policy}/final_{column}", f"{policy}/final_index"
 
 
-def _join_stack(name: str, stack: int, columns: Columns) -> Array:
+def _join_stack(name: str, stack: int, columns: Columns, most_bytes: int) -> Array:
     first, frames, whole, where = (columns.pop(name + part) for part in (_FIRST, _FRAMES, _WHOLE, _WHERE))
     if not 2 <= stack <= _MAX_STACK or any(part.dtype != np.uint8 for part in (first, frames, whole)):
         raise ValueError(f"{name} is not a stack of {stack} byte images")
     if first.shape[1:2] != (stack,) or frames.shape[1:] != first.shape[:1] + first.shape[2:]:
         raise ValueError(f"{name}: frames of shape {frames.shape} do not continue a stack of shape {first.shape}")
+    if not first.size or (size := (frames.shape[0] + 1) * first.size) > most_bytes:
+        raise ValueError(f"{name}: stacks of {size if first.size else 0} bytes, expected 1 to {most_bytes}")
     array = np.empty((frames.shape[0] + 1, *first.shape), np.uint8)
     array[0] = first
     resets: dict[int, list[int]] = {}

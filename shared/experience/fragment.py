@@ -64,7 +64,6 @@ _Value = (
 _LATER = {"match", "parameters", "lessons"}
 _DENSE = 0.9
 """Share of the rows above which all of them travel."""
-_MOST_BYTES = 1 << 32
 LARGEST = 1e12
 """The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
 3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
@@ -197,19 +196,20 @@ def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
     return named
 
 
-def _put_back(columns: Columns, names: Sequence[str]) -> None:
+def _put_back(columns: Columns, names: Sequence[str], most_bytes: int) -> None:
     kept = kept_rows(columns)
     for name in names:
         shape = (*kept.shape, *columns[name].shape[1:])
-        if math.prod(shape) * columns[name].itemsize > _MOST_BYTES:
-            raise ValueError(f"{name} would have the shape {shape}")
+        if math.prod(shape) * columns[name].itemsize > most_bytes:
+            raise ValueError(f"{name} would have the shape {shape}, expected at most {most_bytes} bytes")
         whole = np.zeros(shape, columns[name].dtype)
         whole[kept] = columns[name]
         columns[name] = whole
 
 
-def decode(blob: bytes) -> Fragment:
-    """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …)."""
+def decode(blob: bytes, most_bytes: int = column_codec.MAX_UNPACKED_BYTES) -> Fragment:
+    """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …), and before
+    anything is unpacked to more than `most_bytes` (see `expected_bytes`)."""
     packed, header = tensor_blob.decode(blob)
     if (found := header.get("wire_version")) not in _READABLE:
         readable = " and ".join(map(str, _READABLE))
@@ -220,11 +220,11 @@ def decode(blob: bytes) -> Fragment:
             header["wire_version"] = WIRE_VERSION
         parsed = _HEADER.validate_python(header)
         columns: dict[str, Columns] = {}
-        for name, array in column_codec.unpack(packed, layout).items():
+        for name, array in column_codec.unpack(packed, layout, most_bytes).items():
             policy_id, _, column = name.partition("/")
             columns.setdefault(policy_id, {})[column] = array
         for policy_id, names in sparse.items():
-            _put_back(columns[policy_id], names)
+            _put_back(columns[policy_id], names, most_bytes)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _schema(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from None
@@ -283,6 +283,21 @@ def expected_columns(
     if state_size:
         expected[STATE] = ((slots, state_size), np.dtype(np.float32))
     return expected
+
+
+def expected_bytes(
+    description: EnvironmentDescription, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None
+) -> int:
+    """The most that a fragment of this shape takes unpacked, with parts of stacked frames beside the whole."""
+    found = 0
+    for policy_id, spaces in description.policies.items():
+        slots, state_size = num_envs * description.slots(policy_id), (state_sizes or {}).get(policy_id, 0)
+        expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
+        sizes = [[steps * slots if length == -1 else length for length in shape] for shape, _ in expected.values()]
+        found += sum(
+            math.prod(size) * dtype.itemsize for size, (_, dtype) in zip(sizes, expected.values(), strict=True)
+        )
+    return min(2 * found, column_codec.MAX_UNPACKED_BYTES)
 
 
 def kept_rows(columns: Columns) -> Array:

@@ -6,10 +6,10 @@ claim that ends in no fragment (lease over, worker gone) or in a dropped one is 
 deadlock; the bound on the policy lag itself is kept where fragments are consumed (trainer_node/log_consumer.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import redis
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
@@ -25,6 +25,9 @@ _PAGE = 1000
 """Arguments of one script; Lua bears only some thousands."""
 
 
+T = TypeVar("T")
+
+
 class KeyDamaged(UserError, redis.ResponseError):
     """A key holds what Stagecoach never wrote; code that survives a Redis error survives this, too."""
 
@@ -34,6 +37,14 @@ class KeyDamaged(UserError, redis.ResponseError):
             f"delete all its keys (with redis.url=embedded: the folder `redis` in the run's folder), and "
             f"`stagecoach resume` continues it from its newest checkpoint"
         )
+
+
+def sound(read: Callable[[], T]) -> T:
+    """What `read` returns; called once more where it raises `KeyDamaged`, since a reply may be damaged on its way."""
+    try:
+        return read()
+    except KeyDamaged:
+        return read()
 
 
 class RunState(StrEnum):
@@ -161,6 +172,9 @@ class Flow:
 
     def read(self) -> FlowState:
         """All of it at one instant; raises `RunNotFound`, or `KeyDamaged`."""
+        return sound(self._read)
+
+    def _read(self) -> FlowState:
         raw = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.flow))
         try:
             if raw:

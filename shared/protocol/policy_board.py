@@ -11,7 +11,7 @@ import redis
 from shared.errors import Fenced, FragmentError, RedisRolledBack
 from shared.experience.spaces import Columns
 from shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
-from shared.protocol.flow_control import KeyDamaged, RunState
+from shared.protocol.flow_control import KeyDamaged, RunState, sound
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import Ledger
 from shared.protocol.scripts import Script
@@ -80,6 +80,9 @@ class PolicyBoard:
 
     def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:
         """The newest version, or None before the first; raises `KeyDamaged`, or what the store raises."""
+        return sound(lambda: self._fetch(checkpoints))
+
+    def _fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:
         blob, checkpoint = cast(list[bytes | None], self._redis.hmget(self._keys.board, ["blob", "checkpoint"]))
         if blob is None:
             return None

@@ -150,7 +150,7 @@ MALFORMED: list[tuple[Packed, str]] = [
     (spoilt(FRAMES, {"obs#first": np.zeros((2, 4, 6, 6), np.float32)}), "not a stack of 4 byte images"),
     *((spoilt(FRAMES, {}, {"obs": {"stack": stack}}), "obs") for stack in (0, 1, 3, 17, 10**9)),
     (claiming(TERABYTES, "zstd", [4]), f"claims {1 << 44} bytes, its shape 4"),
-    *((claiming(compressed(bytes(10), "lz4"), "lz4", *shapes), "beyond the bound")
+    *((claiming(compressed(bytes(10), "lz4"), "lz4", *shapes), "expected at most")
       for shapes in ([[1 << 33]], [[1 << 31], [1 << 31], [1]], [[1 << 20] * 5])),
     *((claiming(compressed(bytes(10), codec), codec, shape), "shape|claims")
       for codec in ("lz4", "zstd") for shape in ([-10], [-2, -5], [9], [11], [2.0, 5.0], ["10"], [True] * 3)),

@@ -12,7 +12,7 @@ import redis
 from coordinator.lifecycle.preparation import create_flow
 from shared.errors import RunNotFound, WorkerSuperseded
 from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Claim, Flow, RunState
+from shared.protocol.flow_control import Claim, Flow, KeyDamaged, RunState
 from shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
 from shared.protocol.scripts import NAMES, Script, source
 from shared.runtime.run_context import RunContext
@@ -73,6 +73,21 @@ def test_an_unknown_run_is_named_and_nothing_is_written(
     with pytest.raises(RunNotFound, match=unique_run_id):
         ask(Flow(redis_client, unique_run_id), ExperienceLog(redis_client, unique_run_id))
     assert list(redis_client.scan_iter(match=RunKeys(unique_run_id).prefix + "*")) == []
+
+
+def test_damaged_reply_is_read_again(role: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is damaged only where it reads so twice."""
+    ask, damaged = role.redis.hgetall, [b"runn\xffng"]
+
+    def hgetall(key: str) -> Any:
+        found: Any = ask(key)
+        return found | ({b"state": damaged.pop()} if damaged else {})
+
+    monkeypatch.setattr(role.redis, "hgetall", hgetall)
+    assert role.flow.read().state == "running" and not damaged
+    damaged += [b"x", b"x"]
+    with pytest.raises(KeyDamaged, match="its field state"):
+        role.flow.read()
 
 
 def test_asking_again_prolongs_the_lease(role: RunContext) -> None:

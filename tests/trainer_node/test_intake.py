@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
 from shared.errors import DropReason, Fenced
 from shared.experience import fragment, tensor_blob
 from shared.experience.counters import Phase
-from shared.experience.log_entry import STRANGERS
+from shared.experience.log_entry import STRANGERS, LogEntry
 from shared.protocol.events import read_events
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import Count, Ledger, LedgerLine, fast_forward, read_accounting, read_ledger
@@ -310,6 +313,51 @@ def test_a_header_whose_text_no_encoder_takes_is_dropped_and_told(begun: Begun) 
     (event,) = read_events(role.redis, role.run_id)
     assert event.kind == "dropped" and "is schema" in event.text and "caf\\udce9\\x1b]52" in event.text
     assert ledger_lines(role)["total"].balances
+
+
+@pytest.mark.parametrize("reason", ["corrupt", "undecodable"])
+def test_body_damaged_on_its_way_is_read_again(begun: Begun, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """A drop is for good, and a replay of the archive would find the fragment whole."""
+    trainer, worker, role = begun(fragments_per_update=1)
+    read, bad = trainer.log.read, [damaged(worker, reason)]
+
+    def damaging(*arguments: Any) -> list[LogEntry]:
+        return [replace(entry, fragment=bad.pop() if bad else entry.fragment) for entry in read(*arguments)]
+
+    monkeypatch.setattr(trainer.consumer, "_read", damaging)
+    worker.work()
+    assert trainer.take() is not None and not bad
+    assert ledger_lines(role)["worker-0"].dropped == {}
+
+
+@pytest.mark.parametrize("bomb", ["codec", "stack", "endless", "sparse"])
+def test_no_fragment_unpacks_to_more_than_the_run_expects(begun: Begun, bomb: str) -> None:
+    """Some kilobytes may not become gigabytes, or hours, before their shape is compared."""
+    trainer, worker, _ = begun(fragments_per_update=1)
+    packed, header = tensor_blob.decode(fragment.encode(worker.act()))
+    zeros = np.zeros(64 << 20, np.uint8)
+    name = "default/obs"
+    if bomb == "codec":
+        packed[name] = np.frombuffer(zstandard.ZstdCompressor().compress(zeros.tobytes()), np.uint8)
+        header["layout"] = {name: {"codec": "zstd", "shape": [len(zeros)]}}
+    elif bomb == "sparse":
+        packed[name] = np.zeros((0, 16 << 20), np.float32)
+        packed["default/mask"] = np.zeros((STEPS, ENVS), np.bool_)
+        header |= {"sparse": {"default": ["obs"]}, "wire_version": fragment.SPARSE_VERSION}
+    else:
+        slots, count = (0, 1 << 36) if bomb == "endless" else (1 << 20, 4)
+        packed[name + "#first"] = np.zeros((slots, 16, 1), np.uint8)
+        packed[name + "#frames"] = np.zeros((count, slots, 1), np.uint8)
+        packed[name + "#whole"], packed[name + "#where"] = np.zeros((0, 16, 1), np.uint8), np.zeros((0, 2), np.int32)
+        header["layout"] = {name: {"stack": 16}}
+    worker.work(blob=tensor_blob.encode(packed, header))
+    tracemalloc.start()
+    try:
+        assert trainer.take() is None
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20
+    finally:
+        tracemalloc.stop()
+    assert ledger_lines(worker.role)["worker-0"].dropped == {DropReason.SCHEMA: Count(1, SIZE)}
 
 
 def test_every_reason_of_the_ledger_has_a_test_here() -> None:
