@@ -8,7 +8,7 @@ thread, before each checkpoint, so that what it covers is there; a trainer that 
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -47,8 +47,9 @@ from trainer_node.metrics.writer_thread import WriterThread
 from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
-_MOST_METRICS = 1000
-"""Names that one process writes; an environment may make up a new one in each episode."""
+_MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 64
+"""Names that one process writes, and those with `environment/` behind a prefix (none, `eval/`, `eval/confirmation/`):
+an environment may make up a new one in each episode, and each is a column and a curve for good."""
 _QUEUED = 100_000
 """Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
 _FLUSH_SECONDS = 10.0
@@ -73,7 +74,8 @@ class Recorder:
         """Evaluations that are not in the store yet: writers have each once, and after it."""
         self._event: tuple[int, ...] | None = None
         """The id of the last event that is recorded."""
-        self._names: set[str] = set()
+        self._names = defaultdict[str, set[str]](set)
+        """By prefix of an environment's own numbers, '' for all others."""
         self._stored_at = time.monotonic()
         self.failures: Counter[str] = Counter()
         """By writer, the rows that it could not write."""
@@ -195,13 +197,15 @@ class Recorder:
 
     def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
         row = {printable(name, NAME_CHARACTERS): float(value) for name, value in metrics.items()}
-        new = [name for name in row if name not in self._names]
-        left = _MOST_METRICS - len(self._names)
-        self._names.update(new[:left])
-        for name in new[left:]:
-            del row[name]
-        if new[left:]:
-            self._failed("the metrics", f"there are more than {_MOST_METRICS} names, {new[left]!r} is left out")
+        for name in list(row):
+            before, own, _ = name.partition("environment/")
+            names = self._names[before + own if own else ""]
+            if name not in names and len(names) == (most := _MOST_OF_ENVIRONMENT if own else _MOST_METRICS):
+                del row[name]
+                said = f"there are more than {most} names, {name!r} is left out"
+                self._failed(f"some metrics {before}{own}…" if own else "the metrics", said)
+            else:
+                names.add(name)
         return row
 
     @contextmanager

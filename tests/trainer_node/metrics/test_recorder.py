@@ -266,14 +266,27 @@ def test_names_that_an_environment_makes_up_are_printable_text_of_bounded_length
     assert Kept.told[0][1] == found and not recorder.failures
 
 
-def test_there_is_a_bound_on_names(recording: Recording) -> None:
+def test_names_an_environment_makes_up_are_bounded(recording: Recording) -> None:
+    """60 updates of an environment that names each episode made 441 columns; all other metrics keep their place."""
     recorder = recording.begin()
     recorder.record(TRAIN, row(64) | {f"environment/{number}": 1.0 for number in range(2000)})
-    recorder.record(TRAIN, row(128, train__loss=1.0))
+    recorder.record(TRAIN, row(128, environment__7=2.0, environment__new=1.0, train__loss=1.0))
+    recorder.record(EVALUATIONS, row(128, eval__environment__new=1.0))
     recorder.store()
     first, second = (found for _, found in recording.rows(TRAIN))
-    assert len(without_time(first)) == 1000 and without_time(second) == row(128)
-    assert recorder.failures == {"the metrics": 2} and len(recording.events()) == 1
+    assert len(without_time(first)) == 2 + 64
+    assert without_time(second) == row(128, environment__7=2.0, train__loss=1.0)
+    assert without_time(recording.rows(EVALUATIONS)[0][1]) == row(128, eval__environment__new=1.0)
+    (told,) = recording.events()
+    assert "some metrics environment/… cannot be written" in told and "more than 64 names, 'environment/64' is" in told
+
+
+def test_all_names_together_are_bounded(recording: Recording) -> None:
+    recorder = recording.begin()
+    recorder.record(TRAIN, row(64) | {f"agent/{number}": 1.0 for number in range(2000)})
+    recorder.store()
+    assert len(without_time(recording.rows(TRAIN)[0][1])) == 1000
+    assert recorder.failures["the metrics"] == 1002 and len(recording.events()) == 1
 
 
 def test_rows_that_a_restart_undid_are_void_and_recorded_again(recording: Recording) -> None:
