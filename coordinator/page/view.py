@@ -27,6 +27,8 @@ from trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
 _FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0
+_SCRAPE_SECONDS = 3.0
+"""A scrape waits for all runs together; Prometheus gives up after 10 s by default."""
 _REFRESH_SECONDS, _LIST_SECONDS, _FORGET_SECONDS = 1.0, 1.0, 60.0
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 AWAY = (StagecoachError, redis.RedisError, OSError)
@@ -65,12 +67,12 @@ class RunView:
             self._updated_at = time.monotonic()
             self._updated.notify_all()
 
-    def wait(self) -> bool:
+    def wait(self, seconds: float = _PATIENCE_SECONDS) -> bool:
         """Waits until what is known is a moment old, for some seconds at most; whether anything is known."""
         self.wanted.set()
         with self._updated:
             fresh = lambda: time.monotonic() - self._updated_at < _FRESH_SECONDS  # noqa: E731
-            self._updated.wait_for(fresh, timeout=_PATIENCE_SECONDS)
+            self._updated.wait_for(fresh, timeout=max(0.0, seconds))
         return bool(self.told)
 
     @property
@@ -153,9 +155,11 @@ class Views:
             return view
 
     def live(self) -> list[RunView]:
-        """Views of all runs that live here, or may live on other machines."""
+        """Views of all runs that live here, or may live on other machines; one whose Redis is silent has what was known
+        before, and holds up no other."""
         paths = [path for path in run_paths(self.runs_dir) if is_locked(path) or (path / REMOTE).exists()]
-        return [view for view in [self.of(path.name) for path in paths] if view.wait()]
+        views, until = [self.of(path.name) for path in paths], time.monotonic() + _SCRAPE_SECONDS
+        return [view for view in views if view.wait(until - time.monotonic())]
 
     def runs(self) -> list[RunRow]:
         with self._list_lock:

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,6 +344,27 @@ def test_a_store_that_goes_away_is_a_banner_and_what_was_known_stays(
 def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor) -> None:
     text = live_page.ask("/metrics").body.decode()
     assert re.search(r'stagecoach_run_info\{.*run="live",state="running"\} 1\.0', text)
+
+
+def test_silent_redis_of_one_run_holds_up_no_scrape(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach, refresh, answers = view.Views.attach, RunView.refresh, threading.Event()
+
+    def attached(views: view.Views, run_id: str) -> Any:
+        return SimpleNamespace(run_id=run_id) if run_id == "silent" else attach(views, run_id)
+
+    def refreshed(its: RunView) -> None:
+        answers.wait() if its.run.run_id == "silent" else refresh(its)
+
+    monkeypatch.setattr(view.Views, "attach", attached)
+    monkeypatch.setattr(RunView, "refresh", refreshed)
+    monkeypatch.setattr(view, "run_paths", lambda runs_dir: [runs_dir / "silent", runs_dir / "live"])
+    monkeypatch.setattr(view, "is_locked", lambda path: True)
+    monkeypatch.setattr(view, "_SCRAPE_SECONDS", 0.5, raising=False)
+    monkeypatch.setattr(view, "_PATIENCE_SECONDS", 3600.0)
+    try:
+        soon("the other run", lambda: b'run="live",state="running"' in live_page.ask("/metrics").body)
+    finally:
+        answers.set()
 
 
 def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
