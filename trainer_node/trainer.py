@@ -197,13 +197,18 @@ class Trainer:
 
     def _tell(self) -> None:
         counters = self.learner.counters
-        self.incarnation.version, self.incarnation.counters = self.version, counters.as_dict()
+        self.incarnation.version, self.incarnation.counters = self.version, self._counted()
         self._heartbeat.progress = {
             "epoch": self.incarnation.epoch, "version": self.version, "phase": self.state.phase.value,
             "reads_again": self._catching_up, "env_steps": counters.train.env_steps,
             "updates": counters.train.updates, "episodes": counters.train.episodes, **self.recorder.tested,
             "learn_seconds": round(self._metrics.learning_seconds, 3), "lags": lag_buckets(self.consumer.lags),
         }  # fmt: skip
+
+    def _counted(self) -> dict[str, dict[str, int]]:
+        """Counters by phase; evaluation is in no other one than `test`, and nothing that is learned depends on it."""
+        played = {name.removeprefix("test_"): count for name, count in self.recorder.tested.items()}
+        return self.learner.counters.as_dict() | {"test": played}
 
     def _meet_followers(self) -> None:
         """Rank 0 of a group of its epoch, where there are other ranks and something is left to learn."""
@@ -252,6 +257,7 @@ class Trainer:
         with self._heartbeat.waiting("the store to take the end of the run", seconds, outage=True) as wait:
             retry_until_deadline(wait, lambda: writer.finish(last))
             self._flow.set_state(RunState.FINISHED, reason, epoch=self.incarnation.epoch)
+            self.incarnation.counters = self._counted()
             retry_until_deadline(wait, lambda: self.incarnation.write_finished(reason, last))
             retry_until_deadline(wait, self.recorder.store)
             writer.tidy()

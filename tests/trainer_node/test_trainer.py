@@ -11,6 +11,7 @@ import pytest
 from shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
 from shared.experience.log_entry import LogEntry
 from shared.policies.serialization import decode_policy, state_arrays
+from shared.protocol.events import record_evaluation
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import RunState
 from shared.protocol.keys import RunKeys
@@ -88,6 +89,17 @@ def test_a_run_that_reaches_its_bound_is_exhausted_with_final_checkpoint_and_led
     assert pointer is not None and pointer.final == pointer.latest == final
     assert game.role.flow.read().state == "finished"
     assert game.worker.step(0) == "finished"
+
+
+def test_finished_counts_evaluation_apart_from_training(new_game: NewGame) -> None:
+    game = new_game(small(stop_at={"updates": 3}))
+    for version in (0, 2):
+        played = {"version": version, "mean_return": 1.0, "episodes": 4, "env_steps_played": 50}
+        record_evaluation(game.role.redis, game.role.run_id, f"{version}_Step-{64 * version}.ckpt", played)
+    game.finish()
+    counters = game.finished()["counters"]
+    assert counters["test"] == {"env_steps": 100, "episodes": 8}
+    assert counters["train"]["env_steps"] == 3 * STEPS_PER_UPDATE and counters["heatup"]["env_steps"] == 0
 
 
 def test_a_stop_that_comes_while_a_trainer_reads_again_ends_with_what_was_published_before(new_game: NewGame) -> None:
