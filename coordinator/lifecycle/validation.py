@@ -3,8 +3,9 @@
 import logging
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -133,13 +134,14 @@ def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> N
             size = _size(build())
     except Exception:  # a class of the user's own may need real tensors
         size = _size(build())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     copies = _TRAINED_COPIES if config.ray.address == "embedded" else 1
     smaller = "make the network smaller (policies.<id>.hidden_sizes)"
     if size * copies > memory:
         trained = ", to train it takes four times as much" if copies > 1 else ""
         raise ConfigError(
-            f"the policies take {size / 1e9:,.1f} GB{trained}, and this machine has {memory / 1e9:,.1f} GB; {smaller}"
+            f"the policies take {size / 1e9:,.1f} GB{trained}, and a process on this machine has "
+            f"{memory / 1e9:,.1f} GB; {smaller}"
         )
     if config.policy_versions.transport == "redis" and size > _MOST_VALUE_BYTES:
         raise ConfigError(
@@ -148,6 +150,21 @@ def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> N
         )
     with keeping_sigterm():  # PyTorch's threads start here; one could take the signal while Ray is joined
         build()  # perhaps gigabytes, free again at once
+
+
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:
+    """The machine's memory, or what this process's control groups (a container's, SLURM's) allow, if that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in mine.read_text().splitlines() if mine.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        folder, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        parts = PurePosixPath(path).parts[1:]
+        for depth in range(len(parts) + 1):  # a limit of each group above counts as well
+            with suppress(OSError, ValueError):  # `max` is no limit
+                found.append(int(folder.joinpath(*parts[:depth], name).read_text()))
+    return min(found)
 
 
 def _size(policies: dict[str, Policy]) -> int:

@@ -89,7 +89,9 @@ def test_what_no_value_of_redis_holds_is_refused_and_the_store_takes_a_version(m
 @pytest.mark.parametrize("transport", ["redis", "object_store"])
 def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(transport: str) -> None:
     policies = {"default": {"hidden_sizes": [65536] * 100}}
-    with pytest.raises(ConfigError, match=r"the policies take [\d,.]+ GB, to train .* this machine has .*hidden_sizes"):
+    with pytest.raises(
+        ConfigError, match=r"the policies take [\d,.]+ GB, to train .* a process on this machine has .*hidden_sizes"
+    ):
         check(minimal_config(policies=policies, policy_versions={"transport": transport}))
 
 
