@@ -21,22 +21,23 @@ from rollout_worker.environments.factory import evaluation_environment, make_env
 from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from rollout_worker.playing import evaluate_policies
 from shared.config.environment import WrapperConfig
-from shared.config.loading import load_config
+from shared.config.loading import load_config, parse_config, parse_yaml
 from shared.config.run_config import Config
 from shared.config.section import leaves
 from shared.config.sections import EvaluationConfig
-from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
+from shared.config.services import StoreConfig
+from shared.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
 from shared.league.table import kind_of
 from shared.policies.serialization import decode_policy
 from shared.runtime.launch import RESOLVED_CONFIG
 from shared.runtime.user_code import extend_imports, install, with_extra
-from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
-from shared.storage.object_store import FileStore
+from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, CheckpointStore, checkpoint_version
+from shared.storage.object_store import FileStore, access_at, open_folder
 
 _PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}
 _GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."
 _PLAYER = re.compile(r"league\.fixed\.[^.]+\.source")
-_EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
+_EXPECTED = "a run's id, RUN/NAME, s3://bucket/prefix/RUN, or a checkpoint's or a run's folder (also as file:///…)"
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class Found:
     """Whether the config was made on this machine; else it names code only with consent (`require_trust`)."""
 
 
-def find_checkpoint(target: str, runs_dir: Path) -> Found:
+def find_checkpoint(target: str, runs_dir: Path, access: StoreConfig | None = None) -> Found:
     """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a folder.
 
     NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
-    exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
+    exported, or `s3://bucket/prefix/RUN[/NAME]`, in a bucket that is reached as `access` says. Raises `RunNotFound` or
+    `CheckpointNotFound` with what there is.
     """
     whole, sign, policy_id = target.partition("#")
     if sign and not Path(target).exists():
@@ -63,11 +65,10 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
             f"#{policy_id} out: {whole}"
         )
     scheme, separator, rest = target.partition("://")
+    if scheme == "s3" and separator:
+        return _in_bucket(target.rstrip("/"), access)
     if separator and scheme != "file":
-        run_id = rest.rstrip("/").rpartition("/")[2]
-        known = f"; `stagecoach watch {target}` makes a run in a bucket known here: then give {run_id}"
-        hint = known if scheme == "s3" else ""
-        raise CheckpointNotFound(f"no checkpoint is taken from {target}; expected {_EXPECTED}{hint}")
+        raise CheckpointNotFound(f"no checkpoint is taken from {target}; expected {_EXPECTED}")
     folder = Path(rest if separator else target).expanduser().resolve()
     if (folder / MANIFEST).is_file():  # of an upload
         folder = folder.parent
@@ -86,6 +87,21 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     config = run.config()
     store = run.checkpoint_store(config)
     return Found(config, store, store.preferred(name), run.import_path(), run.made_here)
+
+
+def _in_bucket(target: str, access: StoreConfig | None) -> Found:
+    folder, _, last = target.rpartition("/")
+    named = last in MARKS or checkpoint_version(last) is not None
+    location = folder.removesuffix(f"/{CHECKPOINTS.rstrip('/')}") if named else target
+    store, run_id = open_folder(location, access=access)
+    store.check()
+    try:
+        text = store.get(CONFIG).decode(errors="replace")
+    except ObjectMissing:
+        raise CheckpointNotFound(f"no run is at {location}: {CONFIG} is missing there; expected {_EXPECTED}") from None
+    found = CheckpointStore(store, run_id)
+    config = parse_config(parse_yaml(text, f"{location}/{CONFIG}"))
+    return Found(config, found, found.preferred(last if named else None), (), made_here=False)
 
 
 def _in_folder(run_folder: Path, name: str | None = None) -> Found:
@@ -139,7 +155,7 @@ class Evaluation:
 
 def evaluate(
     target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None, *,
-    show: bool = False, stochastic: bool = False, trust_config: bool = False,
+    show: bool = False, stochastic: bool = False, trust_config: bool = False, endpoint_url: str | None = None,
 ) -> Evaluation:  # fmt: skip
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
@@ -152,7 +168,7 @@ def evaluate(
     may name code to import. Raises `UserError` where one does without, `CheckpointNotFound`, `CheckpointDamaged`,
     `EnvironmentUnusable`.
     """
-    found = find_checkpoint(target, runs_dir)
+    found = find_checkpoint(target, runs_dir, access_at(endpoint_url))
     config, name = found.config, found.name
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))

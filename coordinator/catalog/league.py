@@ -15,6 +15,7 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import play_sides, playable
 from shared.config.run_config import Config
+from shared.config.services import StoreConfig
 from shared.errors import CheckpointDamaged, UserError
 from shared.experience.spaces import EnvironmentDescription
 from shared.league.players import LEAGUE
@@ -23,6 +24,7 @@ from shared.policies.registry import build_policies
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore
+from shared.storage.object_store import access_at
 from trainer_node.learning.league import LeagueState, standings, wilson
 
 
@@ -67,12 +69,13 @@ class Result:
 
 def match(
     first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *, greedy: bool = False,
-    trust_config: bool = False,
+    trust_config: bool = False, endpoint_url: str | None = None,
 ) -> Result:  # fmt: skip
     """Plays at least `games` games in the environment of the first of the two that is a run's: on each side that the
     first can take as many, from the same starts; policies draw their actions, or take the best with `greedy`. Raises
     `UserError` where neither is of a run, or one fits no seat."""
-    config, description = _environment_of((first, second), runs_dir, trust_config)
+    access = access_at(endpoint_url)
+    config, description = _environment_of((first, second), runs_dir, trust_config, access)
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
     if len(sides) < 2:
         raise UserError(f"{config.environment.id} has one agent; a match needs two sides")
@@ -81,7 +84,7 @@ def match(
     players: dict[str, PlayerRef] = {}
     draws = False
     for name, source in (("first", first), ("second", second)):
-        players[name], data = find_player("", source, runs_dir, description)
+        players[name], data = find_player("", source, runs_dir, description, access)
         held[players[name].sha256] = data
         draws |= _draws(players[name], data, greedy)
     fits = {name: set(ref.seats) for name, ref in players.items()}
@@ -122,12 +125,14 @@ def _named(seats: set[str]) -> str:
     return ", ".join(sorted(seats)) or "none"
 
 
-def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> tuple[Config, EnvironmentDescription]:
+def _environment_of(
+    sources: tuple[str, str], runs_dir: Path, trusted: bool, access: StoreConfig
+) -> tuple[Config, EnvironmentDescription]:
     extend_imports((os.getcwd(),))
     for source in sources:
         if kind_of(source) == "policy":
             target = source.partition("#")[0]
-            found = find_checkpoint(target, runs_dir)
+            found = find_checkpoint(target, runs_dir, access)
             require_trust(found.config, found.made_here, trusted, target)
             extend_imports(found.import_path)
             return found.config, describe_environment(found.config)

@@ -96,7 +96,12 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return once it is prepar
 Inline = Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")]
 Background = Annotated[bool, typer.Option("--background", hidden=True)]
 _Target = Annotated[
-    str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.", autocompletion=run_ids)
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="RUN (its best), RUN/NAME, a folder, or s3://bucket/prefix/RUN.",
+        autocompletion=run_ids,
+    ),
 ]
 _PagePort = Annotated[
     int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
@@ -255,11 +260,12 @@ def resume(
 
 @app.command(epilog=example("stagecoach replay my-run --from start --to best"))
 def replay(
-    run: RunArgument,
+    run: Place,
     start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
     goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
@@ -267,7 +273,7 @@ def replay(
 
     from shared.runtime.user_code import extend_imports
 
-    handle = attached(run, runs_dir)
+    handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     extend_imports((os.getcwd(), *handle.folder.import_path()))
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("training again", total=None)
@@ -287,11 +293,17 @@ def replay(
 
 
 @app.command(epilog=example("stagecoach status my-run --json"))
-def status(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+def status(
+    run: Place,
+    runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+    as_json: Json = False,
+) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
     from coordinator.cli.live_view import print_status
 
-    found = attached(run, runs_dir).status()
+    found = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url).status()
     console.json(found.as_dict()) if as_json else print_status(found, console)
 
 
@@ -374,13 +386,15 @@ def evaluate(
     stochastic: _Stochastic = False,
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Play a checkpoint, greedily unless told otherwise, and print its score."""
     from coordinator.catalog.checkpoint_lookup import evaluate as score
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
-        found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
+        given: dict[str, Any] = {"stochastic": stochastic, "trust_config": trust_config, "endpoint_url": endpoint_url}
+        found = score(target, runs_dir, episodes, video, **given)
     if as_json:
         console.json({"checkpoint": found.checkpoint, **found.scores, "videos": found.videos})
     else:
@@ -402,6 +416,7 @@ def play(
     fps: Annotated[int | None, typer.Option(min=1, help="With --record: steps per second.")] = None,
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Watch a checkpoint play: the environment shows itself (render_mode=human). Or play yourself, for a dataset."""
     if record is not None:
@@ -411,7 +426,8 @@ def play(
         raise UserError("--keys, --idle, --wait and --fps say how you play; give --record DIR as well")
     from coordinator.catalog.checkpoint_lookup import evaluate as score
 
-    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
+    given: dict[str, Any] = {"stochastic": stochastic, "trust_config": trust_config, "endpoint_url": endpoint_url}
+    _print_scores(score(target, runs_dir, episodes, show=True, **given))
 
 
 def _record(target: str, folder: Path, episodes: int, keys: str, more: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from coordinator.catalog.checkpoint_lookup import named_code
 from coordinator.catalog.checkpoint_operations import State
 from coordinator.cli.live_view import dropped_in_words, ledger_line
-from coordinator.cli.options import NARROW, RUNS, Exit, Json, RunArgument, RunsDir, console, example
+from coordinator.cli.options import NARROW, RUNS, EndpointUrl, Exit, Json, Place, RunsDir, console, example
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
@@ -29,9 +29,9 @@ app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command("list", epilog=example("stagecoach checkpoints my-run --json"))
-def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+def list_(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False) -> None:
     """List the kept checkpoints of a run; `list` may be left out."""
-    handle = Run.attach(run, runs_dir)
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     entries = handle.checkpoints()
     exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
     if as_json:
@@ -71,16 +71,18 @@ def _export_of(handle: Run, name: str) -> dict[str, Any] | None:
 
 
 @app.command(epilog=example("stagecoach checkpoints save my-run"))
-def save(run: RunArgument, runs_dir: RunsDir = RUNS) -> None:
+def save(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None) -> None:
     """Have a live run write a checkpoint after its present update; `list` shows it then."""
-    Run.attach(run, runs_dir).checkpoint()
+    Run.attach(run, runs_dir, endpoint_url=endpoint_url).checkpoint()
     console.print(f"{run}: a checkpoint is written after the present update")
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))
-def verify(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+def verify(
+    run: Place, name: Name = None, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False
+) -> None:
     """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
-    verdicts = Run.attach(run, runs_dir).verify(name)
+    verdicts = Run.attach(run, runs_dir, endpoint_url=endpoint_url).verify(name)
     if as_json:
         console.json(verdicts)
     else:
@@ -98,9 +100,11 @@ def verify(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_jso
 
 
 @app.command(epilog=example("stagecoach checkpoints show my-run best"))
-def show(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+def show(
+    run: Place, name: Name = None, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False
+) -> None:
     """Show where a checkpoint (by default the latest) comes from: parent, config, log range, ledger, objects."""
-    handle = Run.attach(run, runs_dir)
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     store = handle.checkpoint_store()
     manifest = store.manifest(store.resolve(name or "latest"))
     entry = next((entry for entry in handle.checkpoints() if entry["name"] == manifest.name), {})
@@ -178,19 +182,20 @@ def _kib(size: int, unit: str = " KiB") -> str:
 
 @app.command(epilog=example("stagecoach checkpoints prune my-run --keep-last 1 --dry-run"))
 def prune(
-    run: RunArgument,
+    run: Place,
     keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest K.")] = None,
     keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the best B by evaluation.")] = None,
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep every M-th by policy version.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Apply the retention rule to a run that is not live; the latest, best, final and promoted always stay.
 
     What is not given is as in the run's config. A live run's trainer prunes by itself.
     """
-    handle = Run.attach(run, runs_dir)
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     removed = handle.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
     if as_json:
         console.json(removed)
@@ -206,10 +211,11 @@ def prune(
 
 @app.command(epilog=example("stagecoach checkpoints promote my-run best"))
 def promote(
-    run: RunArgument,
+    run: Place,
     name: Name = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take the mark away.")] = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Mark a checkpoint for deployment, if it is whole and its weights are finite.
 
@@ -217,23 +223,24 @@ def promote(
     """
     if (name is None) != clear:
         raise UserError(f"give the name of a checkpoint (or {_MARKS}), or --clear")
-    found = Run.attach(run, runs_dir).promote(name)
+    found = Run.attach(run, runs_dir, endpoint_url=endpoint_url).promote(name)
     text = f"{found} is {'no longer ' if clear else ''}promoted" if found else "nothing was promoted"
     console.text(f"{run}: {text}")
 
 
 @app.command(epilog=example("stagecoach checkpoints export my-run best exported"))
 def export(
-    run: RunArgument,
+    run: Place,
     rest: Annotated[list[str], typer.Argument(metavar="[NAME] DIR", help=f"NAME may be {_MARKS}.")],
     onnx: Annotated[bool, typer.Option("--onnx", help="DIR/POLICY.onnx instead: to act without Stagecoach.")] = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Copy a checkpoint (by default the promoted, best or latest one) to DIR/RUN, for use on any machine."""
     if len(rest) > 2:
         raise UserError(f"export: expected [NAME] DIR, found {' '.join(rest)}")
     *name, directory = rest
-    handle = Run.attach(run, runs_dir)
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     if onnx:
         made, files = handle.export_onnx(Path(directory), *name)
         console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))

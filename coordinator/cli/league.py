@@ -98,13 +98,15 @@ def match(
     ] = False,
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Let two players play each other, as many games on each side, from the same starts."""
     from coordinator.catalog.league import match as played
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
-        found = played(first, second, games, runs_dir, seed, greedy=greedy, trust_config=trust_config).as_dict()
+        given: dict[str, Any] = {"greedy": greedy, "trust_config": trust_config, "endpoint_url": endpoint_url}
+        found = played(first, second, games, runs_dir, seed, **given).as_dict()
     if as_json:
         console.json({"first": first, "second": second, **found})
         return

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
 from shared.config.run_config import Config
+from shared.config.services import StoreConfig
 from shared.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
 from shared.league.mean import MEAN, decode_mixture, is_mixture, read_mean
@@ -50,7 +51,7 @@ def with_fixed_players(
                 _check_function(field := f"league.fixed.{name}", import_object(known.source, field, kind="function"))
             fixed[name] = player.model_copy(update={key: getattr(known, key) for key in ("kind", "sha256", "seats")})
             continue
-        ref, data = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description)
+        ref, data = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description, config.store)
         if not ref.seats:
             raise ConfigError(
                 f"league.fixed.{name}={player.source} was made for other observation or action spaces than those of "
@@ -72,7 +73,7 @@ def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> No
         if player.sha256:
             data = read.get(player.sha256)
             if data is None:
-                data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
+                data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir, config.store)
             if player_hash(data) != player.sha256:
                 raise ConfigError(_changed(name, player.source, player.sha256))
             write_player(store, data)
@@ -85,7 +86,9 @@ def _changed(name: str, source: str, sha256: str) -> str:
     )
 
 
-def find_player(name: str, source: str, runs_dir: Path, description: EnvironmentDescription) -> tuple[PlayerRef, bytes]:
+def find_player(
+    name: str, source: str, runs_dir: Path, description: EnvironmentDescription, access: StoreConfig | None = None
+) -> tuple[PlayerRef, bytes]:  # fmt: skip
     """Resolves a source to a player, with the seats whose spaces it fits, and to its bytes (empty for a random or a
     scripted one). `name` is the field of the config, or empty. Raises `ConfigError` where it cannot be found."""
     field, kind = f"{name}={source}" if name else source, kind_of(source)
@@ -94,7 +97,7 @@ def find_player(name: str, source: str, runs_dir: Path, description: Environment
         _check_function(field, import_object(source, name or "a player", kind="function"))
     if kind in ("random", "function"):
         return PlayerRef(kind, "", source, every), b""
-    data = read_player(field, source, runs_dir)
+    data = read_player(field, source, runs_dir, access)
     kind = "mixture" if kind == "policy" and is_mixture(data) else kind
     fits = _onnx_fits if kind == "onnx" else _policy_fits
     seats = tuple(seat for seat in every if fits(field, data, description.policies[seat]))
@@ -110,12 +113,12 @@ def _check_function(field: str, function: object) -> None:
         raise ConfigError(f"{field} is called with two arguments, and cannot be: {why}; {expected}")
 
 
-def read_player(field: str, source: str, runs_dir: Path) -> bytes:
+def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | None) -> bytes:
     try:
         if kind_of(source) == "onnx":
             return Path(source).expanduser().read_bytes()
         target, _, policy_id = source.partition("#")
-        found = find_checkpoint(target, runs_dir)
+        found = find_checkpoint(target, runs_dir, access)
         objects = found.store.load(found.name, only=_POLICY_FILE).objects
     except OSError as error:
         raise ConfigError(f"{field} cannot be read: {error.strerror}; expected an ONNX file") from None

@@ -196,7 +196,8 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
         if target not in loaded:
             own = "" if config.policies[policy_id].initialize_from is None else f"policies.{policy_id}."
             try:
-                found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
+                found = find_checkpoint(target, config.runs_dir, config.store)
+                needed = "policy", "algorithm", "rewards"
                 only = tuple(f"{name}.safetensors" for name in needed)
                 loaded[target] = found, found.store.load(found.name, only=only)
             except (RunNotFound, CheckpointNotFound) as error:

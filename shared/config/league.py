@@ -128,7 +128,8 @@ class FixedPlayerConfig(Section):
     """A player from elsewhere. `kind`, `sha256` and `seats` are filled in when the run starts."""
 
     source: str = Field(min_length=1)
-    """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]` or a checkpoint's folder;
+    """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]`, where RUN may be
+    `s3://bucket/prefix/RUN` (reached as this run's store is), or a checkpoint's folder;
     `RUN#PLAYER`, a snapshot of that run's league; `RUN#mean`, its mean strategy; or a file `….onnx`. It is copied into
     this run's store."""
     weight: float = Field(1.0, gt=0, le=1000)

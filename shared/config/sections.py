@@ -352,7 +352,8 @@ class ConfigFields(Section):
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = Field(None, min_length=1)
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there, or a snapshot of its
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; RUN may be `s3://bucket/prefix/RUN`, reached as this run's
+    store is; `#POLICY` behind it names one there, or a snapshot of its
     league. Where the same algorithm learned it, critics, temperature and reward statistics are taken, too; counters
     and optimizers begin anew. An event says so. The source is only read."""
     heatup: HeatupField = HeatupConfig()

@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
 from shared.config.run_config import Config
 from shared.config.services import StoreConfig
 from shared.errors import DeletionRefused, ObjectMissing, StoreError, StoreUnavailable, UserError
 from shared.protocol.redis_client import Address
 from shared.storage.local_disk import TEMPORARY, folders_of, replacing, sync, unwritten
 from shared.storage.s3_store import S3Store, s3_client
+
+_ACCESS = ("endpoint_url", "region", "addressing_style", "ca_file")
+"""Fields of the store's section that say how a bucket is reached."""
 
 
 class ObjectStore(Protocol):
@@ -150,8 +155,13 @@ def open_store(address: Address, config: Config) -> ObjectStore:
     return _open(address, config.store)
 
 
-def open_folder(location: str, endpoint_url: str | None = None) -> tuple[ObjectStore, str]:
-    """The store and id of a run whose folder a person names (a path, `file://…`, `s3://…`); raises `UserError`."""
+def open_folder(
+    location: str, endpoint_url: str | None = None, access: StoreConfig | None = None
+) -> tuple[ObjectStore, str]:  # fmt: skip
+    """The store and id of a run whose folder a person names (a path, `file://…`, `s3://…`); raises `UserError`.
+
+    A bucket is reached as `access` says, else as `access_at` finds.
+    """
     scheme, separator, rest = location.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else location).expanduser().resolve()
@@ -159,7 +169,18 @@ def open_folder(location: str, endpoint_url: str | None = None) -> tuple[ObjectS
     base, _, run_id = rest.rstrip("/").rpartition("/")
     if scheme != "s3" or not base:
         raise UserError(f"expected a run's folder (a path, file:///… or s3://bucket/prefix/run), found {location!r}")
-    return _open(Address(run_id, "", f"s3://{base}", endpoint_url), StoreConfig()), run_id
+    access = access or access_at(endpoint_url)
+    return _open(Address(run_id, "", f"s3://{base}", access.endpoint_url), access), run_id
+
+
+def access_at(endpoint_url: str | None) -> StoreConfig:
+    """How a bucket is reached that no config tells of: by an endpoint, and by the variables STAGECOACH__STORE__…"""
+    values = {name: os.environ.get(f"STAGECOACH__STORE__{name.upper()}") for name in _ACCESS}
+    values["endpoint_url"] = endpoint_url or values["endpoint_url"]
+    try:
+        return StoreConfig.model_validate({name: value for name, value in values.items() if value})
+    except ValidationError as error:
+        raise UserError(f"STAGECOACH__STORE__…: {error.errors()[0]['msg']}") from None
 
 
 def _open(address: Address, config: StoreConfig) -> ObjectStore:

@@ -198,9 +198,8 @@ def test_it_can_be_watched_and_draws_the_same_episodes(runs: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("s3://bucket/my-run", "`stagecoach watch s3://bucket/my-run` makes a run in a bucket known here: then give m"),
-        ("gs://bucket/my-run", "no checkpoint is taken from gs://bucket/my-run; expected a run's id, RUN/NAME, or"),
-        ("file:///no/such/folder", "there is no folder /no/such/folder; expected a run's id, RUN/NAME, or the folder"),
+        ("gs://bucket/my-run", "no checkpoint is taken from gs://bucket/my-run; expected a run's id, RUN/NAME, s3"),
+        ("file:///no/such/folder", "there is no folder /no/such/folder; expected a run's id, RUN/NAME, s3://bucket"),
         ("./nowhere", "/nowhere; expected a run's id"),
     ],
 )

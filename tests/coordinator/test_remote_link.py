@@ -17,9 +17,12 @@ import pytest
 import yaml
 
 from coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
+from coordinator.lifecycle.fixed_players import find_player
+from coordinator.lifecycle.launcher import first_policies
 from coordinator.lifecycle.ray_job import JobServer
 from coordinator.lifecycle.run_lease import RunLease
 from coordinator.run import Run
+from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from shared.protocol.heartbeat import Wait, poll
@@ -27,6 +30,7 @@ from shared.protocol.keys import RunKeys
 from shared.protocol.redis_client import Address
 from shared.runtime.run_context import open_run_context
 from tests.conftest import RedisServer, minimal_config
+from tests.support.command_line import Stagecoach, check_refused
 from tests.support.groups import some_quick
 from tests.support.speed import stretched
 
@@ -52,6 +56,30 @@ def _config(runs: Path, servers: tuple[str, str], **sections: Any) -> Config:
         "store": {"url": "s3://stagecoach", "endpoint_url": servers[1]},
     }  # fmt: skip
     return minimal_config(**common | sections)
+
+
+def test_run_in_a_bucket_is_played_and_begun_from(
+    far: Run, servers: tuple[str, str], tmp_path: Path, stagecoach: Stagecoach
+) -> None:
+    """By its place in the bucket: played, listed, the beginning of another run, and a fixed player of a league."""
+    place, name = f"s3://stagecoach/{far.run_id}", far.checkpoint_store().resolve("final")
+    at = "--endpoint-url", servers[1]
+    assert stagecoach("evaluate", place, "--json", *at).json()["checkpoint"] == far.checkpoint_store().preferred()
+    for target in (f"{place}/final", f"{place}/{name}", f"{place}/checkpoints/{name}"):
+        assert stagecoach("evaluate", target, "--json", *at).json()["checkpoint"] == name
+    check_refused(stagecoach("evaluate", f"{place}-not", *at), "config.yaml is missing there")
+    check_refused(stagecoach("evaluate", f"{place}/9_Step-9.ckpt", *at), "no checkpoint '9_Step-9.ckpt'", name)
+    assert name in stagecoach("checkpoints", "list", place, *at).ok()
+    assert read_remote(tmp_path / "runs" / far.run_id) is not None
+    store = {"url": "embedded", "endpoint_url": servers[1]}
+    own: dict[str, Any] = {"redis": {"url": "embedded"}, "store": store, "initialize_from": f"{place}/final"}
+    config = _config(tmp_path / "next", servers, **own)
+    description = describe_environment(config)
+    (begun,) = first_policies(config, description).values()
+    assert begun.checkpoint.manifest.name == name
+    player, data = find_player("league.fixed.rival", f"{place}/final", config.runs_dir, description, config.store)
+    assert data == far.checkpoint_store().load(name).objects["default/policy.safetensors"]
+    assert (player.kind, player.seats) == ("policy", ("default",))
 
 
 def _lease(run: Run) -> RunLease:
@@ -222,6 +250,7 @@ def _process(code: str, told: str, *arguments: str) -> Iterator[subprocess.Popen
 _OTHER_COORDINATOR = """
 import json, sys, time
 from coordinator.lifecycle import run_lease
+from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.protocol.redis_client import Address
 from shared.runtime.run_context import open_run_context
