@@ -93,6 +93,7 @@ install_all() {
   trap 'rm -rf "$wheels"' EXIT
   "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$here/.." || fail "$here/.. cannot be built into a wheel"
   for host in $(hosts); do
+    # shellcheck disable=SC2016 # $pip over there
     tar -C "$here/.." -c constraints.txt -C "$wheels" . |
       on "$host" 'rm -rf stagecoach-wheel && mkdir stagecoach-wheel && tar -x -C stagecoach-wheel &&
         { test -x stagecoach-venv/bin/python || python3 -m venv stagecoach-venv; } &&
