@@ -4,6 +4,7 @@ It delegates: starting to lifecycle/launcher.py, its checkpoints to catalog/chec
 run's Redis while the run is live, and its store always.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Self
 import redis
 
 from coordinator.catalog import checkpoint_operations as operations
-from coordinator.catalog.checkpoint_lookup import require_trust
+from coordinator.catalog.checkpoint_lookup import named_code, require_trust
 from coordinator.catalog.checkpoint_operations import Removed, Verdict
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder, Submission, link
@@ -37,6 +38,7 @@ from shared.protocol.flow_control import Flow, RunState
 from shared.protocol.heartbeat import Wait, poll
 from shared.protocol.quarantine import drop_ranges
 from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
+from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.export_record import Export
 from shared.storage.log_archive import Archive, experience
@@ -311,12 +313,23 @@ class Run:
             return operations.withdraw(self.checkpoint_store())
         return operations.promote(self.checkpoint_store(), checkpoint, live=self.live).checkpoint
 
-    def export(self, directory: Path, checkpoint: str | None = None) -> Path:
+    def _import_algorithms(self, trust_config: bool) -> None:
+        """Imports the user's own algorithms, which bring their kinds of policy; raises `UserError` without trust."""
+        if any("algorithm" in field for field in named_code(self.config)):
+            require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
+            extend_imports((os.getcwd(), *self.folder.import_path()))
+            self.config.algorithms()
+
+    def export(self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
         """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; returns its folder."""
+        self._import_algorithms(trust_config)
         return operations.export(self.checkpoint_store(), self.config, checkpoint, directory)
 
-    def export_onnx(self, directory: Path, checkpoint: str | None = None) -> tuple[Export, dict[str, Path]]:
+    def export_onnx(
+        self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False
+    ) -> tuple[Export, dict[str, Path]]:  # fmt: skip
         """Writes the policies of a checkpoint as ONNX files; returns how they compare with torch, and the files."""
+        self._import_algorithms(trust_config)
         return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, directory)
 
     def prune(

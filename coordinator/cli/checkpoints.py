@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from coordinator.catalog.checkpoint_lookup import named_code
 from coordinator.catalog.checkpoint_operations import State
 from coordinator.cli.live_view import dropped_in_words, ledger_line
-from coordinator.cli.options import NARROW, RUNS, EndpointUrl, Exit, Json, Place, RunsDir, console, example
+from coordinator.cli.options import NARROW, RUNS, EndpointUrl, Exit, Json, Place, RunsDir, TrustConfig, console, example
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
@@ -233,6 +233,7 @@ def export(
     run: Place,
     rest: Annotated[list[str], typer.Argument(metavar="[NAME] DIR", help=f"NAME may be {_MARKS}.")],
     onnx: Annotated[bool, typer.Option("--onnx", help="DIR/POLICY.onnx instead: to act without Stagecoach.")] = False,
+    trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
     endpoint_url: EndpointUrl = None,
 ) -> None:
@@ -242,10 +243,10 @@ def export(
     *name, directory = rest
     handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     if onnx:
-        made, files = handle.export_onnx(Path(directory), *name)
+        made, files = handle.export_onnx(Path(directory), *name, trust_config=trust_config)
         console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))
         return
-    folder = handle.export(Path(directory), *name)
+    folder = handle.export(Path(directory), *name, trust_config=trust_config)
     trust = " --trust-config" if named_code(handle.config) else ""
     console.text(folder, f"  stagecoach evaluate {folder}{trust}")
 

@@ -227,3 +227,23 @@ def test_what_cannot_be_is_refused_in_one_line(
         check(load_config(write_config(folder, algorithm, **more), environ={}))
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in said), str(refused.value)
+
+
+def test_own_network_is_exported_by_the_class_of_its_config(
+    stagecoach: Stagecoach, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that has not imported it; a config from elsewhere needs trust before its code runs."""
+    stagecoach("train", str(write_config(tmp_path, BANDIT)), "--run-id", "own", "--inline").ok()
+    monkeypatch.setattr("shared.policies.registry._registered", {})
+    for name in ("my_pkg", MODULE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    stagecoach("checkpoints", "export", "own", "copy").ok()
+    monkeypatch.setattr("shared.policies.registry._registered", {})
+    for name in ("my_pkg", MODULE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    told = stagecoach("checkpoints", "export", "own", "onnx", "--onnx")
+    assert "no class for policies of kind" not in told.out + told.err and MODULE in sys.modules
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.setattr("coordinator.catalog.run_folder.RunFolder.made_here", False)
+    check_refused(stagecoach("checkpoints", "export", "own", "other"), f"{MODULE}:Bandit", "--trust-config")
+    assert MODULE not in sys.modules
