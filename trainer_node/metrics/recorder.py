@@ -47,7 +47,7 @@ from trainer_node.metrics.writer_thread import WriterThread
 from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
-_MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 64
+_MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 128
 """Names that one process writes, and those with `environment/` behind a prefix (none, `eval/`, `eval/confirmation/`):
 an environment may make up a new one in each episode, and each is a column and a curve for good."""
 _QUEUED = 100_000

@@ -274,11 +274,11 @@ def test_names_an_environment_makes_up_are_bounded(recording: Recording) -> None
     recorder.record(EVALUATIONS, row(128, eval__environment__new=1.0))
     recorder.store()
     first, second = (found for _, found in recording.rows(TRAIN))
-    assert len(without_time(first)) == 2 + 64
+    assert len(without_time(first)) == 2 + 128
     assert without_time(second) == row(128, environment__7=2.0, train__loss=1.0)
     assert without_time(recording.rows(EVALUATIONS)[0][1]) == row(128, eval__environment__new=1.0)
     (told,) = recording.events()
-    assert "some metrics environment/… cannot be written" in told and "more than 64 names, 'environment/64' is" in told
+    assert "some metrics environment/… cannot be written" in told and "more than 128 names, 'environment/128'" in told
 
 
 def test_all_names_together_are_bounded(recording: Recording) -> None:
