@@ -101,7 +101,7 @@ class Encoder(nn.Module):
             elif leaf.nvec or normalizer is None:
                 parts.append(flat(values, leaf))
             else:
-                parts.append(normalizer(name, flat(values, leaf)))
+                parts.append(normalizer(name, values.reshape(-1, leaf.size)))
         features: Tensor = self.mlp(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return unrounded(features)
 
@@ -225,6 +225,8 @@ def flat(values: Tensor, leaf: Leaf) -> Tensor:
 
 
 _EPSILON = 1e-8
+_WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
+"""Numbers that a float32 rounds: their mean is subtracted before it does."""
 
 
 class RunningMoments(nn.Module):
@@ -243,7 +245,11 @@ class RunningMoments(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         shift, scale, bound = (cast(Tensor, getattr(self, name)) for name in ("shift", "scale", "bound"))
-        return torch.clamp((values - shift) * scale, -bound, bound)
+        if values.dtype in _WIDE:  # a time stamp as a float32 is off by a minute
+            moved = (values.to(torch.float64) - cast(Tensor, self.mean)).to(torch.float32)
+        else:
+            moved = values.to(torch.float32) - shift
+        return torch.clamp(moved * scale, -bound, bound)
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:

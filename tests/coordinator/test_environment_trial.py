@@ -43,6 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one-element reward": ({"id": "PaysAnArray"}, ["note: step() returned an array of shape (1,) and dtype float64"]),
     "two rewards": ({"id": "PaysTwice"}, ["fatal: step() returned an array of shape (2,) and dtype float64 as reward"]),
     "gray image": ({"id": "Gray"}, ["note: the observation is an array [36, 36] of uint8"]),
+    "offset": ({"id": "Stamped"}, ["note: what is observed differs by 19 around 1.79e+09"]),
     "bounds": (
         {"id": "OutOfBounds"},
         ["note: reset() returned an observation of dtype float64", "wrong: reset() returned an observation from -"],

@@ -281,3 +281,16 @@ def test_vectors_are_normalized_and_images_and_choices_are_not() -> None:
     vectors = normal[:, changed]
     torch.testing.assert_close(vectors.mean(0), torch.zeros(5), rtol=0, atol=1e-4)
     torch.testing.assert_close(vectors.std(0, correction=0), torch.ones(5), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_large_offset_is_subtracted_before_rounding(dtype: Any) -> None:
+    """Of a time stamp in seconds, which float32 rounds to multiples of 128."""
+    observation = describe_space(spaces.Box(0, 2e9, (1,), dtype))
+    normalizer, encoder = ObservationNormalizer(observation, 10.0), Encoder(observation, PLAIN)
+    stamps = (1_790_000_000 + np.arange(100)).astype(dtype)[:, np.newaxis]
+    normalizer.update({"obs": torch.from_numpy(stamps)})
+    features = encoder({"obs": torch.from_numpy(stamps)}, normalizer)
+    assert features.dtype == torch.float32
+    expected = (np.arange(100) - 49.5) / np.arange(100).std()
+    np.testing.assert_allclose(features.detach().numpy()[:, 0], expected, atol=1e-5)

@@ -77,6 +77,16 @@ Mission = changed(
 )
 
 
+class Stamped(Good):
+    """Observes the time in seconds."""
+
+    observation_space = spaces.Box(0, np.inf, (1,), np.float64)
+    length = 20
+
+    def observe(self) -> Any:
+        return np.array([1_790_000_000.0 + self._steps])
+
+
 class OldGym(Good):
     """No seed, the observation alone, four values."""
 

@@ -41,6 +41,8 @@ from shared.runtime.process import tell_of_exits
 
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _COMPARED_STEPS = 20
+_SPREAD = 1e-6
+"""Of a number, beyond which float32's seven digits tell its values apart."""
 _GRAY = 16
 """The shortest side of what may be meant as a picture."""
 _LONGEST_SECONDS = 60.0
@@ -66,6 +68,8 @@ class Check:
         """Whether an `info` has a mask, and what is observed has none."""
         self._ended: set[str] = set()
         """Agents that have ended and are in `env.agents` since: none of them acts."""
+        self._spread: dict[tuple[str, str], tuple[Array, Array]] = {}
+        """Agent and column → the least and the largest of each number observed."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
@@ -76,6 +80,7 @@ class Check:
             ended, played = self._play(steps)
             self._report.chatter()
             self._check_info(played)
+            self._check_spread()
             if self._mask_untaken:
                 found, remedy = f"info has an {KEY}, which nothing acts by", "set environment.action_mask: info, or off"
                 self._report.add(NOTE, found, "one that is observed, with environment.action_mask=auto", remedy)
@@ -136,6 +141,9 @@ class Check:
             found = "environment.parameters are given by reset(options=…), and it does not say which of them it reads"
             remedy = "add it, or use environment.parameters_by: attributes, or rebuild"
             self._report.add(NOTE, found, "an attribute reset_options, a list of their names", remedy)
+        self._columns = {
+            agent: description.policies[policy_id].observation.own for agent, policy_id in description.agents.items()
+        }
         for agent in description.agents:
             observed, done = self._env.observation_space, self._env.action_space
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
@@ -181,6 +189,7 @@ class Check:
                 expected = "a new array for each (Stagecoach copies them; others may not)"
                 self._report.add(NOTE, found, expected, "return obs.copy()")
             kept = observations, _copied(observations)
+            self._note_spread(observations)
             observations, over = self._step(self._actions(observations))
             if over and step < steps - 1:
                 ended, kept = True, None
@@ -312,6 +321,27 @@ class Check:
             if not 0 <= vector_env.scalar(OUTCOME, outcome).get(OUTCOME, -1) <= 1:
                 found = f"step() returned {shown(outcome)} as info[{OUTCOME!r}]"
                 self._report.add(WRONG, found, "a number from 0 (lost) to 1 (won)", "else the sides' returns decide")
+
+    def _note_spread(self, observations: Mapping[str, Any]) -> None:
+        for agent, observation in observations.items():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # what does not fit its space is told elsewhere
+                for name, array in self._columns[agent].flatten("obs", observation).items():
+                    if array.dtype.kind == "f" or array.dtype.itemsize > 2:
+                        wide = array.astype(np.float64)
+                        least, most = self._spread.get((agent, name), (wide, wide))
+                        self._spread[agent, name] = np.minimum(least, wide), np.maximum(most, wide)
+
+    def _check_spread(self) -> None:
+        """Notes numbers that hardly differ beside what they are: as float32 they are all the same."""
+        for least, most in self._spread.values():
+            spread = most - least
+            found = (spread > 0) & (spread < _SPREAD * np.abs(most))
+            if found.any():
+                first = np.flatnonzero(found)[0]
+                told = f"what is observed differs by {spread.flat[first]:.3g} around {most.flat[first]:.3g}"
+                remedy = "subtract an offset (a time stamp's start) in the environment, else use float64 with"
+                remedy = f"{remedy} policies.<id>.normalize_observations, which subtracts the mean before it rounds"
+                self._report.add(NOTE, told, "numbers that float32 tells apart", remedy)
 
     def _check_info(self, played: int) -> None:
         """Whether each column of `environment.info_columns` was told at all."""
