@@ -47,7 +47,9 @@ start_redis() {
   [[ $url =~ ^redis://([^:/@]+):([0-9]+)(/[0-9]+)?$ ]] || fail "STAGECOACH__REDIS__URL=$url is not redis://HOST:PORT/0"
   host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}
   if ! alive redis; then
-    binary=$("$python" -c 'from coordinator.services.embedded import redis_binary; print(redis_binary())')
+    binary=$("$python" -c 'import pathlib, sys
+from coordinator.services.redis_servers import redis_binary_for
+print(redis_binary_for(pathlib.Path(sys.argv[1])))' "$folder/redis")
     mkdir -p "$folder/redis"
     "$python" "$here/make_acl.py" >"$folder/users.acl"
     {
