@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,54 +38,147 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client of gRPC says first (RFC 9113, 3.4); a server that is at work says its settings then, token or not."""
 _LEAVE_SECONDS = 50.0
 """After sixty without a GCS Ray would end this process; leaving it takes a moment, ten seconds with its metrics on."""
+_DIED = "Ray has died"
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayHead:
-    """Launches (where embedded) and connects to Ray; one that this process is connected to already is used as it is."""
+    """One run's hold on this process's Ray; a Ray that somebody else has joined in this process is used as it is."""
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        global _driver
+        with _STARTING:
+            if _driver is None and not (ray_internals.imported() and sys.modules["ray"].is_initialized()):
+                _driver = _Driver(config, logs)
+            self._driver = _driver
+            if _driver is not None:
+                _driver.admit(self, config.ray.address)
+                self._generation = _driver.generation
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this process has started it: one machine, and a GCS that may die while it is asked something."""
+        return self._driver is not None and self._driver.head is not None
+
+    @property
+    def fate(self) -> str:
+        """Of a Ray that is lost, in words."""
+        return _DIED if self._driver is None else self._driver.fate
+
+    def lost(self, notice: bool = False) -> bool:
+        """Whether embedded Ray has died; with `notice` also where only a part of it has, just now."""
+        driver = self._driver
+        return driver is not None and (driver.generation != self._generation or driver.lost(notice))
+
+    def start_again(self) -> None:
+        """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
+        assert self._driver is not None
+        self._generation = self._driver.start_again(self, self._generation)
+
+    def wait(self) -> None:
+        """Until embedded Ray serves, which takes seconds: others start meanwhile. Raises `ServiceError`."""
+        if self._driver is not None:
+            self._driver.wait()
+
+    def connect(self) -> None:
+        """Makes this process a driver; raises `UserError` where it cannot join."""
+        if self._driver is not None:
+            self._driver.connect()
+
+    def stop(self) -> None:
+        """Lets go of Ray. The last run of this process disconnects, and ends an embedded one, whose logs move to the
+        folder of the run that launched it."""
+        global _driver
+        with _STARTING:
+            if self._driver is not None and self._driver.dismiss(self):
+                _driver = None
+
+
+class _Driver:
+    """This process as the driver of a Ray, launched (where embedded) and joined for the first of its runs.
+
+    A process can be the driver of one Ray at a time: its runs share it, and the last one to end leaves it.
+    """
 
     def __init__(self, config: Config, logs: Path) -> None:
         self._logs, self._address, self._cpus = logs, config.ray.address, config.ray.num_cpus
         self._silent_seconds = config.rollout.service_silent_seconds
-        self._owned = not ray_internals.imported() or not sys.modules["ray"].is_initialized()
         self._unwatch = threading.Event()
-        self.fate = "Ray has died"
-        """Of a Ray that is lost, in words."""
-        if self._owned:
-            ray_internals.outlive_ray()
-            # nothing reads Ray's metrics and records of tasks, and a driver that leaves a dead Ray would wait for both
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-            os.environ.setdefault("RAY_enable_metrics_collection", "0")
-        self._head = self._launch() if self._owned and config.ray.address == "embedded" else None
+        self._joined = False
+        self._changed = threading.Condition(threading.RLock())
+        self._users, self._leaving = set[RayHead](), set[RayHead]()
+        self.generation = 0
+        """How many Rays have died before this one."""
+        self.fate = _DIED
+        ray_internals.outlive_ray()
+        # nothing reads Ray's metrics and records of tasks, and a driver that leaves a dead Ray would wait for both
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        self.head = self._launch() if config.ray.address == "embedded" else None
 
     def _launch(self) -> RayService:
         os.environ["RAY_AUTH_MODE"] = "token"
         token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # one for all runs of this process
         cpus = self._cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
-        return RayService(self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
+        launch = partial(RayService, self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
+        if threading.current_thread() is threading.main_thread():
+            return launch()
+        launched = Future[RayService]()
 
-    @property
-    def embedded(self) -> bool:
-        """Whether this process has started it: one machine, and a GCS that may die while it is asked something."""
-        return self._head is not None
+        def keep() -> None:  # it ends with the thread that starts it, which must not be that of one run
+            try:
+                launched.set_result(service := launch())
+            except BaseException as error:
+                launched.set_exception(error)
+            else:
+                service.process.wait()
 
-    def lost(self, notice: bool = False) -> bool:
-        """Whether embedded Ray has died; with `notice` also where only a part of it has, just now."""
-        if self._head is None:
+        threading.Thread(target=keep, name="ray-keeper", daemon=True).start()
+        return launched.result()
+
+    def admit(self, user: RayHead, address: str) -> None:
+        """Counts a run among its users; raises `UserError` for one that needs another Ray."""
+        if address != self._address:
+            raise UserError(
+                f"ray.address={address}: another run of this process uses ray.address={self._address}, and a process "
+                f"joins one Ray at a time; start this run in a process of its own"
+            )
+        with self._changed:
+            self._users.add(user)
+
+    def dismiss(self, user: RayHead) -> bool:
+        """Lets a user go; leaves Ray, and returns True, where that was the last one."""
+        with self._changed:
+            if user not in self._users:  # let go before
+                return False
+            self._users.discard(user)
+            self._leaving.discard(user)
+            self._changed.notify_all()
+            if self._users:
+                return False
+            self._unwatch.set()
+            if ray_internals.imported():
+                _leave()
+            if self.head is not None:
+                self.head.stop()
+            return True
+
+    def lost(self, notice: bool) -> bool:
+        if self.head is None:
             return False
         # where /proc does not tell, it ends by itself, if it is to
-        patience = (_NOTICE_SECONDS if self._parts() is None else _SETTLE_SECONDS) if notice else 0.0
+        patience = (_NOTICE_SECONDS if self.parts() is None else _SETTLE_SECONDS) if notice else 0.0
         deadline = time.monotonic() + patience
-        while self._head.alive and (not notice or (parts := self._parts()) is None or parts.keys() >= _PARTS):
+        while self.head.alive and (not notice or (parts := self.parts()) is None or parts.keys() >= _PARTS):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.05)
         return True
 
-    def _parts(self) -> dict[str, int] | None:
+    def parts(self) -> dict[str, int] | None:
         """Name → process id of what runs of it; None where /proc does not tell."""
-        assert self._head is not None
-        pid = self._head.process.pid
+        assert self.head is not None
+        pid = self.head.process.pid
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except OSError:
@@ -99,7 +193,7 @@ class RayHead:
         """
         silences = {name: Silence() for name in places}
         while not stop.wait(_WATCH_SECONDS):
-            parts = self._parts() or {}
+            parts = self.parts() or {}
             if gone := [path for path in sockets if not path.exists()]:
                 self.fate = f"Ray's folder was removed ({gone[0]} is gone)"
                 _LOGGER.warning("%s; it is ended", self.fate)
@@ -118,33 +212,49 @@ class RayHead:
                         os.kill(pid, signal.SIGKILL)
                     return
 
-    def start_again(self) -> None:
-        """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
-        assert self._head is not None
+    def start_again(self, user: RayHead, generation: int) -> int:
+        """Replaces the Ray of this generation, once all its users have left it; returns the new generation."""
+        with self._changed:
+            self._leaving.add(user)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._leaving >= self._users or self.generation != generation, _LEAVE_SECONDS
+            )  # Ray does not survive that it is left while another thread asks it something
+            if self.generation == generation:
+                self._replace()
+                self.generation += 1
+                self._leaving.clear()
+            return self.generation
+
+    def _replace(self) -> None:
+        assert self.head is not None
         self._unwatch.set()
         leaving = threading.Thread(target=_leave, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
             raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
-        self._head.stop()
-        self.fate = "Ray has died"
-        self._head = self._launch()
+        self.head.stop()
+        self.fate, self._joined = _DIED, False
+        self.head = self._launch()
         self.wait()
         self.connect()
 
     def wait(self) -> None:
-        """Until embedded Ray serves, which takes seconds: others start meanwhile. Raises `ServiceError`."""
-        if self._head is not None:
-            _ray()
-            self._head.wait()
-            _LOGGER.info("Ray serves")
+        with self._changed:
+            if self.head is not None and not self._joined:
+                _ray()
+                self.head.wait()
+                _LOGGER.info("Ray serves")
 
     def connect(self) -> None:
-        """Makes this process a driver; raises `UserError` where it cannot join."""
-        if not self._owned:
-            return
-        head = self._head
+        with self._changed:
+            if not self._joined:
+                self._join()
+                self._joined = True
+
+    def _join(self) -> None:
+        head = self.head
         # not in the midst of the live view
         ray_internals.redirect_prints(lambda line: _LOGGER.warning("Ray: %s", line))
         join(self._address if head is None else head.address, job_config=ray_internals.job_config(SOURCE))
@@ -157,13 +267,9 @@ class RayHead:
             watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, sockets, self._unwatch)
             threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
 
-    def stop(self) -> None:
-        """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
-        self._unwatch.set()
-        if self._owned and ray_internals.imported():
-            _leave()
-        if self._head is not None:
-            self._head.stop()
+
+_STARTING = threading.Lock()
+_driver: _Driver | None = None
 
 
 def join(address: str, **options: Any) -> Any:

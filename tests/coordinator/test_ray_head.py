@@ -23,7 +23,7 @@ import ray
 
 references = [ray.put(number) for number in range(1000)]
 if sys.argv[2] == "killed":
-    os.kill(head._parts()["gcs_server"], signal.SIGKILL)
+    os.kill(head._driver.parts()["gcs_server"], signal.SIGKILL)
 else:
     shutil.rmtree(Path(ray.nodes()[0]["RayletSocketName"]).parents[3])
 while not head.lost():
@@ -56,3 +56,53 @@ def test_a_driver_outlives_its_dead_ray_although_the_collector_finds_references_
     done = subprocess.run([sys.executable, "-c", DIES, tmp_path, how], capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["joined another one True"]), done
     assert fate in done.stderr
+
+
+TWO_RUNS = """
+import os, signal, sys, threading
+from coordinator.run import Run
+from coordinator.services import ray_head
+from tests.conftest import minimal_config
+from tests.support.command_line import until
+
+def start(name, updates=10**6):
+    rollout = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 1}
+    stop_at, evaluation = {"updates": updates}, {"episodes": 1}
+    config = minimal_config(runs_dir=sys.argv[1], rollout=rollout, stop_at=stop_at, evaluation=evaluation)
+    return Run.start(config, name)
+
+def learns(run, versions):
+    before = run.status().version
+    until(run, lambda status: status.version > before + versions)
+
+runs, began = [], threading.Event()
+
+def one():
+    runs.append(start("first"))
+    began.set()
+    runs[0].wait()
+
+thread = threading.Thread(target=one)
+thread.start()
+began.wait(120)
+first, second = *runs, start("second")
+learns(first, 3)
+learns(second, 3)
+if sys.argv[2] == "dies":
+    os.kill(ray_head._driver.parts()["gcs_server"], signal.SIGKILL)
+    learns(first, 50)
+    learns(second, 50)
+first.stop()
+thread.join()  # the thread that has launched Ray ends
+learns(second, 30)
+second.stop()
+third = second.wait(60), start("third", 3)
+print(first.wait(60).reason, third[0].reason, third[1].wait(60).reason)
+"""
+
+
+@pytest.mark.parametrize("ray", ["lives", "dies"])
+def test_runs_of_one_process_share_its_ray(tmp_path: Path, ray: str) -> None:
+    """Two that overlap, of which the first to start ends first, then a third after both."""
+    done = subprocess.run([sys.executable, "-c", TWO_RUNS, tmp_path, ray], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["stopped stopped exhausted"]), done
