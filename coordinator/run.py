@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from coordinator.catalog.run_metrics import all_rows, last_row
 from coordinator.catalog.status import Status, check_order, ended_status, is_supervised, live_status, order_scale
 from coordinator.lifecycle import launcher
 from coordinator.lifecycle.launcher import Begun
-from coordinator.lifecycle.preparation import prepare_resume
+from coordinator.lifecycle.preparation import EXACTLY, Continuation
 from coordinator.lifecycle.ray_job import JobCoordinator
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.services.restarter import outage_of_redis
@@ -66,6 +65,7 @@ class Run:
     def start(
         cls, config: Config, run_id: str | None = None, *, inline: bool = False, or_resume: bool = False,
         import_path: tuple[str, ...] = (), begun: Begun = lambda: None, make_room: Callable[[], None] = lambda: None,
+        how: Continuation = EXACTLY,
     ) -> Self:  # fmt: skip
         """Checks everything, then starts services and roles; returns while the run continues in the background.
 
@@ -79,11 +79,12 @@ class Run:
             begun: called when the roles are about to start: from there on only `stop` ends the run in order, no
                 exception does.
             make_room: called when all is checked, before a new run's folder is made: what stands there may go.
+            how: from which checkpoint a run that exists continues, and without which entries, as in `resume`.
 
         Raises:
             UserError: before anything is started or written.
         """
-        return cls(*launcher.start(config, run_id, inline, or_resume, import_path, begun, make_room))
+        return cls(*launcher.start(config, run_id, inline, or_resume, import_path, begun, make_room, how))
 
     @classmethod
     def prepare(cls, config: Config, run_id: str, *, import_path: tuple[str, ...] = ()) -> None:
@@ -102,23 +103,23 @@ class Run:
 
         From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights continue as a new version,
         and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
-        and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
+        and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote. One that was
+        submitted to a cluster continues there, by another job.
         """
         folder = RunFolder.find(run_id, runs_dir)
         drop_ranges(drop)
-        prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
-        return cls(*launcher.resume(folder, overrides, prepare, inline, begun))
+        return cls(*launcher.resume(folder, overrides, Continuation(origin, drop, strict), inline, begun))
 
     @classmethod
     def submit(
         cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = lambda: None,
-        make_room: Callable[[], None] = lambda: None,
+        make_room: Callable[[], None] = lambda: None, how: Continuation = EXACTLY,
     ) -> Self:  # fmt: skip
         """Starts a run on a cluster, as a Ray job (lifecycle/ray_job.py); returns once it trains there.
 
         Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id.
         """
-        return cls(*launcher.submit(sent, config, run_id, begun, make_room))
+        return cls(*launcher.submit(sent, config, run_id, begun, make_room, how))
 
     def take_up(self, *, begun: Begun = lambda: None) -> Self:
         """Continues an interrupted run where it lives: here, or on its cluster by another job; returns a new handle."""
@@ -156,6 +157,7 @@ class Run:
             return found
         if self.folder.live:
             return replace(found, state=RunStatus.STARTING_OR_ENDING, reason="its coordinator is at work")
+        found = replace(found, reason=f"no coordinator is running it; `{self.folder.continued_by}` continues it")
         unseen = f"this machine cannot see whether it is live: {self._unreachable}"
         return replace(found, state=RunStatus.UNKNOWN, reason=unseen) if self._unreachable else found
 
@@ -170,7 +172,7 @@ class Run:
             return client
         if self._unreachable is not None:
             raise RedisUnavailable(self._unreachable)
-        raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
+        raise UserError(f"run {self.run_id!r} is not live; `{self.folder.continued_by}` continues it")
 
     def _outage(self) -> str | None:
         return outage_of_redis(self.folder.path) if self.folder.live else None

@@ -121,7 +121,7 @@ class RunFolder:
         except FileExistsError:
             raise RunExists(
                 f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: "
-                f"stagecoach resume {run_id}"
+                f"{cls(run_id, path).continued_by}"
             ) from None
         except OSError as error:
             raise UserError(
@@ -161,8 +161,14 @@ class RunFolder:
     @classmethod
     def of(cls, config: Config, run_id: str) -> Self | None:
         """The folder of a run that was made on this machine; None where there is none."""
+        found = cls.known(config, run_id)
+        return found if found is not None and found.remote is None else None
+
+    @classmethod
+    def known(cls, config: Config, run_id: str) -> Self | None:
+        """The folder of a run of this machine or, as a link, of others; None where there is none."""
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
-        return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() and read_remote(path) is None else None
+        return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() else None
 
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
         """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
@@ -186,6 +192,12 @@ class RunFolder:
     def made_here(self) -> bool:
         """Whether the run's config was made on this machine, and not taken from a store."""
         return (remote := self.remote) is None or remote.submission is not None
+
+    @property
+    def continued_by(self) -> str:
+        """The command that continues the run where it has no coordinator."""
+        here = f"stagecoach resume {self.run_id}"
+        return here if self.made_here else f"stagecoach train CONFIG --address URL --run-id {self.run_id} --or-resume"
 
     def lock(self) -> None:
         """Holds the run for this process; raises `RunLive` while another coordinator does."""

@@ -92,6 +92,26 @@ Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
 ]
+_OrResume = Annotated[
+    bool, typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry.")
+]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Delete a run of this --run-id first, with everything that it has stored.")
+]
+_ClusterAddress = Annotated[
+    str | None,
+    typer.Option(metavar="URL|CLUSTER.yaml", help="Run on this Ray cluster: its dashboard, or its cluster file."),
+]
+_WorkingDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default.")
+]
+_Origin = Annotated[
+    str,
+    typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
+]
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse a checkpoint of other code, PyTorch, NumPy or Python versions.")
+]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it is prepared; it needs no terminal.")]
 Inline = Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")]
 Background = Annotated[bool, typer.Option("--background", hidden=True)]
@@ -133,21 +153,13 @@ def train(
     ] = None,
     parallel: _Parallel = None,
     initialize_from: _InitializeFrom = None,
-    or_resume: Annotated[
-        bool,
-        typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry."),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Delete a run of this --run-id first, with everything that it has stored.")
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="URL|CLUSTER.yaml", help="Run on this Ray cluster: its dashboard, or its cluster file."),
-    ] = None,
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default."),
-    ] = None,
+    or_resume: _OrResume = False,
+    origin: _Origin = "latest",
+    drop: Drops = None,
+    strict: _Strict = False,
+    force: _Force = False,
+    address: _ClusterAddress = None,
+    working_dir: _WorkingDir = None,
     detach: Detach = False,
     inline: Inline = False,
     profile: Annotated[
@@ -164,7 +176,8 @@ def train(
     with interruptible():
         from coordinator.catalog.run_folder import new_run_id
         from coordinator.cli import foreground
-        from coordinator.lifecycle.ray_job import submission
+        from coordinator.lifecycle.preparation import Continuation
+        from coordinator.lifecycle.ray_job import reachable, submission
         from coordinator.run import Run
         from shared.config.loading import load_config
 
@@ -173,6 +186,9 @@ def train(
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from is not None else ())]
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
+    how = Continuation(origin, tuple(drop or ()), strict)
+    if how.arguments and (seeds is not None or not or_resume):
+        raise UserError("--from, --drop and --strict say how --or-resume continues one run; give that as well")
     name = new_run_id(resolved) if run_id is None else run_id
     if parallel is not None and seeds is None:
         raise UserError("--parallel says how many of --seeds train at a time; give those as well")
@@ -189,16 +205,21 @@ def train(
     served = pages.page_beside(name, resolved.runs_dir, page_port, page_token_file)
     with served if page else contextlib.nullcontext() as at:
         if address is not None:
+            if resolved.initialize_from is not None:
+                found = reachable(resolved.initialize_from, resolved.runs_dir)
+                sets.append(f"initialize_from={json.dumps(found)}")
+                resolved = resolved.model_copy(update={"initialize_from": found})
             sent = submission(address, config, sets, name, working_dir, or_resume)
-            begin, where = partial(Run.submit, sent, resolved, name, make_room=make_room), f"submitting to {address}"
-            foreground.supervise(begin, detach=detach, where=where, page=at)
+            begin = partial(Run.submit, sent, resolved, name, make_room=make_room, how=how)
+            foreground.supervise(begin, detach=detach, where=f"submitting to {address}", page=at)
         elif detach:
             foreground.detach([*sys.argv[1:], "--run-id", name], name)
         else:
             folders = (str(config.resolve().parent),)
             start = partial(
-                Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders, make_room=make_room
-            )
+                Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders, make_room=make_room,
+                how=how,
+            )  # fmt: skip
             with foreground.in_one_process(inline):
                 foreground.supervise(start, background, page=at)
 
@@ -229,15 +250,10 @@ def prepare(
 
 @app.command(epilog=example("stagecoach resume my-run --set stop_at.env_steps=200000"))
 def resume(
-    run: RunArgument,
-    origin: Annotated[
-        str,
-        typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
-    ] = "latest",
+    run: Place,
+    origin: _Origin = "latest",
     drop: Drops = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a checkpoint of other code, PyTorch, NumPy or Python versions.")
-    ] = False,
+    strict: _Strict = False,
     set_: Sets = None,
     runs_dir: RunsDir = RUNS,
     detach: Detach = False,
@@ -249,13 +265,17 @@ def resume(
         from coordinator.cli import foreground
         from coordinator.run import Run
 
-    if detach:
+    folder = attached(run, runs_dir).folder
+    if detach and folder.remote is None:
         foreground.detach(sys.argv[1:], run)
     else:
         overrides, drops = tuple(set_ or ()), tuple(drop or ())
-        start = partial(Run.resume, run, runs_dir, overrides, origin=origin, drop=drops, strict=strict, inline=inline)
+        start = partial(
+            Run.resume, folder.run_id, runs_dir, overrides, origin=origin, drop=drops, strict=strict, inline=inline
+        )
+        where = "" if folder.remote is None else "submitting to its cluster"
         with foreground.in_one_process(inline):
-            foreground.supervise(start, background)
+            foreground.supervise(start, background, detach=detach, where=where)
 
 
 @app.command(epilog=example("stagecoach replay my-run --from start --to best"))
@@ -343,6 +363,8 @@ def attach(
             foreground.watch(handle)
     else:
         print_status(handle.status(), console)
+        if state is RunStatus.FINISHED:
+            console.text(f"it has ended; `{handle.folder.continued_by}` continues it, with a new goal (--set stop_at…)")
 
 
 @app.command(epilog=example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))

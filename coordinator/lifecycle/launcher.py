@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
+import redis
+
 from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
-from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
-from coordinator.catalog.status import ended_status
+from coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission, new_run_id
+from coordinator.catalog.status import ended_status, is_supervised
 from coordinator.lifecycle.fixed_players import Players, read_snapshot, with_fixed_players
-from coordinator.lifecycle.preparation import prepare_new, prepare_resume
-from coordinator.lifecycle.ray_job import JobCoordinator, JobServer, submit_and_follow
+from coordinator.lifecycle.preparation import EXACTLY, Continuation, prepare_new, prepare_resume, refuse_reached
+from coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, JobServer, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
 from coordinator.lifecycle.validation import check, check_services, with_recorded
 from rollout_worker.environments.description import check_new
@@ -22,13 +24,15 @@ from shared.errors import (
     CheckpointNotFound,
     ConfigError,
     ObjectMissing,
+    RedisUnavailable,
+    RunLive,
     RunNotFound,
     UserError,
 )
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.registry import build_policies
 from shared.protocol.keys import check_run_id
-from shared.protocol.redis_client import Address
+from shared.protocol.redis_client import Address, connect_redis, without_retries
 from shared.runtime.run_context import RunContext, open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
@@ -44,7 +48,7 @@ Started = tuple[RunFolder, Config, Coordinator | JobCoordinator | None]
 
 def start(
     config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun,
-    make_room: Callable[[], None],
+    make_room: Callable[[], None], how: Continuation,
 ) -> Started:  # fmt: skip
     import_path = (os.getcwd(), *import_path)
     extend_imports(import_path)
@@ -55,10 +59,12 @@ def start(
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
         at_its_end = ended_status(folder.checkpoint_store(before)).reason in ("solved", "exhausted")
-        if before.stop_at == config.stop_at and at_its_end:
+        if before.stop_at == config.stop_at and at_its_end and not how.arguments:
             folder.unlock()
             return folder, before, None
-        return _continue(folder, config, description, players, before.stop_at, prepare_resume, inline, begun)
+        return _continue(folder, config, description, players, before.stop_at, how, inline, begun)
+    if how.arguments:
+        raise UserError(f"there is no run {name!r} yet, which {' '.join(how.arguments)} could continue; leave that out")
     sources = first_policies(config, description)
     make_room()
     folder = RunFolder.create(config, name, import_path)
@@ -81,42 +87,85 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
         prepare_new(context, description, sources, players)
 
 
-def resume(
-    folder: RunFolder, overrides: tuple[str, ...], prepare: Callable[..., None], inline: bool, begun: Begun
-) -> Started:
-    """`prepare` is `prepare_resume` with what it is to do otherwise than by default."""
-    if folder.remote is not None:
-        name = folder.run_id
-        raise UserError(f"run {name!r} lives on other machines; `stagecoach attach {name}` continues it there")
+def resume(folder: RunFolder, overrides: tuple[str, ...], how: Continuation, inline: bool, begun: Begun) -> Started:
+    if (elsewhere := folder.remote) is not None:
+        return _resume_there(folder, elsewhere, overrides, how, inline, begun)
     before = folder.config()
     config, description, players = _checked(folder.config(overrides), folder.import_path(), inline, before)
     _check_same_learning(config, before)
-    return _continue(folder, config, description, players, before.stop_at, prepare, inline, begun)
+    return _continue(folder, config, description, players, before.stop_at, how, inline, begun)
 
 
-def submit(sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None]) -> Started:
+def _resume_there(
+    folder: RunFolder, elsewhere: RemoteLink, overrides: tuple[str, ...], how: Continuation, inline: bool, begun: Begun
+) -> Started:
+    """Continues a run where it lives, by another job on its cluster."""
+    sent = _submission_of(folder, elsewhere)
+    if inline:
+        raise UserError(f"--inline runs all roles in this process, and run {folder.run_id!r} lives on a cluster")
+    before, config = folder.config(), folder.config(overrides)
+    _check_same_learning(config, before)
+    _refuse_live(folder, config)
+    if how.origin == "latest":  # what is older is judged there
+        refuse_reached(folder.checkpoint_store(config), config.stop_at, None, before.stop_at)
+    sent = sent.model_copy(update={"command": (*sent.command, *(f"--set={item}" for item in overrides))})
+    coordinator = submit_and_follow(folder, config, sent, JobServer(sent.cluster), how.arguments, anew=True)
+    folder.write_config(config)
+    begun()
+    return folder, config, coordinator
+
+
+def _submission_of(folder: RunFolder, elsewhere: RemoteLink) -> Submission:
+    if elsewhere.submission is None:
+        raise UserError(
+            f"run {folder.run_id!r} lives on other machines and was not submitted from here; continue it from where "
+            f"its config is: {folder.continued_by}"
+        )
+    return elsewhere.submission
+
+
+def _refuse_live(folder: RunFolder, config: Config) -> None:
+    """Raises `RunLive` for a run on other machines that has a coordinator, as far as this machine can see."""
+    if config.redis.url == "embedded":
+        return
+    address, once = folder.offline_address(config), without_retries(config)
+    with (
+        suppress(RedisUnavailable, redis.ConnectionError, redis.TimeoutError),
+        connect_redis(address, once, "viewer") as client,
+    ):
+        if is_supervised(client, folder.run_id):
+            name = folder.run_id
+            raise RunLive(
+                f"run {name!r} is live already; `stagecoach attach {name}` follows it, `stagecoach stop {name}` ends it"
+            )
+
+
+def submit(
+    sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None], how: Continuation
+) -> Started:
     with ExitStack() as undo:
         jobs = JobServer(sent.cluster)  # first: one that does not answer costs nothing of what stands there
         undo.callback(jobs.close)
         make_room()
-        folder = RunFolder.create(config, run_id)
-        undo.callback(folder.remove)
-        coordinator = submit_and_follow(folder, config, sent, jobs)
+        folder = RunFolder.known(config, run_id) if OR_RESUME in sent.command else None
+        if folder is not None and folder.remote is not None:
+            _refuse_live(folder, config)
+        else:
+            folder = RunFolder.create(config, run_id)
+            undo.callback(folder.remove)
+        coordinator = submit_and_follow(folder, config, sent, jobs, how.arguments, anew=True)
         undo.pop_all()
     folder.unlock()
+    folder.write_config(config)
     begun()
     return folder, config, coordinator
 
 
 def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
     if (elsewhere := folder.remote) is None:
-        return resume(folder, (), prepare_resume, False, begun)
-    if elsewhere.submission is None:
-        raise UserError(
-            f"run {folder.run_id!r} is interrupted, and was not submitted from here; continue it from where its "
-            f"config is: stagecoach train CONFIG --address … --run-id {folder.run_id} --or-resume"
-        )
-    coordinator = submit_and_follow(folder, config, elsewhere.submission, JobServer(elsewhere.submission.cluster))
+        return resume(folder, (), EXACTLY, False, begun)
+    sent = _submission_of(folder, elsewhere)
+    coordinator = submit_and_follow(folder, config, sent, JobServer(sent.cluster))
     begun()
     return folder, config, coordinator
 
@@ -152,7 +201,7 @@ def _check_same_learning(config: Config, before: Config) -> None:
 
 def _continue(
     folder: RunFolder, config: Config, description: EnvironmentDescription, players: Players, before: StopConfig,
-    prepare: Callable[..., None], inline: bool, begun: Begun,
+    how: Continuation, inline: bool, begun: Begun,
 ) -> Started:  # fmt: skip
     """A run that had `before` to reach. A folder that was made for it here is removed if it cannot continue."""
 
@@ -163,7 +212,7 @@ def _continue(
     try:
         if not made_here:
             folder.lock()
-        prepared = partial(prepare, before=before, begin=None if folder.begun else begin)
+        prepared = partial(prepare_resume, **vars(how), before=before, begin=None if folder.begun else begin)
         coordinator = Coordinator(folder, config, prepared, inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()

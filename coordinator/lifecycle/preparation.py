@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +42,26 @@ from trainer_node.checkpointing.snapshot import POLICY, other_versions
 from trainer_node.learning.learner import make_learner
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a run continues, as `prepare_resume` has it."""
+
+    origin: str = "latest"
+    drop: tuple[str, ...] = ()
+    strict: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The same for `stagecoach train --or-resume`."""
+        origin = (f"--from={self.origin}",) if self.origin != "latest" else ()
+        return (*origin, *(f"--drop={position}" for position in self.drop), *(("--strict",) if self.strict else ()))
+
+
+EXACTLY = Continuation()
+
+
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -110,7 +131,7 @@ def prepare_resume(
     checkpoint = _older(context, origin)
     if strict:
         _refuse_other_versions(context.checkpoints, checkpoint)
-    _refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
+    refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
     drop_entries(context, drop)
     if not create_flow(context):
@@ -212,9 +233,10 @@ def create_flow(context: RunContext) -> bool:
     return context.flow.create(context.config, context.bodies.names)
 
 
-def _refuse_reached(
+def refuse_reached(
     checkpoints: CheckpointStore, stop_at: StopConfig, origin: Checkpoint | None, before: StopConfig | None
 ) -> None:
+    """Raises `UserError` where a run would end at once; it had `before` to reach."""
     finished = checkpoints.marker(FINISHED) or {}
     newest: dict[str, Any] = next(reversed(status_file(checkpoints).get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest

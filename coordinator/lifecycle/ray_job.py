@@ -61,6 +61,24 @@ _GONE_POLLS = 20
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
+def reachable(origin: str, runs_dir: Path) -> str:
+    """`initialize_from` as the machines of a cluster find it: a run that is known here, by its place in the store."""
+    target, sign, policy_id = origin.partition("#")
+    run_id, slash, name = target.partition("/")
+    try:
+        folder = RunFolder.find(run_id, runs_dir)
+    except UserError:
+        return origin  # a path, which may travel
+    config = folder.config()
+    url = folder.offline_address(config).store_url
+    if config.store.url == "embedded" and not url.startswith("s3://"):
+        raise UserError(
+            f"initialize_from={origin}: a cluster cannot read the store of run {run_id!r}, which is on this machine; "
+            f"`stagecoach checkpoints export {run_id} DIR` next to the config, and name DIR/{run_id}"
+        )
+    return f"{url.rstrip('/')}/{run_id}{slash}{name}{sign}{policy_id}"
+
+
 def submission(
     cluster: str, config: Path, sets: Sequence[str], run_id: str, working_dir: Path | None = None,
     or_resume: bool = False,
@@ -272,8 +290,13 @@ class JobCoordinator:
         return errors[-1] if errors else f"job {self._job} ended as {state}; it says last: {tail}"
 
 
-def submit_and_follow(folder: RunFolder, config: Config, sent: Submission, jobs: JobServer) -> JobCoordinator:
-    """Submits the run's job and waits until it trains; where its last job is just about to, follows that one.
+def submit_and_follow(
+    folder: RunFolder, config: Config, sent: Submission, jobs: JobServer, once: tuple[str, ...] = (), anew: bool = False
+) -> JobCoordinator:
+    """Submits the run's job and waits until it trains.
+
+    Where its last job is just about to train, follows that one; `anew` waits for its end instead. `once` are arguments
+    that this job gets, and none that is submitted after it.
 
     Raises `UserError` or `StagecoachError` with what the job said; a job that was begun is ended then.
     """
@@ -281,12 +304,16 @@ def submit_and_follow(folder: RunFolder, config: Config, sent: Submission, jobs:
     with ExitStack() as undo:
         undo.callback(jobs.close)
         job = None if known is None else known.job
+        if anew and (former := job) is not None:
+            poll(Wait(f"job {former} to end", _STOP_SECONDS), lambda: not jobs.starts(former), _POLL_SECONDS)
         if job is None or not jobs.starts(job):
             if known is not None and OR_RESUME not in sent.command:
                 sent = sent.model_copy(update={"command": (*sent.command, OR_RESUME)})
-            job = jobs.submit(sent, folder.run_id)
+            job = jobs.submit(sent.model_copy(update={"command": (*sent.command, *once)}), folder.run_id)
             before = known or RemoteLink()
-            before.model_copy(update={"submission": before.submission or sent, "job": job}).write(folder.path)
+            before.model_copy(update={"submission": sent, "job": job}).write(folder.path)
+            if known is not None:
+                undo.callback(known.write, folder.path)
         coordinator = JobCoordinator(jobs, job, folder, config)
         try:
             coordinator.until_live()

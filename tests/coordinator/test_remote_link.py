@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,9 @@ def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_
     told = Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "told").status()
     assert told.env_steps == far.status().env_steps, "the endpoint may be in the environment"
     assert again.config.hash() == far.config.hash()
-    with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
-        Run.resume(far.run_id, tmp_path / "here")
-    with pytest.raises(UserError, match=r"train CONFIG --address … --run-id .* --or-resume"):
-        here.take_up()
+    for continue_it in (here.take_up, partial(Run.resume, far.run_id, tmp_path / "here")):
+        with pytest.raises(UserError, match=r"stagecoach train CONFIG --address URL --run-id .* --or-resume"):
+            continue_it()
 
 
 def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(

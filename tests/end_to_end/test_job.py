@@ -100,6 +100,61 @@ def test_a_coordinator_that_dies_is_replaced_by_attach_and_nothing_is_lost(
     assert "finished: completed" in laptop.run("attach", "dies").ok()
 
 
+def goal(cluster: Cluster, run_id: str, more: int) -> str:
+    return f"stop_at.updates={finished(cluster, run_id)['version'] + more}"
+
+
+@pytest.mark.timeout(900)
+def test_submitted_run_continues_from_its_folder_in_every_state(laptop: CommandLine, cluster: Cluster) -> None:
+    config = write_config(laptop, cluster, stop_at={"updates": 100_000})
+    submit = ("train", config, "--address", cluster.dashboard, "--run-id")
+    laptop.run(*submit, "on", "--detach").ok()
+    laptop.until("on", "training", lambda status: status.live and status.version > 3)
+    check_refused(laptop.run("resume", "on"), "is live already", "`stagecoach attach on`")
+    check_refused(laptop.run(*submit, "on", "--or-resume"), "is live already", "`stagecoach attach on`")
+    check_refused(laptop.run(*submit, "on"), "stagecoach resume on")
+    laptop.run("stop", "on").ok()
+
+    assert "`stagecoach resume on` continues it" in laptop.run("attach", "on").ok()
+    laptop.run("resume", "on", "--set", goal(cluster, "on", 20)).ok()
+    assert finished(cluster, "on")["reason"] == "exhausted"
+
+    check_refused(laptop.run("resume", "on"), "would end at once", "continue it with --set stop_at.updates=")
+    first = laptop.handle("on").checkpoints()[0]["name"]
+    laptop.run("resume", "on", "--from", first, "--set", goal(cluster, "on", 10)).ok()
+    assert f"as resume --from {first} asked" in laptop.run("metrics", "on", "--stream", "events", "--jsonl", "-").ok()
+
+    laptop.run("resume", "on", "--set", "stop_at.updates=100000", "--detach").ok()
+    before = laptop.handle("on").status().version
+    beats = laptop.until("on", "training", lambda status: status.live and status.version > before).roles
+    os.kill(next(beat.pid for beat in beats if beat.role == "coordinator"), signal.SIGKILL)
+    laptop.until("on", "that it is interrupted", lambda status: status.state == "interrupted")
+    laptop.run("resume", "on", "--set", f"stop_at.updates={before + 2000}", "--detach").ok()
+    laptop.until("on", "training", lambda status: status.live)
+    laptop.run("stop", "on").ok()
+    check_ledger(finished(cluster, "on"))
+
+    laptop.run(*submit, "child", "--initialize-from", "on", "--set", "stop_at.updates=2").ok()
+    assert finished(cluster, "child")["reason"] == "exhausted"
+
+
+@pytest.mark.timeout(600)
+def test_linked_run_names_the_command_that_continues_it(laptop: CommandLine, cluster: Cluster) -> None:
+    config = write_config(laptop, cluster, stop_at={"updates": 5})
+    submit = ("train", config, "--address", cluster.dashboard, "--run-id", "linked")
+    laptop.run(*submit).ok()
+    laptop.environ["STAGECOACH__RUNS_DIR"] = "others"
+    place = ("s3://stagecoach/linked", "--endpoint-url", cluster.config["store"]["endpoint_url"])
+    said = "stagecoach train CONFIG --address URL --run-id linked --or-resume"
+    assert said in laptop.run("attach", *place, "--runs-dir", "others").ok()
+    check_refused(laptop.run("resume", "linked", "--runs-dir", "others"), said)
+    first = laptop.handle("linked").checkpoints()[0]["name"]
+    laptop.run(*submit, "--or-resume", "--from", first, "--set", "stop_at.updates=9").ok()
+    assert finished(cluster, "linked")["counters"]["train"]["updates"] == 9
+    laptop.run("resume", "linked", "--runs-dir", "others", "--set", "stop_at.updates=12").ok()
+    assert finished(cluster, "linked")["counters"]["train"]["updates"] == 12
+
+
 def test_ctrl_c_at_a_run_that_is_followed_ends_it_with_a_last_checkpoint(laptop: CommandLine, cluster: Cluster) -> None:
     config = write_config(laptop, cluster, stop_at={"updates": 100_000})
     following = laptop.start("train", config, "--address", cluster.dashboard, "--run-id", "followed")
