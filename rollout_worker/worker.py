@@ -171,6 +171,7 @@ class Worker:
             steps=config.fragment_rows, num_envs=config.environment.num_envs, episodes=sample.episodes,
             acting_seconds=round(sample.acting_seconds, 6),
             life=f"{sampler.lineage}+{self._gaps}" if self._gaps else str(sampler.lineage),
+            history=policies.header.history,
         )  # fmt: skip
         try:
             made = Fragment(header, sample.columns)
@@ -235,9 +236,8 @@ class Worker:
         context, (description, _) = self.context, self._data
         board = PolicyBoard(context.redis, context.run_id)
         return ActingPolicies(
-            self._config, description, board, context.checkpoints, self.heartbeat, self.claims.epoch,
-            lambda: self._preempted,
-        )  # fmt: skip
+            self._config, description, board, context.checkpoints, self.heartbeat, lambda: self._preempted
+        )
 
     @cached_property
     def episodes(self) -> Episodes:

@@ -176,6 +176,10 @@ class RedisRolledBack(StagecoachError):
     """Redis may have lost what this trainer's ledger says; the two must be matched before it continues."""
 
 
+class VersionsDiverged(StagecoachError):
+    """Redis has policy versions of other experience than this trainer's, and it cannot arrive at them."""
+
+
 class WaitTimeout(StagecoachError):
     """A named wait outlasted its deadline."""
 

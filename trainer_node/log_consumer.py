@@ -3,11 +3,12 @@
 Every entry ends in the ledger. A dropped one gives its credit back, so that a bad fragment never stops the run.
 """
 
+import hashlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.config.run_config import Config
@@ -15,9 +16,9 @@ from shared.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRoll
 from shared.experience import fragment
 from shared.experience.counters import Phase
 from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START, LogEntry, before
+from shared.experience.log_entry import START, LogEntry, before, id_order
 from shared.experience.spaces import EnvironmentDescription
-from shared.protocol.ledger import Ledger
+from shared.protocol.ledger import Ledger, Taken
 from shared.protocol.quarantine import WorkRecord
 from shared.protocol.scripts import Script
 from shared.runtime.run_context import RunContext
@@ -38,6 +39,8 @@ class Committed:
     position: str
     ledger: str
     lags: dict[int, int]
+    histories: dict[int, str] = field(default_factory=dict)
+    """Of the versions that may still have acted."""
 
 
 class DropReply(StrEnum):
@@ -118,6 +121,12 @@ class LogConsumer:
         self.position = START
         self.ledger = Ledger()
         self.lags: Counter[int] = Counter()
+        self._history = ""
+        """Names the fragments that were learned from, in their order: the same ones give the same weights."""
+        self._histories: dict[int, str] = {}
+        self._taken: deque[tuple[str, str]] = deque()
+        """Position and name of each entry taken after `_taken_after`: learned from, or dropped."""
+        self._taken_after = START
         self.commit()
 
     def restore(self, committed: Committed) -> None:
@@ -125,11 +134,36 @@ class LogConsumer:
         self.batch.clear()
         self.position, self.lags = committed.position, Counter(committed.lags)
         self.ledger = Ledger.from_json(committed.ledger)
+        self._histories = dict(committed.histories)
+        self._history = self._histories[max(self._histories)] if self._histories else ""
+        if id_order(self.position) < id_order(self._taken_after) or not self._taken:
+            self._taken.clear()
+            self._taken_after = self.position
+        while self._taken and id_order(self._taken[-1][0]) > id_order(self.position):
+            self._taken.pop()
         self.commit()
 
-    def commit(self) -> None:
+    def commit(self, version: int | None = None) -> None:
         """All that was taken so far is behind a published version."""
-        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags))
+        if version is not None:
+            self._histories[version] = self._history
+            oldest = version - self._rollout.max_policy_lag
+            self._histories = {known: name for known, name in self._histories.items() if known >= oldest}
+        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags), dict(self._histories))
+
+    def history(self, version: int) -> str:
+        """Of one of the last versions; of another one it is not known."""
+        return self._histories.get(version, "")
+
+    def taken(self) -> Taken:
+        """The entries taken since the log was trimmed last."""
+        return Taken(self._taken_after, tuple(name for _, name in self._taken))
+
+    def trimmed(self, through: str) -> None:
+        """The log needs no entry up to there any more: a durable checkpoint covers it."""
+        while self._taken and id_order(self._taken[0][0]) <= id_order(through):
+            self._taken.popleft()
+        self._taken_after = max(self._taken_after, through, key=id_order)
 
     def take(self, version: int, phase: Phase, block_seconds: float) -> Fragment | None:
         """The next fragment to learn from at policy `version`; None where the log has no more for now."""
@@ -148,6 +182,7 @@ class LogConsumer:
                 return taken
 
     def _judge(self, entry: LogEntry, version: int, phase: Phase) -> Fragment | None:
+        self._taken.append((entry.id, _name(entry)))
         last = self.ledger.of(entry.worker).high_water.get(entry.incarnation, -1)
         if entry.pushed and entry.seq <= last:
             self._dropped(entry, DropReason.DUPLICATE, f"sequence number {entry.seq} after {last}")
@@ -173,6 +208,7 @@ class LogConsumer:
             self._dropped(entry, error.reason, error.detail)
             return None
         self._in_a_row = 0
+        self._history = hashlib.blake2b(f"{self._history} {_name(entry)}".encode(), digest_size=8).hexdigest()
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
         return replace(parsed, position=entry.id, pushed_at=entry.pushed_at)
@@ -196,7 +232,11 @@ class LogConsumer:
         elif (header.steps, header.num_envs) != self._shape:
             found = f"{header.steps} steps × {header.num_envs} environments is not this run's shape"
         elif lag < 0:
-            found = f"acted by version {header.version}, which does not exist yet"
+            reason = DropReason.STALE
+            found = f"acted by version {header.version}, which does not exist: Redis lost it, and the trainer ended"
+        elif lag <= self._rollout.max_policy_lag and header.history != self.history(header.version):
+            reason = DropReason.STALE
+            found = f"acted by another version {header.version}, which Redis lost before its trainer ended"
         elif lag > self._rollout.max_policy_lag:
             reason, found = DropReason.STALE, f"lag {lag} is more than {self._rollout.max_policy_lag}"
         elif header.phase is not phase and self._by_log_prob:
@@ -229,3 +269,8 @@ class LogConsumer:
             raise StagecoachError(
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
             )
+
+
+def _name(entry: LogEntry) -> str:
+    """As the scripts name it when they compare the log with what was taken."""
+    return f"{entry.id} {entry.worker}:{entry.incarnation}:{entry.seq}" if entry.pushed else entry.id

@@ -77,6 +77,8 @@ def replay(
         restored = restore_learner(learner, checkpoints.load(start), archive)
         version = restored.version
         consumer.restore(restored.committed)
+    else:
+        consumer.commit(0)
     _check_lineage(start, version, aim.manifest, lineage, config)
     begun, steps_before = version, learner.counters.env_steps
 
@@ -92,7 +94,7 @@ def replay(
                 learner.emulate_acting(taken, phase)
                 learner.learn(taken, phase)
             version += 1
-            consumer.commit()
+            consumer.commit(version)
             progress(version, aim.manifest.version)
     out, fragments = came_to().checkpoint.manifest, (version - begun) * config.rollout.fragments_per_update
     env_steps = learner.counters.env_steps - steps_before

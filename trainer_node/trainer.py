@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from shared.errors import BodyLost, Fenced, RedisRolledBack, WaitTimeout
+from shared.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
 from shared.experience.fragment import Fragment
 from shared.printable import counted
 from shared.protocol.events import read_evaluations
@@ -104,11 +104,13 @@ class Trainer:
             self.end_reason = flow.reason if ending else EndReason.EXHAUSTED
             return StepResult.ENDED
         try:
-            if not self.collect(0.0 if ending else wait_seconds):
+            if not self.collect(0.0 if ending or not caught_up else wait_seconds):
+                if not caught_up and self._log_ends_before_version():
+                    raise VersionsDiverged(f"the log ends behind version {self.version}, and Redis knows a newer one")
                 self.end_reason = flow.reason if ending else ""
                 return StepResult.ENDED if ending else StepResult.WAITED
-        except (RedisRolledBack, BodyLost) as error:
-            if isinstance(error, BodyLost):
+        except (RedisRolledBack, BodyLost, VersionsDiverged) as error:
+            if not isinstance(error, RedisRolledBack):
                 self.recovery.continue_without(error)
             else:
                 self.recovery.redis_came_back()
@@ -175,15 +177,22 @@ class Trainer:
             self.state.checkpoint()
         return flow
 
+    def _log_ends_before_version(self) -> bool:
+        """Whether the log has nothing more, though a version on the board was learned from what came next."""
+        return self._flow.read().version > self.version and self.incarnation.log.ends_at(self.consumer.position)
+
     def collect(self, wait_seconds: float) -> bool:
-        """Whether K fragments are there; waits for more, by name, while the run is running."""
+        """Whether K fragments of one Redis process are there; waits for more, by name, while the run is running."""
+        at_once = not self.consumer.batch
         while len(self.consumer.batch) < self._config.rollout.fragments_per_update:
             taken = self.consumer.take(self.version, self.state.phase, 0.0)
             if taken is None and wait_seconds > 0:
-                taken = self._wait_for_experience(wait_seconds)
+                taken, at_once = self._wait_for_experience(wait_seconds), False
             if taken is None:
                 return False
             self.consumer.batch.append(taken)
+        if not at_once and self.recovery.redis_restarted(0.0):
+            raise RedisRolledBack("Redis came back while a batch was incomplete: the batch begins anew")
         return True
 
     def _wait_for_experience(self, poll_seconds: float) -> Fragment | None:

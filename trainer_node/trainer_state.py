@@ -88,7 +88,7 @@ class TrainerState:
         read, stages = incarnation.read_log, incarnation.heartbeat.stages
         self.consumer = LogConsumer(role.run_id, role.config, description, read, accounting, stages)
         self.schedule = RunSchedule(role.config)
-        self.writer = CheckpointWriter(role, incarnation.epoch)
+        self.writer = CheckpointWriter(role, incarnation.epoch, lambda: accounting.redis_process)
         incarnation.closing.callback(self.writer.close)
         incarnation.profile.add("publishing", self.writer.stages)
         self.version, self.lineage, self.parent = -1, Lineage(), Parent()
@@ -98,16 +98,18 @@ class TrainerState:
         """In which the next fragments are to be acted and learned from."""
         return phase_at(self._config, self.learner.counters)
 
-    @property
-    def saved(self) -> bool:
-        """Whether there is a snapshot of all that has been learned."""
-        return self._taken is not None and self._taken.version >= self.version
-
     def snapshot(self) -> Snapshot:
         """Taken once per version: a checkpoint that is due and the last one may coincide."""
         if self._taken is None or self._taken.version != self.version:
             self._taken = self.new_snapshot()
         return self._taken
+
+    def snapshot_of_lineage(self) -> Snapshot:
+        """Of the same version, as the beginning of the present lineage."""
+        self._taken = None
+        taken = self.snapshot()
+        self._descend_from(taken)
+        return taken
 
     def new_snapshot(self) -> Snapshot:
         self._store_players()
@@ -161,11 +163,13 @@ class TrainerState:
 
         Raises `Fenced`, and `RedisRolledBack` where Redis may have lost what the ledger says.
         """
-        self.consumer.commit()
+        self.consumer.trimmed(self.writer.trimmed)
+        self.consumer.commit(self.version)
         self._store_players()
         league = self.learner.league.table(self.learner.counters.train) if self.learner.league else None
         parameters = self.learner.curriculum.table() if self.learner.curriculum else None
-        header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters)
+        history = self.consumer.history(self.version)
+        header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters, history)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
             taken = self.save_durably("version")

@@ -143,6 +143,8 @@ class FragmentHeader:
     life: str = "0.0"
     """Which line of episodes it continues: a successor that takes them up has its predecessor's, and after a fragment
     that is not in the log it is another one."""
+    history: str = ""
+    """Of the policy version: after a loss, its number may be given to other weights."""
     wire_version: int = WIRE_VERSION
 
     @property
@@ -177,6 +179,8 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
     packed, layout = column_codec.pack(flat, compression)
     episodes = [record.plain() for record in fragment.header.episodes]
     header = vars(fragment.header) | {"episodes": episodes, "layout": layout}
+    if not fragment.header.history:
+        del header["history"]
     if sparse:
         header |= {"sparse": sparse, "wire_version": SPARSE_VERSION}
     return tensor_blob.encode(packed, header)

@@ -33,10 +33,12 @@ class VersionHeader(PlainData):
     """Who may play whom from this version on, in a league."""
     parameters: ParameterTable | None = None
     """What each episode's parameters are drawn from, from this version on."""
+    history: str = ""
+    """Names the experience that the version comes from: after a loss, a number may be given to other weights."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without what came later as it always was."""
-        return {name: value for name, value in super().as_dict().items() if value is not None}
+        return {name: value for name, value in super().as_dict().items() if value not in (None, "")}
 
 
 def state_arrays(policy: nn.Module) -> Columns:

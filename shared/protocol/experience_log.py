@@ -157,17 +157,19 @@ class ExperienceLog:
                 return
             after = page[-1][0].decode()
 
-    def trim(self, epoch: int, through: str) -> int:
-        """Removes all entries through a position, and from the shards what the log names no more; raises `Fenced`."""
-        removed = int(self._trim(epoch=epoch, through=through))
+    def trim(self, epoch: int, through: str, process: str = "") -> int:
+        """Removes all entries through a position, and from the shards what the log names no more; raises `Fenced`. Only
+        in the Redis `process`, '' for any."""
+        removed = int(self._trim(epoch=epoch, through=through, process=process))
         if removed < 0:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
         if self._bodies:
             self._bodies.sweep(self._redis)
         return removed
 
-    def holds(self, position: str) -> bool:
-        return bool(self._redis.xrange(self._keys.log, position, position, count=1))
+    def ends_at(self, position: str) -> bool:
+        """Whether nothing comes after that position."""
+        return not self._redis.xrange(self._keys.log, f"({position}", count=1)
 
     def __len__(self) -> int:
         return self._redis.xlen(self._keys.log)

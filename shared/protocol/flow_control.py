@@ -79,6 +79,8 @@ class FlowState:
     reason: str = ""
     failure: Annotated[FailureKind | None, BeforeValidator(lambda text: text or None)] = None
     published_id: _Position = "0-0"
+    history: str = ""
+    """Of the version: the experience that it comes from."""
     scaling: Literal["fixed", "auto"] = "fixed"
     """`auto`: the coordinator moves `desired_workers` between the next two."""
     min_workers: _Number = 1
@@ -138,6 +140,8 @@ class Claim:
     version: int
     epoch: int
     wakeup: str
+    history: str = ""
+    """Of the version: the experience that it comes from (trainer_node/log_consumer.py)."""
 
     @property
     def granted(self) -> bool:
@@ -202,13 +206,13 @@ class Flow:
         return Call(self._claim, arguments, self._claimed)
 
     def _claimed(self, found: list[bytes]) -> Claim:
-        said, version, epoch, wakeup = found
+        said, version, epoch, wakeup, history = found
         try:
             reply = ClaimReply(said.decode())
         except ValueError:  # the state of a damaged flow
             self.read()
             raise
-        return Claim(reply, self._number(version), self._number(epoch), wakeup.decode())
+        return Claim(reply, self._number(version), self._number(epoch), wakeup.decode(), history.decode(errors="replace"))
 
     def _number(self, text: bytes) -> int:
         if not text.removeprefix(b"-").isdigit():

@@ -10,13 +10,14 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, cast
 
 import redis
 from pydantic import TypeAdapter
 
 from shared.errors import DropReason, Fenced
-from shared.experience.log_entry import STRANGERS, whole_number
+from shared.experience.log_entry import START, STRANGERS, whole_number
 from shared.printable import foreign, left_out
 from shared.protocol.keys import RunKeys
 from shared.protocol.scripts import INCARNATIONS_KEPT, Script
@@ -147,15 +148,42 @@ def read_accounting(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     return lines | {"total": sum(lines.values(), LedgerLine())}
 
 
-def fast_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
+@dataclass(frozen=True)
+class Taken:
+    """Log entries that a trainer has taken since a position, as the scripts compare them with the log."""
+
+    after: str = START
+    entries: tuple[str, ...] = ()
+
+
+class Forward(StrEnum):
+    """What `fast_forward` does where the log holds other entries than those that were taken."""
+
+    COMPARE = "compare"
+    """It changes nothing in any case."""
+    IF_SAME = "if_same"
+    ANYWAY = "anyway"
+    """The log begins behind them then."""
+
+
+def fast_forward(
+    client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger, taken: Taken | None = None,
+    mode: Forward = Forward.ANYWAY,
+) -> bool:  # fmt: skip
     """Brings a Redis that may know less than its trainer (lost, or restored from the past) forward to its accounting.
 
     What the ledger committed must have been produced and pushed, and no claim may stand behind it. Incarnations count
-    on, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`.
+    on, since the ledger would take the first fragments of an old number for repeats. Returns whether the log holds
+    exactly what was `taken`. Raises `Fenced`.
     """
-    whole = Ledger(ledger.accounts).news()
-    if not Script(client, RunKeys(run_id), "fast_forward")(epoch=epoch, position=position, accounts=whole):
+    taken = taken or Taken(position)
+    reply = Script(client, RunKeys(run_id), "fast_forward")(
+        epoch=epoch, position=position, taken_after=taken.after, taken="\n".join(taken.entries), mode=mode,
+        accounts=Ledger(ledger.accounts).news(),
+    )  # fmt: skip
+    if not reply:
         raise Fenced(f"epoch {epoch} may not fast-forward Redis; a newer trainer has taken over")
+    return int(reply) == 1
 
 
 def read_ledger(client: redis.Redis, run_id: str) -> Ledger:

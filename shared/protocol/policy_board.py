@@ -8,7 +8,7 @@ from typing import assert_never, cast
 
 import redis
 
-from shared.errors import Fenced, FragmentError, RedisRolledBack
+from shared.errors import Fenced, FragmentError, RedisRolledBack, VersionsDiverged
 from shared.experience.spaces import Columns
 from shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.protocol.flow_control import KeyDamaged, RunState, sound
@@ -27,6 +27,8 @@ class PolicyVersion:
 class PublishReply(StrEnum):
     PUBLISHED = "published"
     KNOWN = "known"
+    OTHER = "other"
+    """Redis has another policy under this version."""
     FENCED = "fenced"
     BEHIND = "behind"
 
@@ -52,12 +54,12 @@ class PolicyBoard:
     ) -> Published:  # fmt: skip
         """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
-        Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch. `blob` is
-        empty and `checkpoint` names the weights under the transport `object_store`.
+        Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch, and
+        `VersionsDiverged` where it has other weights under this version. `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
         """
         found, state, reason, log_bytes = self._publish(
-            epoch=epoch, version=version, consumed=consumed, committed_id=committed_id, blob=blob, process=process,
-            header=json.dumps(header.as_dict()), checkpoint=checkpoint, accounts=ledger.news(),
+            epoch=epoch, version=version, history=header.history, consumed=consumed, committed_id=committed_id, blob=blob,
+            process=process, header=json.dumps(header.as_dict()), checkpoint=checkpoint, accounts=ledger.news(),
         )  # fmt: skip
         match reply := PublishReply(found.decode()):
             case PublishReply.FENCED:
@@ -66,6 +68,8 @@ class PolicyBoard:
                 raise RedisRolledBack(
                     f"version {version} is not published: Redis came back, perhaps with less than it had"
                 )
+            case PublishReply.OTHER:
+                raise VersionsDiverged(f"version {version} on the board comes from other experience than this trainer's")
             case PublishReply.PUBLISHED:
                 ledger.told()
             case PublishReply.KNOWN:

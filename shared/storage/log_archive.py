@@ -106,10 +106,12 @@ class Archive:
             raise ArchiveIncomplete(f"the archive of run {self._run_id}: {error}") from None
         return decode_segment(blob, self._run_id, segment)
 
-    def entries(self, after: str | None = None, through: str | None = None) -> Iterator[LogEntry]:
+    def entries(
+        self, after: str | None = None, through: str | None = None, holes: bool = False
+    ) -> Iterator[LogEntry]:
         """The entries after one position (or the archive's first) through another, a segment in memory at a time;
-        raises `ArchiveIncomplete` for a hole, or where the archive does not reach as far. A segment that cannot be read
-        does not count where others hold the same entries."""
+        raises `ArchiveIncomplete` for a hole (except with `holes`), or where the archive does not reach as far. A segment
+        that cannot be read does not count where others hold the same entries."""
         segments, damaged = self.segments(), dict[str, ArchiveIncomplete]()
         covered = after or (segments[0].after if segments else START)
         for segment in segments:
@@ -117,7 +119,7 @@ class Archive:
                 continue
             if through is not None and not _later(through, covered):
                 return
-            if _later(segment.after, covered):
+            if _later(segment.after, covered) and not (holes and covered not in damaged):
                 raise damaged.get(covered) or self._hole(covered, segment.after)
             try:
                 entries = self._decoded(segment)

@@ -27,7 +27,7 @@ from shared.errors import (
     StoreUnavailable,
     WaitTimeout,
 )
-from shared.experience.log_entry import LogEntry, id_order
+from shared.experience.log_entry import START, LogEntry, id_order
 from shared.printable import counted
 from shared.protocol.events import prune_evaluations, read_evaluations
 from shared.protocol.experience_log import ExperienceLog
@@ -65,8 +65,12 @@ class Archiver:
         self._segments: list[Segment] | None = None
         """What the archive holds, oldest first; None where that has to be looked up."""
 
-    def store(self, through: str, trimmed: str, replay_from: str | None = None) -> None:
+    def store(
+        self, through: str, trimmed: str, replay_from: str | None = None, same: Callable[[], bool] = lambda: True
+    ) -> None:
         """Everything through this position that is not there yet; raises as the store does.
+
+        It ends where the log is no longer the `same` that the trainer reads: Redis may have lost some of it.
 
         Up to `trimmed` Redis has the log no more: where the archive was off, it begins there. From `replay_from` on a
         replay buffer of a checkpoint may be restored.
@@ -78,6 +82,8 @@ class Archiver:
             segments = [segment for segment in self._archive.segments() if self._whole(segment, trimmed)]
         after = max([trimmed, *(segment.through for segment in segments)], key=id_order)
         for start, end, entries in self._new(after, through):
+            if not same():
+                return
             segments.append(self._archive.write(start, end, entries))
         self._segments = segments if self._config.keep == "all" else self._forget(segments, replay_from)
 
@@ -190,11 +196,15 @@ class DueEvaluations:
 class CheckpointWriter:
     """Owns everything that the trainer writes into the store."""
 
-    def __init__(self, role: RunContext, epoch: int) -> None:
+    def __init__(self, role: RunContext, epoch: int, redis_process: Callable[[], str] = lambda: "") -> None:
+        """`redis_process` is the Redis that the trainer's accounting was matched with last; '' for any."""
         self._role, self._epoch, self._log = role, epoch, role.log()
         self._fenced = FencedStore(role.checkpoints.store, role.flow, epoch)
         self.store = LateDeletions(self._fenced)
         self._checkpoints = CheckpointStore(self._fenced, role.run_id)
+        self._redis_process = redis_process
+        self.trimmed = START
+        """Through where the log was trimmed last."""
         self._archiver = Archiver(Archive(self.store, role.run_id), self._log, role.config.archive)
         self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
@@ -389,11 +399,15 @@ class CheckpointWriter:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
         oldest = retention.replay_from(inventory.entries, self._role.config.checkpoint.keep_last)
-        with self.stages.during("archive"):
-            self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
-        self._exporter.remember(self._log, manifest.log_position)
-        with self.stages.during("trim"):
-            self._log.trim(self._epoch, manifest.log_position)
+        if self._redis_is(process := self._redis_process()):  # else the next checkpoint does it
+            with self.stages.during("archive"):
+                trimmed, position = self._role.flow.read().trimmed_id, manifest.log_position
+                self._archiver.store(position, trimmed, oldest, lambda: self._redis_is(process))
+            self._exporter.remember(self._log, position)
+            with self.stages.during("trim"):
+                if self._redis_is(process):
+                    self._log.trim(self._epoch, position, process)
+                    self.trimmed = position
         again, self._durable = self._durable == manifest.name, manifest.name  # due, and the last one
         if self.recorder is not None:
             self.recorder.checkpointed(manifest.name)
@@ -401,6 +415,10 @@ class CheckpointWriter:
             return
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
+
+    def _redis_is(self, process: str) -> bool:
+        """Whether Redis is the process whose log the trainer has read: another one may have lost some of it."""
+        return process in ("", self._role.flow.process())
 
     def _store_metrics(self) -> dict[str, dict[str, Any]]:
         """Before each checkpoint, so that nothing it covers is missing, and before pruning; returns the evaluations."""

@@ -5,6 +5,7 @@ trainer that starts then finds it as it finds any other.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -46,7 +47,9 @@ def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapsho
     version = newest + 1 + role.config.rollout.max_policy_lag  # what the abandoned policy acted is out of bounds
     parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
     progress = Progress(version, epoch, parent, Lineage(version, committed.position))
-    committed = replace(committed, lags=restored.committed.lags)
+    history = f"{restored.committed.histories.get(restored.version, '')} {version} {epoch}"
+    named = hashlib.blake2b(history.encode(), digest_size=8).hexdigest()
+    committed = replace(committed, lags=restored.committed.lags, histories={version: named})
     players = (key.removeprefix(PLAYERS) for key in role.checkpoints.store.keys(PLAYERS))  # the abandoned line's too
     return snapshot.take(learner, role.config, role.run_id, progress, committed, tuple(players))
 

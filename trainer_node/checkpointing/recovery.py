@@ -18,13 +18,21 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from shared.errors import ArchiveIncomplete, BodyLost, CheckpointNotFound, Fenced, RedisRolledBack, StoreUnavailable
+from shared.errors import (
+    ArchiveIncomplete,
+    BodyLost,
+    CheckpointNotFound,
+    Fenced,
+    RedisRolledBack,
+    StoreUnavailable,
+    VersionsDiverged,
+)
 from shared.experience import fragment
 from shared.experience.fragment import Fragment
-from shared.experience.log_entry import LogEntry, before, id_order
+from shared.experience.log_entry import START, LogEntry, before, id_order
 from shared.protocol.events import emit
 from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.ledger import Ledger, fast_forward
+from shared.protocol.ledger import Forward, Ledger, fast_forward
 from shared.protocol.policy_board import Published
 from shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
 from shared.storage.log_archive import Archive
@@ -59,7 +67,7 @@ class Recovery:
         """The version that the checkpoint it began from was trained from."""
         self.redis_checked = 0.0
         """When Redis was last found to be the process that the accounting was matched with."""
-        self._match_redis()
+        self.accounting.redis_process = self._role.flow.process()
 
     def run(self) -> None:
         """Brings the state to a version that is on the board."""
@@ -106,8 +114,10 @@ class Recovery:
         state.consumer.restore(restored.committed)
         state.restore_left(checkpoint.manifest.provenance.get("players", ()))
         if self._role.flow.read().version < state.version:
-            self._fast_forward_redis()
+            self._forward(Forward.ANYWAY)
         self.incarnation.tell(text)
+        if self._role.flow.read().version <= state.version:
+            self.publish(0)
         state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
 
     def _roll_back(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -115,8 +125,8 @@ class Recovery:
         taken = rolled_back(self._role, checkpoint, self.incarnation.epoch)
         return self.state.save_durably("version", taken).checkpoint
 
-    def continue_without(self, error: BodyLost) -> None:
-        """An entry that was learned from is lost: the version that was reached before it continues as a new one."""
+    def continue_without(self, error: BodyLost | VersionsDiverged) -> None:
+        """The log does not lead to Redis's version any more: the version that was reached continues as a new one."""
         reached = self.state.snapshot()
         checkpoint = self._roll_back(reached.checkpoint)
         self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")
@@ -127,44 +137,75 @@ class Recovery:
             return self.state.publish(consumed)
         except RedisRolledBack:
             return self.redis_came_back()
+        except VersionsDiverged as error:
+            self.continue_without(error)
+            return self.state.publish(0)
 
-    def _match_redis(self) -> None:
-        """From now on the accounting is that of this Redis process; what that has lost, it had lost before."""
-        self.accounting.redis_process, self.redis_checked = self._role.flow.process(), time.monotonic()
-
-    def redis_restarted(self) -> bool:
-        """Whether this is another Redis process than before; asked once in a second."""
-        if time.monotonic() - self.redis_checked < 1.0:
+    def redis_restarted(self, seconds: float = 1.0) -> bool:
+        """Whether this is another Redis process than before; asked once in so many seconds."""
+        if time.monotonic() - self.redis_checked < seconds:
             return False
         self.redis_checked = time.monotonic()
         return self._role.flow.process() != self.accounting.redis_process
 
     def redis_came_back(self) -> Published:
-        """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
-        state = self.state
-        self._match_redis()
+        """Redis came back, perhaps with less than it had: the trainer, which knows better, tells it what it knows.
+
+        Whatever it has learned is in the log or in a durable checkpoint before any worker acts with it, wherever it
+        dies: so the next trainer comes to the same versions, or continues behind them.
+        """
+        state, process = self.state, self._role.flow.process()
         if not self._role.flow.holds(self.incarnation.epoch):
             raise Fenced(f"epoch {self.incarnation.epoch}: a newer trainer has taken over")
         state.consumer.restore(state.consumer.committed)
         if self._role.flow.read().version > state.version:  # it has all that was read again so far
-            return self.publish(0)
-        position = state.consumer.committed.position
-        if not self._log.holds(position) and not state.saved:
-            state.lineage = Lineage(state.version, position)  # learned, and in no log any more
-            state.writer.submit(state.snapshot())
-        published = self._fast_forward_redis()
-        text = f"Redis came back, perhaps without what came last; its accounting is that of version {state.version}"
+            same = self._forward(Forward.COMPARE)
+            self.accounting.redis_process = process
+            if same:
+                return self.publish(0)
+            self.continue_without(VersionsDiverged("Redis came back with another log than the one that was learned"))
+            return self.state.publish(0)
+        lost = not self._forward(Forward.IF_SAME)
+        if lost:
+            self._save_what_is_lost()
+            self._forward(Forward.ANYWAY)
+        self.accounting.redis_process = process
+        published = self.publish(0)
+        how = "without some that was learned, which is in a checkpoint now" if lost else "perhaps without what came last"
+        text = f"Redis came back, {how}; its accounting is that of version {state.version}"
         self.incarnation.tell(text)
         _LOGGER.warning("%s", text)
         return published
 
-    def _fast_forward_redis(self) -> Published:
-        """Version, credit and accounting of a Redis that knows less become what this trainer knows."""
-        committed = self.state.consumer.committed
-        ledger = Ledger.from_json(committed.ledger)
-        fast_forward(self._role.redis, self._role.run_id, self.incarnation.epoch, committed.position, ledger)
-        self._log.give_up(self.accounting.given_up)
-        return self.publish(0)
+    def _save_what_is_lost(self) -> None:
+        """The present version becomes durable: what it comes from is in no log any more. A lineage begins with it."""
+        state = self.state
+        if state.writer.durable >= state.version:
+            return
+        state.lineage = Lineage(state.version, state.consumer.committed.position)
+        learner, archive = state.learner, self._role.archive()
+        remembered = len(learner.remembered)
+        archived = max((segment.through for segment in archive.segments()), key=id_order, default=START)
+        kept = [position for position in learner.remembered if id_order(position) <= id_order(archived)]
+        learner.remembered.clear()
+        learner.remembered.extend(kept)
+        taken = state.save_durably("version", state.snapshot_of_lineage())
+        if len(kept) < remembered:  # a replay buffer forgets what the next trainer cannot read again
+            self.incarnation.with_store(lambda: restore_learner(learner, taken.checkpoint, archive))
+            self.incarnation.ranks.begin(taken, state.description, held(learner, archive))
+
+    def _forward(self, mode: Forward) -> bool:
+        """Version, credit and accounting of a Redis that knows less become what this trainer knows; returns whether its
+        log holds all that was learned, and in the same order."""
+        consumer, epoch = self.state.consumer, self.incarnation.epoch
+        position, ledger = consumer.committed.position, Ledger.from_json(consumer.committed.ledger)
+        taken = consumer.taken()
+        same = fast_forward(self._role.redis, self._role.run_id, epoch, position, ledger, taken, mode)
+        if mode is not Forward.COMPARE and (same or mode is Forward.ANYWAY):
+            self._log.give_up(self.accounting.given_up)
+        if not same and mode is Forward.ANYWAY:
+            consumer.trimmed(position)
+        return same
 
 
 def last_epoch(checkpoints: CheckpointStore) -> int:
@@ -228,7 +269,7 @@ def _entries(positions: Sequence[str], archive: Archive, log: ExperienceLog | No
     archived = max((segment.through for segment in archive.segments()), key=id_order, default=after)
     reach = min(archived, last, key=id_order)
     if id_order(reach) > id_order(after):
-        yield from archive.entries(after, reach)
+        yield from archive.entries(after, reach, holes=True)
         after = reach
     if log is not None:
         yield from log.between(after, last)

@@ -132,10 +132,11 @@ def take(
         objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | decided
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
+        histories = {str(known): name for known, name in sorted(committed.histories.items())}
         state = {
             "version": version, "counters": counters, "episodes": [record.plain() for record in episodes],
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
-            "seed": config.seed, **({"tallies": tallies} if tallies else {}),
+            "seed": config.seed, "histories": histories, **({"tallies": tallies} if tallies else {}),
         }  # fmt: skip
         objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
         provenance = {
@@ -145,7 +146,7 @@ def take(
             "log_range": [progress.parent.position, committed.position],
             "policy_versions": [progress.parent.version, version], "lineage": progress.lineage.version,
             "lag_histogram": lags, "ledger": ledger,
-            "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
+            "history": committed.histories.get(version, ""), "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
             **told,
         }  # fmt: skip
         manifest = Manifest(
@@ -220,7 +221,8 @@ def read_state(checkpoint: Checkpoint) -> Restored:
         state = json.loads(checkpoint.objects[_STATE])
         ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
         lags = {int(lag): int(count) for lag, count in state["lags"].items()}
-        committed = Committed(str(state["log_position"]), ledger, lags)
+        histories = {int(version): str(name) for version, name in state["histories"].items()}
+        committed = Committed(str(state["log_position"]), ledger, lags, histories)
         return Restored(int(state["version"]), Lineage(**state["line"]), committed)
 
 

@@ -1,15 +1,15 @@
 --- @include common
 --- @keys flow, claims, incarnations, draining, wakeups, pushed
 --- @args worker, incarnation, seq
--- Asks for permission to act fragment `seq`. Returns {reply, version, epoch, wakeup id}; reply: granted, wait_credit,
+-- Asks for permission to act fragment `seq`. Returns {reply, version, epoch, wakeup id, history}; reply: granted, wait_credit,
 -- wait_log, wait_memory, drain, superseded, taken (this Redis was rolled back and gave an incarnation twice: register
 -- anew), or the run's state if it is not running. A worker that Redis does not know registered before a rollback.
 local flow = redis.call('HMGET', keys.flow, 'state', 'version', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
-  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full')
+  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full', 'history')
 if not flow[1] then return no_run() end
 local function with_flow(reply)
   local last = redis.call('XREVRANGE', keys.wakeups, '+', '-', 'COUNT', 1)
-  return {reply, flow[2], flow[3], last[1] and last[1][1] or '0-0'}
+  return {reply, flow[2], flow[3], last[1] and last[1][1] or '0-0', flow[13] or ''}
 end
 if flow[1] ~= 'running' then return with_flow(flow[1]) end
 local incarnations = whole(redis.call('HGET', keys.incarnations, args.worker)) or 0

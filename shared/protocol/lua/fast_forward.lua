@@ -1,11 +1,23 @@
---- @include common, epochs, log_entries, ledger
+--- @include common, positions, epochs, log_entries, ledger
 --- @keys flow, log, claims, produced, incarnations, pushed, ledger, pushes
---- @args epoch, position, accounts...
+--- @args epoch, position, taken_after, taken, mode, accounts...
 -- For a Redis that may know less than its trainer, whose ledger through `position` is `accounts`: epoch, ledger, credit
 -- and what was pushed become what the ledger, the log behind its position and the claims that are held say; new entries
--- of the log come after the position. Returns 1, or 0 if fenced.
+-- of the log come after the position. `taken` are the entries that the trainer took after `taken_after` through
+-- `position`, a line each. `mode`: 'compare' changes nothing; 'if_same' changes nothing if the log holds others there;
+-- 'anyway' makes the log begin behind them then. Returns 1, 0 if fenced, or 2 if the log holds others.
 if fenced(args.epoch) then return 0 end
 begin()
+local held = {}
+if after(args.position, args.taken_after) then
+  each_entry(args.taken_after, function(fields, pushed, id)
+    local from = {fields['worker'] or '', fields['incarnation'] or '', fields['seq'] or ''}
+    held[#held + 1] = pushed and id .. ' ' .. table.concat(from, ':') or id
+  end, args.position)
+end
+local same = table.concat(held, '\n') == args.taken
+if not same and args.mode ~= 'anyway' then return 2 end
+if args.mode == 'compare' then return 1 end
 local totals, marks, credit = {}, {}, 0
 local function add(worker, fragments, transitions)
   local total = totals[worker] or {0, 0}
@@ -24,7 +36,10 @@ for index = 2, #args.accounts, 2 do
 end
 if args.position ~= '0-0' and type(redis.pcall('XADD', keys.log, args.position, 'x', '')) ~= 'table' then
   redis.call('XDEL', keys.log, args.position)  -- it leaves its id behind: every later entry comes after it
-  redis.call('HSET', keys.flow, 'trimmed_id', args.position)  -- what was learned up to there is not all there any more
+end
+local first = same and args.taken_after or args.position  -- before it, not all that was learned has to be there
+if after(first, redis.call('HGET', keys.flow, 'trimmed_id') or '0-0') then
+  redis.call('HSET', keys.flow, 'trimmed_id', first)
 end
 each_entry(args.position, function(fields, pushed)
   local seq, size = whole(fields['seq']), whole(fields['transitions'])
@@ -36,8 +51,13 @@ each_entry(args.position, function(fields, pushed)
     marks[from] = math.max(marks[from] or -1, seq)
   end
 end)
-for from, seq in pairs(marks) do
-  if (whole(redis.call('HGET', keys.pushed, from)) or -1) < seq then redis.call('HSET', keys.pushed, from, seq) end
+for _, from in ipairs(redis.call('HKEYS', keys.pushed)) do  -- what came between those entries is never read
+  if string.match(from, ':%d+$') and not marks[from] then redis.call('HDEL', keys.pushed, from) end
+end
+for from, seq in pairs(marks) do redis.call('HSET', keys.pushed, from, seq) end
+for _, name in ipairs(redis.call('HKEYS', keys.produced)) do
+  local worker = string.match(name, '^(.*):fragments$')
+  if worker then add(worker, 0, 0) end
 end
 for _, id in ipairs(redis.call('ZRANGE', keys.claims, 0, -1)) do
   local from, seq = string.match(id, '^(.*):(%d+)$')
@@ -52,4 +72,4 @@ local consumed = tonumber(redis.call('HGET', keys.flow, 'consumed') or '0')
 redis.call('HSET', keys.flow, 'claimed', consumed + credit + redis.call('ZCARD', keys.claims),
   'epoch', args.epoch, 'committed_id', args.position)
 write_ledger(args.accounts)
-return 1
+return same and 1 or 2

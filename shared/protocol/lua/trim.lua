@@ -1,11 +1,11 @@
 --- @include common, positions, epochs, log_entries, wakeups
 --- @keys flow, log, wakeups, lost_bodies, quarantine, pushes
---- @args epoch, through
+--- @args epoch, through, process
 -- Removes the log entries up to `through`, the last one that a durable checkpoint covers. What the ledger does not
 -- account for yet stays all the same: a version may be durable before it is on the board.
--- Returns how many entries were removed (0 while Redis is behind this trainer), or -1 if fenced.
+-- `process` is as in publish. Returns how many entries were removed (0 while Redis is behind), or -1 if fenced.
 if fenced(args.epoch) then return -1 end
-if behind(args.epoch, '') then return 0 end
+if behind(args.epoch, args.process) then return 0 end
 begin()
 local through, committed = args.through, redis.call('HGET', keys.flow, 'committed_id')
 if after(through, committed) then through = committed end

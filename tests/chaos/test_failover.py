@@ -1,0 +1,157 @@
+"""A Redis that comes back without some that was learned: what was learned stays accounted for, in log, archive or a named
+hole, versions keep their weights, and the next trainer continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.worker import Worker
+from shared.errors import ArchiveIncomplete, UserError
+from shared.experience.log_entry import id_order
+from shared.protocol.policy_board import PolicyBoard
+from shared.storage.checkpoint_store import checkpoint_version
+from shared.storage.log_archive import Archive
+from tests.support import own_redis
+from tests.support.fault_proxy import FaultProxy
+from tests.support.fault_run import FaultRun
+from tests.support.game import Game, archived, balanced, replayed
+from tests.support.own_redis import OwnRedis
+from tests.support.waiting import eventually
+
+_K = 3
+
+
+def config(place: FaultRun, lag: int = 0, **sections: Any) -> Any:
+    """Batches of three fragments, of which one or two are held by the trainer when Redis goes."""
+    given = place.config()
+    rollout = {"fragment_steps": 8, "fragments_per_update": _K, "max_policy_lag": lag, "wait_deadline_seconds": 60.0}
+    return archived(**{"redis": given.redis.model_dump(exclude_unset=True), "rollout": rollout} | sections)
+
+
+class Witness:
+    """Sees which weights workers act with under each version and which log entries the trainers learn from."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self.learned: set[str] = set()
+
+    def watch(self) -> None:
+        """Of the present trainer, which has learned what its checkpoint covers; call after each restart."""
+        restored = id_order(self.game.trainer.consumer.committed.position)
+        self.learned = {position for position in self.learned if id_order(position) <= restored}
+        learner = self.game.trainer.learner
+        learn = learner.learn
+
+        def seen(fragments: Any, phase: Any) -> Any:
+            self.learned |= {item.position for item in fragments}
+            versions = {item.header.version: item.header.history for item in fragments}
+            histories = {known: self.game.trainer.consumer.history(known) for known in versions}
+            assert versions == histories, "acted by another policy of that number"
+            return learn(fragments, phase)
+
+        learner.learn = seen
+
+
+def covered(game: Game, learned: set[str]) -> None:
+    """Log, archive and the holes that the archive names have all that was learned."""
+    archive = Archive(game.role.checkpoints.store, game.role.run_id)
+    there = {entry.id for entry in game.role.log().between("0-0", "+")}
+    there |= {entry.id for entry in archive.entries(holes=True)}
+    for position in learned - there:
+        with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
+            list(archive.entries(_before(position), position))
+
+
+def _before(position: str) -> str:
+    milliseconds, _, number = position.partition("-")
+    return f"{int(milliseconds) - 1}-{number}"
+
+
+def replays(game: Game) -> None:
+    """From each checkpoint a replay comes to the next one, or names the hole between them."""
+    names = game.role.checkpoints.names()
+    found = []
+    for start, goal in zip(names, names[1:], strict=False):
+        with contextlib.suppress(ArchiveIncomplete, UserError):  # a hole, or another lineage
+            result = replayed(game, start, goal)
+            assert result.equal, (start, goal, result.different)
+            found.append(goal)
+    assert names[-1] in found
+
+
+def ends(game: Game, witness: Witness) -> None:
+    for _ in range(300):
+        for worker in (game.worker, *game.others):
+            worker.step(0)
+        if game.trainer.step(0) == "ended":
+            break
+    game.trainer.finish("exhausted")
+    balanced(game)
+    state = game.role.flow.read()
+    assert 0 <= state.in_flight <= state.window
+    assert state.version == game.trainer.version
+    covered(game, witness.learned)
+    replays(game)
+
+
+@pytest.mark.parametrize("who_dies", ["nobody", "trainer"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_lost_fragment_behind_a_later_one_is_noticed(place: FaultRun, lag: int, who_dies: str) -> None:
+    """The trainer holds a fragment of an incomplete batch, which Redis then lacks; another worker's comes first."""
+    game = place.game(config(place, lag, stop_at={"updates": 8}))
+    other, witness = game.another_worker(1), Witness(game)
+    witness.watch()
+    for _ in range(2):
+        for worker in (other, game.worker, other):
+            worker.step(0)
+        game.trainer.step(0)
+    game.durable()
+    past = place.redis.keep()
+    game.worker.step(0)
+    assert game.trainer.step(0) == "waited", "it holds that fragment now"
+    place.redis.roll_back(past)
+    game.trainer.recovery.redis_checked = 1e18  # it does not look before the batch is complete
+    for _ in range(3):
+        other.step(0)
+        game.trainer.step(0)
+    if who_dies == "trainer":
+        game.crash()
+        game.restart()
+        witness.watch()
+    ends(game, witness)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_next_trainer_starts_after_versions_are_lost(place: FaultRun, lag: int) -> None:
+    """Versions that no checkpoint covers were acted with and are lost; their numbers come again."""
+    game = place.game(config(place, lag, stop_at={"updates": 8}, checkpoint={"every": "100 updates"}))
+    other, witness = game.another_worker(1), Witness(game)
+    witness.watch()
+    game.durable()
+    past = place.redis.keep()
+    for _ in range(4):
+        for worker in (other, game.worker, other):
+            worker.step(0)
+        game.trainer.step(0)
+    claim = other.claim(0)
+    assert claim.granted
+    other.policies.update(claim)
+    sample = other.act()  # by a version that is lost next
+    game.crash()
+    place.redis.roll_back(past)
+    game.restart()
+    witness.watch()
+    for _ in range(3 if lag else 0):
+        for worker in (game.worker,) * 3:
+            worker.step(0)
+        game.trainer.step(0)
+    other._push(claim, sample, 0)
+    ends(game, witness)
