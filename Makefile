@@ -6,12 +6,13 @@ PYTEST ?= -n 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-rest test-all soak learning bench bench-check check format lint types tests docs clean
+.PHONY: help demo test test-rest test-all nightly soak learning bench bench-check check format lint types tests docs clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
 	@echo "make test    install what the tests need and run the quick part of them, in three processes: some 8 minutes"
 	@echo "make test-all  run all tests, some 40 minutes (PYTEST=\"-n 0 tests/shared …\"); test-rest: those that make test leaves out"
+	@echo "make nightly  take random walks over the protocol for 30 minutes (NIGHTLY=\"--minutes 5 --first-seed 1\")"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
 	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
@@ -48,6 +49,9 @@ test-all: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest --durations 20 $(PYTEST)
 
 tests: test
+
+nightly: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.support.random_walks $(NIGHTLY)
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.chaos.soak $(SOAK)

@@ -212,7 +212,9 @@ class Flow:
         except ValueError:  # the state of a damaged flow
             self.read()
             raise
-        return Claim(reply, self._number(version), self._number(epoch), wakeup.decode(), history.decode(errors="replace"))
+        return Claim(
+            reply, self._number(version), self._number(epoch), wakeup.decode(), history.decode(errors="replace")
+        )
 
     def _number(self, text: bytes) -> int:
         if not text.removeprefix(b"-").isdigit():

@@ -55,11 +55,13 @@ class PolicyBoard:
         """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
         Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch, and
-        `VersionsDiverged` where it has other weights under this version. `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
+        `VersionsDiverged` where it has other weights under this version. `blob` is empty and `checkpoint` names the
+        weights under the transport `object_store`.
         """
         found, state, reason, log_bytes = self._publish(
-            epoch=epoch, version=version, history=header.history, consumed=consumed, committed_id=committed_id, blob=blob,
-            process=process, header=json.dumps(header.as_dict()), checkpoint=checkpoint, accounts=ledger.news(),
+            epoch=epoch, version=version, history=header.history, consumed=consumed, committed_id=committed_id,
+            blob=blob, process=process, header=json.dumps(header.as_dict()), checkpoint=checkpoint,
+            accounts=ledger.news(),
         )  # fmt: skip
         match reply := PublishReply(found.decode()):
             case PublishReply.FENCED:
@@ -69,7 +71,7 @@ class PolicyBoard:
                     f"version {version} is not published: Redis came back, perhaps with less than it had"
                 )
             case PublishReply.OTHER:
-                raise VersionsDiverged(f"version {version} on the board comes from other experience than this trainer's")
+                raise VersionsDiverged(f"Redis has a version {version} that comes from other experience")
             case PublishReply.PUBLISHED:
                 ledger.told()
             case PublishReply.KNOWN:

@@ -106,9 +106,7 @@ class Archive:
             raise ArchiveIncomplete(f"the archive of run {self._run_id}: {error}") from None
         return decode_segment(blob, self._run_id, segment)
 
-    def entries(
-        self, after: str | None = None, through: str | None = None, holes: bool = False
-    ) -> Iterator[LogEntry]:
+    def entries(self, after: str | None = None, through: str | None = None, holes: bool = False) -> Iterator[LogEntry]:
         """The entries after one position (or the archive's first) through another, a segment in memory at a time;
         raises `ArchiveIncomplete` for a hole (except with `holes`), or where the archive does not reach as far. A segment
         that cannot be read does not count where others hold the same entries."""

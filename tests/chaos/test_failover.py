@@ -1,23 +1,20 @@
-"""A Redis that comes back without some that was learned: what was learned stays accounted for, in log, archive or a named
-hole, versions keep their weights, and the next trainer continues.
+"""A Redis that comes back without some that was learned: what was learned stays accounted for, in log, archive or a
+named hole, versions keep their weights, and the next trainer continues.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Iterator
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout_worker.worker import Worker
 from shared.errors import ArchiveIncomplete, UserError
 from shared.experience.log_entry import id_order
-from shared.protocol.policy_board import PolicyBoard
-from shared.storage.checkpoint_store import checkpoint_version
+from shared.protocol.experience_log import PushReply
 from shared.storage.log_archive import Archive
 from tests.support import own_redis
 from tests.support.fault_proxy import FaultProxy
@@ -57,7 +54,7 @@ class Witness:
             assert versions == histories, "acted by another policy of that number"
             return learn(fragments, phase)
 
-        learner.learn = seen
+        learner.learn = seen  # type: ignore[method-assign]
 
 
 def covered(game: Game, learned: set[str]) -> None:
@@ -79,7 +76,7 @@ def replays(game: Game) -> None:
     """From each checkpoint a replay comes to the next one, or names the hole between them."""
     names = game.role.checkpoints.names()
     found = []
-    for start, goal in zip(names, names[1:], strict=False):
+    for start, goal in itertools.pairwise(names):
         with contextlib.suppress(ArchiveIncomplete, UserError):  # a hole, or another lineage
             result = replayed(game, start, goal)
             assert result.equal, (start, goal, result.different)
@@ -100,6 +97,78 @@ def ends(game: Game, witness: Witness) -> None:
     assert state.version == game.trainer.version
     covered(game, witness.learned)
     replays(game)
+
+
+class DebianRedis(OwnRedis):
+    """Debian's redis-server, whatever binary the other tests use."""
+
+    binary = "/usr/bin/redis-server"
+
+
+@pytest.mark.skipif(not Path(DebianRedis.binary).exists(), reason="needs Debian's redis-server: apt-get install it")
+def test_replica_promoted_behind_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers push, the trainer holds an incomplete batch, and the replica has less than was learned."""
+    monkeypatch.setattr(own_redis, "redis_binary", lambda: DebianRedis.binary)
+    with closing(FaultRun(tmp_path)) as place, closing(FaultProxy(place.redis.port)) as between:
+        game = place.game(config(place, stop_at={"updates": 8}))
+        other, witness = game.another_worker(1), Witness(game)
+        witness.watch()
+
+        def play(turns: int) -> None:
+            for _ in range(turns):
+                for worker in (other, game.worker, other):
+                    worker.step(0)
+                game.trainer.step(0)
+
+        play(2)
+        game.durable()
+        source = {"replicaof": f"127.0.0.1 {between.port}"}
+        replica = OwnRedis(tmp_path / "replica", place.redis.password, source)
+        try:
+            eventually(lambda: has_all(replica, place))
+            between.black_hole()
+            play(1)
+            game.worker.step(0)
+            assert game.trainer.step(0) == "waited"
+            place.redis.kill()
+            replica.command("REPLICAOF", "NO", "ONE")
+            place.proxy.retarget(replica.port)
+            ends(game, witness)
+            assert game.role.flow.read().version == 8
+            assert "without some that was learned" in game.events("trainer")
+        finally:
+            place.redis.start()
+            place.proxy.retarget(place.redis.port)
+            replica.kill()
+
+
+def has_all(replica: OwnRedis, place: FaultRun) -> bool:
+    told = [server.command("INFO", "replication") for server in (replica, place.redis)]
+    up = told[0].get("master_link_status") == "up"
+    return bool(up and told[0]["slave_repl_offset"] == told[1]["master_repl_offset"])
+
+
+def test_batch_begins_anew_when_redis_comes_back(place: FaultRun) -> None:
+    """Entries of one Redis process are not learned from together with those of another."""
+    game = place.game(config(place, stop_at={"updates": 6}))
+    other, witness = game.another_worker(1), Witness(game)
+    witness.watch()
+    game.durable()
+    past = place.redis.keep()
+    game.worker.step(0)
+    assert game.trainer.step(0) == "waited", "it holds one of three"
+    place.redis.roll_back(past)
+    for _ in range(2):
+        other.step(0)
+    assert game.trainer.step(0) == "waited"
+    other.step(0)
+    while game.trainer.version == 0:
+        other.step(0)
+        game.trainer.step(0)
+    assert game.role.checkpoints.newest_good()[0].manifest.version == 0, "nothing learned was lost"
+    lines = balanced(game)
+    assert lines["total"]["consumed"]["fragments"] == 3
+    ends(game, witness)
 
 
 @pytest.mark.parametrize("who_dies", ["nobody", "trainer"])
@@ -141,10 +210,14 @@ def test_next_trainer_starts_after_versions_are_lost(place: FaultRun, lag: int) 
         for worker in (other, game.worker, other):
             worker.step(0)
         game.trainer.step(0)
-    claim = other.claim(0)
-    assert claim.granted
-    other.policies.update(claim)
-    sample = other.act()  # by a version that is lost next
+    push, held = other.claims.push, list[tuple[Any, ...]]()
+
+    def keeps(*given: Any) -> PushReply:
+        held.append(given)
+        return PushReply.STALE
+
+    other.claims.push = keeps  # type: ignore[method-assign,assignment]
+    other.step(0)  # by a version that is lost next
     game.crash()
     place.redis.roll_back(past)
     game.restart()
@@ -153,5 +226,6 @@ def test_next_trainer_starts_after_versions_are_lost(place: FaultRun, lag: int) 
         for worker in (game.worker,) * 3:
             worker.step(0)
         game.trainer.step(0)
-    other._push(claim, sample, 0)
+    other.claims.push = push  # type: ignore[method-assign]
+    assert push(*held[0]) == "pushed"
     ends(game, witness)

@@ -9,6 +9,7 @@ import pytest
 from shared.protocol import scripts
 from tests.conftest import MakeRole
 from tests.support.protocol_search import Search, Violation
+from tests.support.random_walks import walk
 from tests.support.small_run import small_config
 
 TOO_LATE = [
@@ -68,3 +69,25 @@ def test_a_fault_of_a_script_is_found(make_role: MakeRole, monkeypatch: pytest.M
     search = Search(make_role(small_config(1, 0)))
     with pytest.raises(Violation, match=", after: "):
         search.run(4, search.follow(3, way))
+
+
+@pytest.mark.parametrize("first", range(1, 13, 4))
+def test_random_walk_breaks_nothing(make_role: MakeRole, first: int) -> None:
+    """`make nightly` takes more of them: tests/support/random_walks.py."""
+    for seed in range(first, first + 4):
+        walk(seed, make_role)
+
+
+def test_random_walk_finds_a_lost_fragment(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the fast-forward's comparison of the log with what was learned is left out."""
+    source, right = scripts.source, "local same = table.concat(held, '\\n') == args.taken"
+    assert source("fast_forward").text.count(right) == 1
+    spoilt = replace(source("fast_forward"), text=source("fast_forward").text.replace(right, "local same = true"))
+    monkeypatch.setattr(scripts, "source", lambda name: spoilt if name == "fast_forward" else source(name))
+
+    def walks() -> None:
+        for seed in range(1060, 1120):
+            walk(seed, make_role, steps=40)
+
+    with pytest.raises(Violation, match="was learned and is in no log any more"):
+        walks()

@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
-from shared.errors import Fenced, RedisRolledBack, WorkerSuperseded
+from shared.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
 from shared.experience import fragment
 from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.log_entry import START, LogEntry, id_order
+from shared.experience.log_entry import START, STRANGERS, LogEntry, id_order
 from shared.policies.serialization import VersionHeader
 from shared.protocol.flow_control import Claim
 from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Ledger, fast_forward, read_accounting, read_ledger
+from shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
 from shared.protocol.policy_board import PolicyBoard
 from shared.runtime.run_context import RunContext
 from tests.support.fragments import zero_fragment
@@ -50,6 +50,17 @@ class Position(str):
 _START = Position(START)
 
 
+class History(str):
+    """Of a policy version: the experience that it comes from tells worlds apart, not how that is named."""
+
+    comes_from: ClassVar[dict[str, str]] = {"": "nothing"}
+
+
+_NO_HISTORY = History()
+Weights = tuple[tuple[int, History, str], ...]
+"""Of the newest versions: number, history, and the acts that they were learned from."""
+
+
 @dataclass(frozen=True)
 class Image:
     """A Redis at one moment, without times, and what has happened to fragments in its past."""
@@ -65,6 +76,8 @@ class Image:
     """What was pushed and produced, and the incarnations."""
     appended: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    weights: str = ""
+    """On the board."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Acted:
     """Which worker's how many-th process acted it, and its how many-th it is: what `life` says in its header."""
     version: int
     epoch: int
+    history: History
 
 
 @dataclass(slots=True)
@@ -89,6 +103,8 @@ class WorkerState:
     refusals: int = 0
     acts: int = 0
     version: int = 0
+    history: History = _NO_HISTORY
+    weights: str = "()"
     hand: Acted | None = None
     alive: bool = True
 
@@ -99,6 +115,9 @@ class Accounting:
 
     position: Position
     ledger: str
+    history: History = _NO_HISTORY
+    held: tuple[tuple[Position, str], ...] = ()
+    """The entries taken since the log was trimmed."""
 
 
 @dataclass(slots=True)
@@ -113,8 +132,10 @@ class TrainerState:
     """Whether the Redis process is the one that its accounting was matched with."""
     untold: tuple[str, ...] | None = None
     """Whose accounts Redis does not know yet; None for all."""
-    taken: tuple[str, ...] = ()
-    learned: tuple[str, ...] = ()
+    taken: tuple[tuple[Position, str], ...] = ()
+    learned: tuple[tuple[Position, str], ...] = ()
+    weights: Weights = ((0, _NO_HISTORY, "()"),)
+    held_after: Position = _START
     exact: bool = True
     """Whether it has learned all that its ledger says was consumed: not behind a log that was trimmed."""
     alive: bool = True
@@ -126,8 +147,18 @@ class Saved:
 
     version: int
     accounting: Accounting
-    learned: tuple[str, ...]
+    learned: tuple[tuple[Position, str], ...]
     exact: bool
+    weights: Weights = ((0, _NO_HISTORY, "()"),)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Of the archive."""
+
+    after: Position
+    through: Position
+    acts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -149,13 +180,16 @@ class World:
     faults: int
     late: list[Late] = field(default_factory=list)
     past: Image | None = None
+    archive: list[Segment] = field(default_factory=list)
     rolled_back: bool = False
     """Whether Redis ever was: then what it refused or lost before is not in its accounting."""
 
     def copy(self) -> World:
         """Another one that is the same."""
         workers, trainers = [replace(worker) for worker in self.workers], [replace(each) for each in self.trainers]
-        return replace(self, workers=workers, trainers=trainers, store=[*self.store], late=[*self.late])
+        return replace(
+            self, workers=workers, trainers=trainers, store=[*self.store], late=[*self.late], archive=[*self.archive]
+        )
 
     def key(self) -> bytes:
         """The same for worlds that differ in times only, in which worker has which name, or in the faults left."""
@@ -171,6 +205,8 @@ class World:
         def named(item: Any) -> Any:
             if isinstance(item, bytes):
                 return named(item.decode())
+            if isinstance(item, History):
+                return named(History.comes_from[item])
             if isinstance(item, str) and not isinstance(item, Position):
                 text = _WORKER.sub(lambda found: names[found[0]], item)
                 return sorted(json.loads(text).items()) if text.startswith("{") else text
@@ -181,7 +217,7 @@ class World:
                 return tuple(named(part) for part in item)
             return named([getattr(item, each.name) for each in fields(item)]) if is_dataclass(item) else item
 
-        rest = named((self.redis, workers, self.trainers, self.store, self.past, self.rolled_back))
+        rest = named((self.redis, workers, self.trainers, self.store, self.past, self.archive, self.rolled_back))
         text = repr((rest, sorted(map(repr, named(self.late)))))
         positions = sorted({*_POSITION.findall(text)}, key=id_order)
         ranks = {position: str(rank) for rank, position in enumerate(positions)}
@@ -225,6 +261,8 @@ class Search:
         self._encode = lru_cache(None)(self._encoded)
         self._acts: dict[bytes, str] = {}
         """What was encoded → the act that it is of."""
+        self._acted_with: dict[tuple[str, str], str] = {}
+        """Act and history → the weights."""
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
         self._workers = workers
 
@@ -248,23 +286,26 @@ class Search:
             reads.xrange(keys.log)
             reads.xinfo_stream(keys.log)
             reads.zrange(keys.claims, 0, -1, withscores=True)
+            reads.hget(keys.board, "blob")
             for name in (keys.pushed, keys.produced, keys.incarnations):
                 reads.hgetall(name)
             found = reads.execute(raise_on_error=False)  # there may be no log
-        dumps, (flow, log, info, claims, *workers) = found[: len(self._names)], found[len(self._names) :]
+        dumps, (flow, log, info, claims, blob, *workers) = found[: len(self._names)], found[len(self._names) :]
         pairs = {name.decode(): value.decode() for name, value in flow.items()}
         places = {name: Position(pairs[name]) for name in ("committed_id", "published_id", "trimmed_id")}
+        places["history"] = History.comes_from[pairs.get("history", "")]  # type: ignore[assignment]
         return replace(
             before,
             dumps=tuple(dump or b"" for dump in dumps),
             flow=_pairs(pairs | places),
             log=tuple(
-                (Position(id_.decode()), _pairs(entry | {b"fragment": self._acts[entry[b"fragment"]]}))
+                (Position(id_.decode()), _pairs(entry | {b"fragment": self._acts.get(entry[b"fragment"], "garbage")}))
                 for id_, entry in log
             ),
             last=Position(info["last-generated-id"].decode()) if isinstance(info, dict) else _START,
             claims=tuple(sorted((name.decode(), end == PAST_MS) for name, end in claims)),
             workers=tuple(map(_pairs, workers)),
+            weights=blob.decode(),
         )
 
     def _enter(self, image: Image) -> None:
@@ -287,10 +328,11 @@ class Search:
 
     # Workers
 
-    def _encoded(self, name: str, incarnation: int, seq: int, version: int, act: str) -> bytes:
+    def _encoded(self, name: str, incarnation: int, seq: int, version: int, act: str, history: str) -> bytes:
         made = zero_fragment(
             self._description, run_id=self.role.run_id, worker_id=name, incarnation=incarnation, seq=seq,
             policy_versions=dict.fromkeys(self._description.policies, version), steps=STEPS, num_envs=ENVS, life=act,
+            history=str(history),
         )  # fmt: skip
         blob = fragment.encode(made)
         self._acts[blob] = f"{act} by {name}:{incarnation}:{seq} of {version}"
@@ -300,12 +342,13 @@ class Search:
     def _pushing(worker: WorkerState) -> tuple[Any, ...]:
         hand = worker.hand
         assert hand is not None
-        return worker.name, worker.incarnation, worker.seq, hand.epoch, hand.version, hand.act, worker.refusals
+        place = worker.name, worker.incarnation, worker.seq
+        return *place, hand.epoch, hand.version, hand.act, hand.history, worker.refusals
 
     def _push(self, world: World, command: tuple[Any, ...]) -> tuple[str, Claim | None]:
         """As a worker does it, its next claim with it; what Redis answers, and what became of it."""
-        name, incarnation, seq, epoch, version, act, refusals = command
-        blob = self._encode(name, incarnation, seq, version, act)
+        name, incarnation, seq, epoch, version, act, history, refusals = command
+        blob = self._encode(name, incarnation, seq, version, act, history)
         claiming = self._flow.claiming(name, incarnation, seq + 1)
         word = self._log.push(name, incarnation, seq, epoch, STEPS * ENVS, blob, then=claiming, refusals=refusals)
         image = world.redis
@@ -321,11 +364,14 @@ class Search:
             raise Violation(f"{act} is taken for a duplicate, though it is not in the log")
         return word, claiming.reply
 
-    @staticmethod
-    def _is_granted(worker: WorkerState, claim: Claim) -> None:
-        if worker.version < claim.version or worker.epoch != claim.epoch:
-            worker.version = claim.version
-        worker.hand = Acted(f"{worker.name}/{worker.process}/{worker.acts}", worker.version, claim.epoch)
+    def _is_granted(self, worker: WorkerState, claim: Claim) -> None:
+        if (worker.version, worker.history) != (claim.version, claim.history):
+            board: Any = self.role.redis.hget(self._keys.board, "blob")
+            flow = self._flow.read()
+            worker.version, worker.history, worker.weights = flow.version, History(flow.history), board.decode()
+        act = f"{worker.name}/{worker.process}/{worker.acts}"
+        self._acted_with[act, worker.history] = worker.weights
+        worker.hand = Acted(act, worker.version, claim.epoch, worker.history)
         worker.acts, worker.epoch = worker.acts + 1, claim.epoch
 
     def _registers_again(self, worker: WorkerState) -> None:
@@ -376,99 +422,182 @@ class Search:
         accounting.tell = lambda text: None  # type: ignore[method-assign]
         return accounting
 
-    def _attempts(self, trainer: TrainerState, act: Callable[[], None]) -> None:
+    def _attempts(self, world: World, trainer: TrainerState, act: Callable[[], None]) -> None:
         """What it does where it is fenced off or Redis was rolled back."""
         try:
             act()
         except Fenced:
             trainer.alive = False
         except RedisRolledBack:
-            self._comes_back(trainer)
+            self._attempts(world, trainer, partial(self._comes_back, world, trainer))
+        except VersionsDiverged:
+            self._continues_without(world, trainer)
 
     def _takes(self, world: World, index: int) -> None:
         """The next entry, if there is one."""
         trainer = world.trainers[index]
-        self._attempts(trainer, partial(self._take, world, trainer))
+        self._attempts(world, trainer, partial(self._take, world, trainer))
 
     def _take(self, world: World, trainer: TrainerState) -> None:
         entry = self._log.read(trainer.now.position, 1, 0)
         accounting = self._accounting(trainer)
         consumer = LogConsumer(self.role.run_id, self.role.config, self._description, _once(entry), accounting)
-        consumer.restore(Committed(trainer.now.position, trainer.now.ledger, {}))
+        known = {version: str(history) for version, history, _ in trainer.weights}
+        consumer.restore(Committed(trainer.now.position, trainer.now.ledger, {}, known))
         consumer.ledger = _ledger_of(trainer)
+        consumer._history = str(trainer.now.history)
         found = consumer.take(trainer.version, Phase.TRAIN, 0.0)
         whole, *news = consumer.ledger.news()
-        trainer.now = Accounting(Position(consumer.position), consumer.ledger.as_json())
+        names = [(Position(position), name.partition(" ")[2]) for position, name in consumer._taken]
+        history = History(consumer._history)
+        acts = (*trainer.learned, *trainer.taken)
+        if found is not None:
+            History.comes_from[history] = repr((*[act for _, act in acts], found.header.life))
+        ledger, position = consumer.ledger.as_json(), Position(consumer.position)
+        trainer.now = Accounting(position, ledger, history, (*trainer.now.held, *names))
         trainer.untold = None if whole else tuple(news[::2])
         if found is None:
             return
         lag, act = trainer.version - found.header.version, found.header.life
         if not 0 <= lag <= self._max_lag:
             raise Violation(f"{act} is learned from with lag {lag}")
-        if act in trainer.learned or act in trainer.taken:
+        if act in [its for _, its in acts]:
             raise Violation(f"{act} is learned from twice")
         if act in world.redis.refused and not world.rolled_back:
             raise Violation(f"{act} was refused and is learned from all the same")
-        trainer.taken = (*trainer.taken, act)
+        own = {version: weights for version, _, weights in trainer.weights}[found.header.version]
+        if (acted := self._acted_with[act, found.header.history]) != own:
+            raise Violation(f"{act} was acted by {acted}, and version {found.header.version} is {own}")
+        trainer.taken = (*trainer.taken, (Position(found.position), act))
 
     def _publish(self, trainer: TrainerState, consumed: int) -> None:
         assert trainer.now == trainer.committed
-        header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters())
+        version, history, weights = trainer.weights[-1]
+        assert version == trainer.version
+        header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters(), history=str(history))
         published = self._board.publish(
             epoch=trainer.epoch, version=trainer.version, consumed=consumed, committed_id=trainer.now.position,
-            ledger=_ledger_of(trainer), header=header, blob=b"weights",
+            ledger=_ledger_of(trainer), header=header, blob=weights.encode(),
             process=self._process if trainer.process else _ANOTHER_PROCESS,
         )  # fmt: skip
         if published.reply == "published":
             trainer.untold = ()
 
-    @staticmethod
-    def _learned(trainer: TrainerState) -> TrainerState:
-        learned = (*trainer.learned, *trainer.taken)
-        return replace(trainer, version=trainer.version + 1, committed=trainer.now, learned=learned, taken=())
+    def _weights(self, trainer: TrainerState, version: int) -> Weights:
+        its = version, trainer.now.history, repr(tuple(act for _, act in trainer.learned))
+        return *(old for old in trainer.weights if old[0] >= version - self._max_lag), its
+
+    def _learned(self, trainer: TrainerState) -> TrainerState:
+        learned, version = (*trainer.learned, *trainer.taken), trainer.version + 1
+        new = replace(trainer, version=version, committed=trainer.now, learned=learned, taken=())
+        new.weights = self._weights(new, version)
+        return new
 
     def _publishes(self, world: World, index: int) -> None:
         trainer = world.trainers[index] = self._learned(world.trainers[index])
-        self._attempts(trainer, partial(self._publish, trainer, self._needed))
+        self._attempts(world, trainer, partial(self._publish, trainer, self._needed))
 
-    def _looks(self, world: World, index: int) -> None:
+    def _looks(self, world: World, index: int, dies: bool = False) -> None:
         trainer, state = world.trainers[index], self._flow.read()
         if state.epoch > trainer.epoch:
             trainer.alive = False
         elif state.epoch < trainer.epoch or state.version < trainer.version or not trainer.process:
-            self._comes_back(trainer)
+            self._attempts(world, trainer, partial(self._comes_back, world, trainer, dies))
+        elif state.version > trainer.version and self._log.ends_at(trainer.now.position):
+            self._continues_without(world, trainer)
 
-    def _comes_back(self, trainer: TrainerState) -> None:
-        """`Trainer._redis_came_back`; the checkpoint that it submits there is not durable yet."""
+    def _comes_back(self, world: World, trainer: TrainerState, dies: bool = False) -> None:
+        """`Recovery.redis_came_back`; it may die when the checkpoint that it writes there is durable."""
         if not self._flow.holds(trainer.epoch):
             trainer.alive = False
             return
-        trainer.process, trainer.taken, trainer.now, trainer.untold = True, (), trainer.committed, None
+        trainer.taken, trainer.now, trainer.untold = (), trainer.committed, None
         if self._flow.read().version > trainer.version:
-            self._publish(trainer, 0)
-        else:
-            self._fast_forward(trainer)
-
-    def _fast_forward(self, trainer: TrainerState) -> None:
-        known = trainer.committed
-        fast_forward(self.role.redis, self.role.run_id, trainer.epoch, known.position, Ledger.from_json(known.ledger))
+            same, trainer.process = self._forward(trainer, Forward.COMPARE), True
+            if not same:
+                self._continues_without(world, trainer)
+        elif not self._forward(trainer, Forward.IF_SAME):
+            self._is_durable(world, trainer)
+            if dies:
+                trainer.alive = False
+                return
+            self._forward(trainer, Forward.ANYWAY)
+        trainer.process = True
         self._publish(trainer, 0)
 
+    def _forward(self, trainer: TrainerState, mode: Forward) -> bool:
+        known = trainer.committed
+        names = tuple(f"{position} {name}".strip() for position, name in known.held)
+        same = fast_forward(
+            self.role.redis, self.role.run_id, trainer.epoch, known.position, Ledger.from_json(known.ledger),
+            Taken(trainer.held_after, names), mode,
+        )  # fmt: skip
+        if not same and mode is Forward.ANYWAY:
+            self._trimmed(trainer, known.position)
+        return same
+
+    @staticmethod
+    def _trimmed(trainer: TrainerState, through: Position) -> None:
+        """What it compares with the log begins behind that."""
+
+        def left(known: Accounting) -> Accounting:
+            return replace(known, held=tuple(each for each in known.held if id_order(each[0]) > id_order(through)))
+
+        same = trainer.now == trainer.committed
+        trainer.committed = left(trainer.committed)
+        trainer.now = trainer.committed if same else left(trainer.now)
+        trainer.held_after = max(trainer.held_after, through, key=id_order)
+
+    def _is_durable(self, world: World, trainer: TrainerState) -> None:
+        committed = replace(trainer.committed, held=())
+        saved = Saved(trainer.version, committed, trainer.learned, trainer.exact, trainer.weights)
+        if saved not in world.store:
+            world.store.append(saved)
+
+    def _rolled_back(self, world: World, learned: Saved, epoch: int) -> Saved:
+        """`rolled_back`: these weights as a version behind all others, at what Redis accounts for."""
+        newest, state = max(world.store, key=lambda saved: saved.version), self._flow.read()
+        ledger, position = read_ledger(self.role.redis, self.role.run_id).as_json(), Position(state.committed_id)
+        if newest.version > state.version:
+            ledger, position = newest.accounting.ledger, newest.accounting.position
+        version = max(newest.version, state.version) + 1 + self._max_lag
+        weights = repr(tuple(act for _, act in learned.learned))
+        history = History(f"{learned.weights[-1][1]}/{version}/{epoch}")
+        History.comes_from[history] = f"{weights} again as {version} of {epoch}"
+        accounting = Accounting(position, ledger, history)
+        saved = Saved(version, accounting, learned.learned, False, ((version, history, weights),))
+        world.store.append(saved)
+        return saved
+
+    def _continues_without(self, world: World, trainer: TrainerState) -> None:
+        """`Recovery.continue_without`."""
+        reached = Saved(trainer.version, trainer.committed, trainer.learned, trainer.exact, trainer.weights)
+        self._restores(world, trainer, self._rolled_back(world, reached, trainer.epoch))
+
+    def _restores(self, world: World, trainer: TrainerState, saved: Saved) -> None:
+        """`Recovery._restore`."""
+        trainer.version, trainer.learned, trainer.exact = saved.version, saved.learned, saved.exact
+        trainer.now = trainer.committed = saved.accounting
+        trainer.held_after, trainer.weights, trainer.taken, trainer.untold = (
+            saved.accounting.position,
+            saved.weights,
+            (),
+            None,
+        )
+        if self._flow.read().version < trainer.version:
+            self._forward(trainer, Forward.ANYWAY)
+        if self._flow.read().version <= trainer.version:
+            self._attempts(world, trainer, partial(self._publish, trainer, 0))
+
     def _starts(self, world: World) -> None:
-        """Another trainer, from the newest checkpoint, as `Trainer._recover` does it; the old ones live on."""
+        """Another trainer, from the newest checkpoint, as `Recovery.run` does it; the old ones live on."""
         epoch = self._flow.take_over(max(trainer.epoch for trainer in world.trainers))
         newest, state = max(world.store, key=lambda saved: saved.version), self._flow.read()
         if id_order(state.trimmed_id) > id_order(newest.accounting.position) and state.version >= newest.version:
-            ledger = read_ledger(self.role.redis, self.role.run_id).as_json()
-            accounting = Accounting(Position(state.committed_id), ledger)
-            newest = Saved(state.version + 1 + self._max_lag, accounting, newest.learned, False)
-            world.store.append(newest)
-        trainer = TrainerState(
-            epoch, newest.version, newest.accounting, newest.accounting, learned=newest.learned, exact=newest.exact
-        )
-        if state.version < trainer.version:
-            self._fast_forward(trainer)
+            newest = self._rolled_back(world, newest, epoch)
+        trainer = TrainerState(epoch, newest.version, newest.accounting, newest.accounting)
         world.trainers.append(trainer)
+        self._restores(world, trainer, newest)
 
     def _saves(self, world: World, index: int, trim: bool) -> None:
         """Its version becomes durable, and what it covers is trimmed; or the trim comes later."""
@@ -476,22 +605,35 @@ class Search:
         if not self._flow.holds(trainer.epoch):
             trainer.alive = False
             return
-        saved = Saved(trainer.version, trainer.committed, trainer.learned, trainer.exact)
-        if saved not in world.store:
-            world.store.append(saved)
-        command = Late("trim", (trainer.epoch, trainer.committed.position))
+        self._is_durable(world, trainer)
+        if not trainer.process:
+            return
+        through = trainer.committed.position
         if trim:
-            self._arrives(world, command)
+            self._archives(world, through)
+            self._arrives(world, Late("trim", (trainer.epoch, through, self._process)))
+            self._trimmed(trainer, through)
         else:
-            world.late.append(command)
+            world.late.append(Late("trim", (trainer.epoch, through, self._process)))
+
+    def _archives(self, world: World, through: Position) -> None:
+        """`Archiver.store`."""
+        after = max([self._flow.read().trimmed_id, *(each.through for each in world.archive)], key=id_order)
+        if id_order(through) > id_order(after):
+            raw: Any = self.role.redis.xrange(self._keys.log, f"({after}", through)
+            acts = tuple(self._acts.get(entry[b"fragment"], "garbage").split(" ")[0] for _, entry in raw)
+            world.archive.append(Segment(Position(after), through, acts))
 
     def _arrives(self, world: World, command: Late) -> None:
         if command.kind == "push":
             self._push(world, command.arguments)
             return
-        with suppress(Fenced, RedisRolledBack):  # its sender is told by its next one
+        with suppress(Fenced, RedisRolledBack, VersionsDiverged):  # its sender is told by its next one
             if command.kind == "trim":
-                self._log.trim(*command.arguments)
+                epoch, through, process = command.arguments
+                if process == self._process:
+                    self._archives(world, through)
+                self._log.trim(epoch, through, process)
             else:
                 self._publish(replace(command.arguments[0]), self._needed)
 
@@ -545,6 +687,8 @@ class Search:
             yield f"{name} writes a checkpoint and trims late", partial(self._saves, index=index, trim=False), 1
         if len(world.trainers) > 1 or not trainer.process:
             yield f"{name} looks", partial(self._looks, index=index), 0
+        if not trainer.process:
+            yield f"{name} looks, and dies", partial(self._looks, index=index, dies=True), 1
 
     def _lapses(self, world: World, claim: str) -> None:
         self.role.redis.zadd(self._keys.claims, {claim: PAST_MS})
@@ -560,6 +704,8 @@ class Search:
         for index, command in enumerate(world.late):
             if command.kind == "publish":
                 world.late[index] = Late("publish", (replace(command.arguments[0], process=False),))
+            if command.kind == "trim":
+                world.late[index] = Late("trim", (*command.arguments[:2], _ANOTHER_PROCESS))
         for trainer in world.trainers:
             trainer.process = False
         world.redis, world.rolled_back = world.past, True
@@ -574,9 +720,12 @@ class Search:
             raise Violation(f"the accounting does not balance: {odd}")
         flow = dict(world.redis.flow)
         in_flight, window = int(flow["claimed"]) - int(flow["consumed"]), (self._max_lag + 1) * self._needed
+        if world.rolled_back:  # what was dropped behind the last version counts again until it is dropped again
+            committed = id_order(flow["committed_id"])
+            window += sum(id_order(position) > committed for position, _ in world.redis.log)
         if not 0 <= in_flight <= window:
             raise Violation(f"{in_flight} are in flight of at most {window}")
-        produced = lines["total"].produced.fragments
+        produced = sum(line.produced.fragments for name, line in lines.items() if name not in ("total", STRANGERS))
         known = len(world.redis.appended) + len(world.redis.refused)
         if not world.rolled_back and produced != known:
             raise Violation(f"{produced} are counted as produced, which are {known}")
@@ -586,6 +735,20 @@ class Search:
                 raise Violation(
                     f"trainer {trainer.epoch} counts {consumed} as consumed and has learned {trainer.learned}"
                 )
+            if trainer.alive and trainer.process and trainer.exact and trainer.epoch == int(flow["epoch"]):
+                self._all_is_covered(world, trainer)
+
+    def _all_is_covered(self, world: World, trainer: TrainerState) -> None:
+        """Log, archive and the holes that have a name are all that it has learned."""
+        there = {(position, dict(entry)[b"fragment"].split(" ")[0]) for position, entry in world.redis.log}
+        trimmed = id_order(dict(world.redis.flow)["trimmed_id"])
+        for position, act in trainer.learned:
+            place = id_order(position)
+            archived = [each for each in world.archive if id_order(each.after) < place <= id_order(each.through)]
+            if archived and not any(act in each.acts for each in archived):
+                raise Violation(f"the archive lacks {act}, which was learned, and names no hole there")
+            if not archived and (position, act) not in there and place > trimmed:
+                raise Violation(f"{act} was learned and is in no log any more, and nothing says so")
 
     def goes_on(self, world: World) -> None:
         """From here a worker and a trainer, both new, come to a next version once all leases are over."""
@@ -598,6 +761,7 @@ class Search:
         for _ in range(4 * (self._max_lag + 1) * self._needed + 8):
             (self._pushes if world.workers[0].hand else self._claims)(world, 0)
             for _ in range(3):
+                self._looks(world, index)
                 ready = len(world.trainers[index].taken) == self._needed
                 (self._publishes if ready else self._takes)(world, index)
             if self._flow.read().version >= goal:

@@ -97,13 +97,23 @@ def test_an_unknown_log_prob_is_dropped_if_learned_by(
 
 @pytest.mark.parametrize("change", [
     {"worker_id": "worker-9"}, {"seq": 7}, {"incarnation": 3}, {"steps": STEPS + 1}, {"num_envs": ENVS + 1},
-    {"policy_versions": {"default": 1}}, {"policy_versions": {"other": 0}},
+    {"policy_versions": {"other": 0}},
 ])  # fmt: skip
 def test_drops_a_fragment_that_is_not_what_its_entry_or_the_run_says(begun: Begun, change: dict[str, Any]) -> None:
     trainer, worker, role = begun()
     worker.work(blob=fragment.encode(worker.act(**change)))
     assert trainer.take() is None
     assert ledger_lines(role)["worker-0"].dropped == {"schema": Count(1, SIZE)}
+
+
+@pytest.mark.parametrize("change", [{"policy_versions": {"default": 1}}, {"history": "of other experience"}])
+def test_drops_fragment_of_lost_version_as_stale(begun: Begun, change: dict[str, Any]) -> None:
+    """Redis lost the version, and the trainer died: neither environment nor worker is at fault."""
+    trainer, worker, role = begun()
+    worker.work(blob=fragment.encode(worker.act(**change)))
+    assert trainer.take() is None
+    assert ledger_lines(role)["worker-0"].dropped == {"stale": Count(1, SIZE)}
+    assert trainer.consumer._in_a_row == 0
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])

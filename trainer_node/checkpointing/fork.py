@@ -87,7 +87,7 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
 
     learner = make_learner(role.config, role.description(), begin, read_dataset)
     said = {name: _take_over_rest(name, learner, role.config, source) for name, source in sources.items()}
-    nothing = Committed(START, Ledger().as_json(), {})
+    nothing = Committed(START, Ledger().as_json(), {}, {0: ""})
     taken = snapshot.take(learner, role.config, role.run_id, Progress(0, epoch=0), nothing).checkpoint
     manifests = list({str(source): source.checkpoint.manifest for source in sources.values()}.values())
     if len(manifests) > 1 or any(name != source.policy_id for name, source in sources.items()):

@@ -88,6 +88,7 @@ class Recovery:
                 f"store's contents back, or start a new run"
             )
         self.state.version = 0
+        self.state.consumer.commit(0)
         taken = self.state.save_durably("first")
         self.publish(0)
         self.state.parent = Parent(taken.name, taken.log_position)
@@ -171,7 +172,9 @@ class Recovery:
             self._forward(Forward.ANYWAY)
         self.accounting.redis_process = process
         published = self.publish(0)
-        how = "without some that was learned, which is in a checkpoint now" if lost else "perhaps without what came last"
+        how = (
+            "without some that was learned, which is in a checkpoint now" if lost else "perhaps without what came last"
+        )
         text = f"Redis came back, {how}; its accounting is that of version {state.version}"
         self.incarnation.tell(text)
         _LOGGER.warning("%s", text)

@@ -146,8 +146,8 @@ def take(
             "log_range": [progress.parent.position, committed.position],
             "policy_versions": [progress.parent.version, version], "lineage": progress.lineage.version,
             "lag_histogram": lags, "ledger": ledger,
-            "history": committed.histories.get(version, ""), "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
-            **told,
+            "history": committed.histories.get(version, ""), "mean_return": mean_return,
+            "replay_from": remembered[0] if remembered else None, **told,
         }  # fmt: skip
         manifest = Manifest(
             run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
