@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     logging.disable()  # of what is dropped
-    with tempfile.TemporaryDirectory() as folder, closing(_Server(Path(folder))) as server:
+    with tempfile.TemporaryDirectory() as folder, closing(Server(Path(folder))) as server:
         try:
             if options.seed is not None:
                 print("; ".join(walk(options.seed, server.role)))
@@ -149,8 +149,8 @@ def main() -> int:
     return 0
 
 
-class _Server:
-    """A Redis of its own, with a run for each walk."""
+class Server:
+    """A Redis of its own, which holds the run of one walk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._redis = folder, OwnRedis(folder / "redis", settings={"appendonly": "no"})
