@@ -108,8 +108,8 @@ class Archive:
 
     def entries(self, after: str | None = None, through: str | None = None, holes: bool = False) -> Iterator[LogEntry]:
         """The entries after one position (or the archive's first) through another, a segment in memory at a time;
-        raises `ArchiveIncomplete` for a hole (except with `holes`), or where the archive does not reach as far. A segment
-        that cannot be read does not count where others hold the same entries."""
+        raises `ArchiveIncomplete` for a hole (except with `holes`), or where the archive does not reach as far. A
+        segment that cannot be read does not count where others hold the same entries."""
         segments, damaged = self.segments(), dict[str, ArchiveIncomplete]()
         covered = after or (segments[0].after if segments else START)
         for segment in segments:
