@@ -147,7 +147,7 @@ class TrainerState:
         """The present version as due to be evaluated, and to be kept if it is one of the best."""
         with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
-        self.consumer.commit()  # its position is behind what this version has learned from
+        self.consumer.commit(self.version)  # its position is behind what this version has learned from
         self.writer.due.submit(self.new_snapshot())
 
     def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:

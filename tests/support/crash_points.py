@@ -360,7 +360,7 @@ class Run:
         pointer = self.role.checkpoints.pointer()
         assert finished is not None and latest is not None and pointer is not None
         state = json.loads(latest.objects.pop("trainer/state.json"))
-        del state["log_position"]
+        del state["log_position"], state["histories"]  # these name positions
         store = self.role.checkpoints.store
         evaluations = recorded(store, EVALUATIONS)
         assert len({label for label, _ in evaluations}) == len(evaluations), "none is twice in the records"

@@ -16,12 +16,19 @@ from shared.config.run_config import Config
 from shared.errors import StoreUnavailable
 from shared.protocol.events import record_evaluation
 from shared.protocol.heartbeat import Heartbeat
-from shared.storage.checkpoint_store import Checkpoint, checkpoint_version
+from shared.storage.checkpoint_store import (
+    CHECKPOINTS,
+    MANIFEST,
+    POINTER,
+    STATUS,
+    Checkpoint,
+    checkpoint_version,
+)
 from shared.storage.due_evaluations import due_evaluations
 from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from shared.storage.object_store import FileStore
 from tests.support import metric_rows
-from tests.support.game import KEEP, Game, NewGame, small
+from tests.support.game import KEEP, Death, Game, NewGame, small
 from tests.support.waiting import eventually
 from trainer_node.incarnation import Incarnation
 from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
@@ -283,15 +290,19 @@ def score(game: Game, best: int) -> None:
 
 
 def without_position(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Its objects, without the log position, which is a time."""
+    """Its objects, without the log position, which is a time, and the histories, which follow from positions."""
     (state,) = [key for key in checkpoint.objects if key.endswith("state.json")]
-    return dict(checkpoint.objects) | {state: {**json.loads(checkpoint.objects[state]), "log_position": ""}}
+    content = json.loads(checkpoint.objects[state]) | {"log_position": "", "histories": {}}
+    return dict(checkpoint.objects) | {state: content}
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGame, dies: bool) -> None:
     """Its checkpoint is the one that a run with a checkpoint of each version has, and a resume begins from it."""
     each = new_game(due("1 updates", checkpoint=KEEP | {"every": "1 updates"}))
+    for version in range(1, 6):
+        each.play_to(version)
+        each.durable()  # a snapshot that still waits for the store is replaced by the next one
     each.finish()
     game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
     game.play_to(5)
@@ -315,3 +326,37 @@ def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGam
     assert game.policy_hash() == each.policy_hash()
     prepare_resume(game.open(), "best")
     assert checkpoints.newest_good()[0].manifest.parent == "3_Step-192.ckpt"
+
+
+@pytest.mark.parametrize("at", ["policy.safetensors", MANIFEST, POINTER, STATUS])
+def test_best_evaluated_policy_is_kept_when_its_storing_is_cut_off(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Before an object of its checkpoint, its manifest, and what names it."""
+    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
+    game.play_to(5)
+    store, writer = game.role.checkpoints.store, game.trainer.state.writer
+    eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3, 4, 5])
+    put = FileStore.put
+
+    def dying(store: FileStore, key: str, data: bytes) -> None:
+        begun = key.startswith(f"{CHECKPOINTS}3_") or at in (POINTER, STATUS)
+        if key.endswith(at) and begun:
+            raise Death
+        put(store, key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", dying)
+        score(game, best=3)
+        eventually(lambda: isinstance(writer.failure, Death))
+        game.crash()
+    game.restart()
+    game.play()
+    game.trainer.save_last("exhausted")
+    score(game, best=3)
+    game.trainer.finish("exhausted")
+    checkpoints = game.role.checkpoints
+    assert versions(checkpoints.names()) == [3, 6]
+    assert checkpoint_version(checkpoints.resolve("best")) == 3
+    checkpoints.load("3_Step-192.ckpt")
+    assert due_evaluations(store) == []

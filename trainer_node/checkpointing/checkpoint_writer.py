@@ -156,7 +156,7 @@ class DueEvaluations:
         """The league's players that one of them may need as a checkpoint."""
         return {player for players in (self._stored or {}).values() for player in players}
 
-    def write(self, evaluated: Collection[str], evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+    def write(self, evaluated: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> None:
         """Stores what was submitted; of what is evaluated it keeps the best as checkpoints, and deletes the rest.
         Raises as the store does, and loses nothing."""
         if self._stored is None:
@@ -182,15 +182,14 @@ class DueEvaluations:
             return players
         return ()
 
-    def _best(self, done: Collection[str], evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Those of `done` that belong to the best, and of which there is no checkpoint."""
+    def _best(self, done: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Those of `done` that belong to the best, and of which there is no whole checkpoint."""
         if not done:
             return []
-        known = retention.status_entries(self._checkpoints)
-        kept = {name: its["evaluation"] for name, its in known.items() if its["evaluation"]}
-        scored, there = retention.confirmed_returns({**kept, **evaluations}), self._checkpoints.names()
-        best = retention.best_checkpoints(scored, {*there, *done})[: self._keep_best]
-        return [name for name in best if name not in there]
+        there = retention.take_inventory(self._checkpoints, evaluations)
+        scored = {**retention.confirmed_returns(evaluations), **there.scores}
+        best = retention.best_checkpoints(scored, {*there.entries, *done})[: self._keep_best]
+        return [name for name in best if name not in there.entries]
 
 
 class CheckpointWriter:
