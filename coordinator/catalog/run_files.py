@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 CONFIG, REMOTE, LOCK = "config.yaml", "remote.json", "lock"
-INTERRUPTED_REASON = "no coordinator is running it; continue it with `stagecoach resume`"
+INTERRUPTED_REASON = "no coordinator is running it; `{}` continues it"
 
 
 class RunStatus(StrEnum):

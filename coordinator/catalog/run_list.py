@@ -40,7 +40,7 @@ def _row_from_files(path: Path) -> RunRow | None:
         rank = confirmed.get("ranking", confirmed.get("mean_return"))  # `events.ranking`, but import-free
         score = None if rank is None else float(rank)
         state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
-        reason = str(finished.get("reason", INTERRUPTED_REASON))
+        reason = str(finished.get("reason", INTERRUPTED_REASON.format(f"stagecoach resume {path.name}")))
         by = str(confirmed.get("ranked_by", ""))
         return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason, by)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -275,10 +275,11 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
     tested = _last_row(checkpoints, EVALUATIONS)
+    interrupted = INTERRUPTED_REASON.format(f"stagecoach resume {checkpoints.run_id}")
     counts = last | ((finished.get("counters") or {}).get("train") or {})
     return Status(
         run_id=checkpoints.run_id, state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
-        reason=finished.get("reason", INTERRUPTED_REASON), version=int((finished or last).get("version", -1)),
+        reason=finished.get("reason", interrupted), version=int((finished or last).get("version", -1)),
         env_steps=int(counts.get("env_steps", 0)), updates=int(counts.get("updates", 0)),
         episodes=int(counts.get("episodes", 0)), test_env_steps=int(tested.get(TEST_ENV_STEPS) or 0),
         test_episodes=int(tested.get(TEST_EPISODES) or 0), ledger=finished.get("ledger") or {},
