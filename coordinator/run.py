@@ -7,6 +7,7 @@ run's Redis while the run is live, and its store always.
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ import redis
 from coordinator.catalog import checkpoint_operations as operations
 from coordinator.catalog.checkpoint_lookup import named_code, require_trust
 from coordinator.catalog.checkpoint_operations import Removed, Verdict
-from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
 from coordinator.catalog.run_folder import RunFolder, Submission, link
 from coordinator.catalog.run_metrics import all_rows, last_row
 from coordinator.catalog.status import Status, check_order, ended_status, is_supervised, live_status, order_scale
@@ -27,7 +28,7 @@ from coordinator.lifecycle.ray_job import JobCoordinator
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.services.restarter import outage_of_redis
 from shared.config.run_config import Config
-from shared.errors import CheckpointNotFound, RedisUnavailable, UserError
+from shared.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
 from shared.experience.fragment import Fragment
 from shared.experience.log_entry import id_order
 from shared.league.mean import read_mean
@@ -157,7 +158,7 @@ class Run:
             return found
         if self.folder.live:
             return replace(found, state=RunStatus.STARTING_OR_ENDING, reason="its coordinator is at work")
-        found = replace(found, reason=f"no coordinator is running it; `{self.folder.continued_by}` continues it")
+        found = replace(found, reason=INTERRUPTED_REASON.format(self.folder.continued_by))
         unseen = f"this machine cannot see whether it is live: {self._unreachable}"
         return replace(found, state=RunStatus.UNKNOWN, reason=unseen) if self._unreachable else found
 
@@ -355,9 +356,11 @@ class Run:
         with self.folder.locked():
             return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
 
-    def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
+    def load_policy(
+        self, checkpoint: str | None = None, policy_id: str = "default", *, trust_config: bool = False
+    ) -> DeployedPolicy:  # fmt: skip
         """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one. In a league
-        `policy_id` may also be `mean`, the mean strategy."""
+        `policy_id` may also be `mean`, the mean strategy. Imports the class of a network of your own, as `export`."""
         store = self.checkpoint_store()
         loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")
@@ -365,6 +368,9 @@ class Run:
             data = read_mean(store, loaded.manifest.name, policy_id)
         if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
+        with suppress(PolicyKindUnknown):
+            return load_policy(data)
+        self._import_algorithms(trust_config)
         return load_policy(data)
 
     def replay(

@@ -148,6 +148,10 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint is there, but incomplete, altered, of another run, or of a newer format."""
 
 
+class PolicyKindUnknown(CheckpointDamaged):
+    """A policy is of a class that no module registered in this process."""
+
+
 class PlayerUnusable(StagecoachError):
     """A league's player is missing from the store, or is not what it was when it joined."""
 

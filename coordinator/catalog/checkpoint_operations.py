@@ -24,11 +24,13 @@ from shared.errors import (
     CheckpointNotFound,
     ExportFailed,
     PlayerUnusable,
+    PolicyKindUnknown,
     UserError,
 )
+from shared.experience import tensor_blob
 from shared.experience.log_entry import before
 from shared.league.players import PLAYERS, read_player, write_player
-from shared.policies.serialization import decode_policy, finite_weights
+from shared.policies.serialization import decode_policy, finite_arrays, finite_weights
 from shared.storage import checkpoint_store as stored
 from shared.storage.checkpoint_store import MANIFEST, MARKS, POINTER, PROMOTED, STATUS, CheckpointStore, Promotion
 from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
@@ -170,11 +172,18 @@ def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterat
     for key in manifest.objects:
         try:
             data = checkpoints.read_object(manifest, key)
-            if key.endswith(_POLICY) and not finite_weights(decode_policy(data)[0]):
+            if key.endswith(_POLICY) and not _finite(data):
                 yield f"{key} has weights that are not finite"
         except CheckpointDamaged as error:
             text = str(error).removeprefix(f"{manifest.name}/").removeprefix(f"{manifest.name} ")
             yield text if key in text else f"{key}: {text}"
+
+
+def _finite(policy: bytes) -> bool:
+    try:
+        return finite_weights(decode_policy(policy)[0])
+    except PolicyKindUnknown:  # a class of the user's own, which no one has to trust for this
+        return finite_arrays(tensor_blob.decode(policy)[0])
 
 
 def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict | None:

@@ -28,6 +28,7 @@ from shared.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNot
 from shared.protocol.keys import check_run_id
 from shared.protocol.redis_client import Address
 from shared.runtime.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_services
+from shared.runtime.user_code import IMPORT_PATH
 from shared.storage.checkpoint_store import CONFIG, CheckpointStore
 from shared.storage.local_disk import replacing
 from shared.storage.object_store import open_folder, open_store
@@ -98,7 +99,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
     return run_id
 
 
-CREDENTIALS, IMPORT_PATH, _BEGUN = "credentials.json", "import_path.json", "begun"
+CREDENTIALS, _BEGUN = "credentials.json", "begun"
 _LOCK_TRIES = 10
 _SECRETS = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]])
 _LOGGER = logging.getLogger("stagecoach.coordinator")

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from shared.config.loading import load_config
+from shared.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
 from shared.experience.spaces import Array, Columns
 from shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
 from shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
@@ -21,9 +23,11 @@ from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import printable
+from shared.runtime.user_code import IMPORT_PATH, extend_imports
 from shared.storage.checkpoint_store import (
     CHECKPOINTS,
     CLEARED,
+    CONFIG,
     MANIFEST,
     POINTER,
     PROMOTED,
@@ -274,7 +278,9 @@ def _deployed(data: bytes) -> DeployedPolicy:
     return DeployedMixture([decode_policy(blob) for blob in blobs], weights)
 
 
-def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
+def load_policy(
+    checkpoint: str | Path | bytes, policy_id: str = "default", *, trust_config: bool = False
+) -> DeployedPolicy:  # fmt: skip
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
@@ -282,6 +288,9 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     of only one begins with, or `mean`, its mean strategy (`POLICY-mean` where several policies have snapshots);
     FOLDER#ID says both. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were
     altered.
+
+    The class of a network of your own is imported as the run's config names it: from the folder of a run that this
+    machine made, elsewhere only with `trust_config`.
     """
     if isinstance(checkpoint, bytes):
         return _deployed(checkpoint)
@@ -291,25 +300,53 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     if "#" in path.name and not path.exists():
         folder, _, policy_id = str(path).rpartition("#")
         path = Path(folder)
+    data = _found(path, policy_id, str(checkpoint))
+    with contextlib.suppress(PolicyKindUnknown):
+        return _deployed(data)
+    _import_algorithms(path.resolve(), trust_config)
+    return _deployed(data)
+
+
+def _import_algorithms(path: Path, trusted: bool) -> None:
+    """Imports the algorithms that the config of the run of this folder or file names; raises `UserError` without
+    trust."""
+    folder = next((folder for folder in (path, *path.parents[:5]) if (folder / CONFIG).is_file()), None)
+    if folder is None:
+        return
+    config = load_config(folder / CONFIG, environ={})
+    chosen = [config.algorithm, *(its.algorithm for its in config.policies.values() if its.algorithm)]
+    named = ", ".join(sorted({its.name for its in chosen if ":" in its.name}))
+    if named and not trusted and not any(folder.glob(f"s3/*/{folder.name}")):  # of a run that this machine made
+        raise UserError(
+            f"{folder / CONFIG} comes from an exported folder or from another machine, and its network needs {named} "
+            f"imported and run; if you trust it, give trust_config=True"
+        )
+    if (own := folder / IMPORT_PATH).is_file():
+        extend_imports(json.loads(own.read_text()))
+    config.algorithms()
+
+
+def _found(path: Path, policy_id: str, asked: str) -> bytes:
+    """The file of this policy in a checkpoint's or run's folder, or at the path itself."""
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
     if is_mean(policy_id) and (path / LEAGUE).is_file() and not (path / policy_id / _FILE).is_file():
         run = path.parents[2]
         mean = mean_of(policy_id, (path / LEAGUE).read_bytes(), lambda sha256: _player(run, sha256))
         if mean is not None:
-            return _deployed(mean)
+            return mean
     snapshots = _snapshots(embedded) if "-" in policy_id else {}
     named = [] if (path / policy_id / _FILE).is_file() else named_so(policy_id, snapshots)
     if len(named) > 1:
         raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
     for name in named:
         if (embedded / PLAYERS / snapshots[name]).is_file():
-            return _deployed(_player(embedded, snapshots[name]))
+            return _player(embedded, snapshots[name])
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
-            return _deployed(candidate.read_bytes())
+            return candidate.read_bytes()
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
-    there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(asked, path)}"
     there += "; give one as policy_id" if others and policy_id == "default" else ""
     there += ", or a snapshot that `stagecoach league` lists" if (embedded / PLAYERS).is_dir() else ""
     if not path.exists():

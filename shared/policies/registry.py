@@ -35,6 +35,10 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     return policy
 
 
+def is_registered(kind: str) -> bool:
+    return kind in _BUILT_IN or kind in _registered
+
+
 def policy_class(kind: str) -> type[Policy]:
     """The class; raises `ConfigError` for a kind that is not registered."""
     if kind in _BUILT_IN:

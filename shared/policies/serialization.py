@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from shared.config.sections import PolicyConfig
-from shared.errors import CheckpointDamaged, ConfigError, FragmentError
+from shared.errors import CheckpointDamaged, ConfigError, FragmentError, PolicyKindUnknown
 from shared.experience import tensor_blob
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.parameters import ParameterTable
 from shared.experience.spaces import Columns, PlainData, PolicySpaces
 from shared.league.table import MatchTable
 from shared.policies.policy import Policy
-from shared.policies.registry import borrowed_random_state, policy_class
+from shared.policies.registry import borrowed_random_state, is_registered, policy_class
 
 POLICY_FORMAT = 2
 
@@ -95,7 +95,8 @@ def encode_policy(policy: Policy, version: int, state: Columns | None = None) ->
 
 
 def decode_policy(blob: bytes) -> tuple[Policy, int]:
-    """The policy and its version; raises `CheckpointDamaged` for damaged bytes and for a newer format."""
+    """The policy and its version; raises `CheckpointDamaged` for damaged bytes and for a newer format, and
+    `PolicyKindUnknown` for a class that is not registered."""
     try:
         state, header = tensor_blob.decode(blob)
     except FragmentError as error:
@@ -110,7 +111,8 @@ def decode_policy(blob: bytes) -> tuple[Policy, int]:
             policy = policy_class(header["kind"])(spaces, config, **header["network"])
         version = int(header["version"])
     except ConfigError as error:
-        raise CheckpointDamaged(f"policy.safetensors cannot be read: {error}") from None
+        kind = CheckpointDamaged if is_registered(header["kind"]) else PolicyKindUnknown
+        raise kind(f"policy.safetensors cannot be read: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointDamaged(f"policy.safetensors has a header that cannot be read: {text}") from None
@@ -120,8 +122,12 @@ def decode_policy(blob: bytes) -> tuple[Policy, int]:
 
 def finite_weights(policy: nn.Module) -> bool:
     """Whether all weights are finite (a normalizer's bound may be infinite while it has seen nothing)."""
-    weights = (tensor for name, tensor in _tensors(policy).items() if not name.endswith(".bound"))
-    return all(np.isfinite(tensor.detach().cpu().numpy()).all() for tensor in weights)
+    return finite_arrays({name: tensor.detach().cpu().numpy() for name, tensor in _tensors(policy).items()})
+
+
+def finite_arrays(state: Columns) -> bool:
+    """As `finite_weights`, for the arrays of a policy's file."""
+    return all(np.isfinite(array).all() for name, array in state.items() if not name.endswith(".bound"))
 
 
 def _tensors(policy: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ from shared.runtime.process import child_environment
 
 Made = TypeVar("Made")
 SOURCE = Path(__file__).parents[2]
+IMPORT_PATH = "import_path.json"
+"""In a run's folder: the folders of the user's own modules, as they were when the run was made."""
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
 """The environment variable that tells code without an installation which version it is."""
 EXTRAS = {

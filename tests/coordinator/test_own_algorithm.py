@@ -12,13 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from coordinator.lifecycle.validation import check
+from coordinator.run import Run
 from coordinator.services.embedded import BUCKET
 from shared.config.loading import load_config
 from shared.errors import UserError
+from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.runtime.user_code import SOURCE
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import CONFIG, Ended, Stagecoach, check_refused
@@ -234,16 +237,42 @@ def test_own_network_is_exported_by_the_class_of_its_config(
 ) -> None:
     """In a process that has not imported it; a config from elsewhere needs trust before its code runs."""
     stagecoach("train", str(write_config(tmp_path, BANDIT)), "--run-id", "own", "--inline").ok()
-    monkeypatch.setattr("shared.policies.registry._registered", {})
-    for name in ("my_pkg", MODULE):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    forget_module(monkeypatch)
     stagecoach("checkpoints", "export", "own", "copy").ok()
-    monkeypatch.setattr("shared.policies.registry._registered", {})
-    for name in ("my_pkg", MODULE):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    forget_module(monkeypatch)
     told = stagecoach("checkpoints", "export", "own", "onnx", "--onnx")
     assert "no class for policies of kind" not in told.out + told.err and MODULE in sys.modules
     monkeypatch.delitem(sys.modules, MODULE)
     monkeypatch.setattr("coordinator.catalog.run_folder.RunFolder.made_here", False)
     check_refused(stagecoach("checkpoints", "export", "own", "other"), f"{MODULE}:Bandit", "--trust-config")
     assert MODULE not in sys.modules
+
+
+def forget_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not imported it."""
+    monkeypatch.setattr("shared.policies.registry._registered", {})
+    for name in ("my_pkg", MODULE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_own_network_is_loaded_by_the_class_of_its_config(
+    stagecoach: Stagecoach, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are verified, promoted and pruned without it; a copy from elsewhere needs trust."""
+    stagecoach("train", str(write_config(tmp_path, BANDIT)), "--run-id", "own", "--inline").ok()
+    stagecoach("checkpoints", "export", "own", "copy").ok()
+    forget_module(monkeypatch)
+    for command in ("verify", "promote", "prune"):
+        stagecoach("checkpoints", command, "own", *(["latest"] if command == "promote" else [])).ok()
+    assert MODULE not in sys.modules
+    loads: list[Callable[[], DeployedPolicy]] = [
+        lambda: load_policy("runs/own"), Run.attach("own", Path("runs")).load_policy
+    ]  # fmt: skip
+    for load in loads:
+        assert load().act(np.zeros(4, np.float32)) in (0, 1)
+        forget_module(monkeypatch)
+    with pytest.raises(UserError, match=rf"needs {MODULE}:Bandit imported and run; .*trust_config=True"):
+        load_policy("copy/own")
+    assert MODULE not in sys.modules
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_policy("copy/own", trust_config=True).version == load_policy("runs/own").version
