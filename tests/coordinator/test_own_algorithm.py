@@ -205,7 +205,7 @@ def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, co
     write_config(code.parent.parent, BANDIT)
     done = stagecoach("train", "own.yaml", "--run-id", "odd", "--inline")
     assert done.code == 1
-    said = r"Error: run odd failed: AttributeError: .*sene.*; at .*my_algo\.py:\d+; `stagecoach resume odd"
+    said = r"Error: run odd failed: AttributeError: .*sene.*; at .*my_algo\.py:\d+; .* `stagecoach resume odd`"
     assert re.search(said, done.err)
 
 

@@ -25,7 +25,7 @@ def test_each_process_has_left_its_stages(ended_run: Run) -> None:
     for role, stages in {
         "trainer / training": {"update", "publish", "observe", "decode", "read", "report", "checkpoint"},
         "worker-0 / acting": {"act", "env", "record", "encode", "push", "claim"},
-        "trainer / publishing": {"upload", "pointer and pruning", "trim", "idle"},
+        "trainer / publishing": {"upload", "pointer and status", "trim", "idle"},
     }.items():
         assert stages <= seconds[role].keys()
     assert sum((event["ph"], event["name"]) == ("X", "update") for event in events) == 4
