@@ -87,6 +87,11 @@ def test_random_walk_breaks_nothing(server: Server, first: int) -> None:
         walk(seed, server.role)
 
 
+def test_random_walk_behind_another_trainers_trim(server: Server) -> None:
+    """An old trainer, whose successor Redis forgot, published, and trimmed what the successor had not read."""
+    walk(5791, server.role)
+
+
 def test_random_walk_finds_a_lost_fragment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the fast-forward's comparison of the log with what was learned is left out."""
     source, right = scripts.source, "local same = table.concat(held, '\\n') == args.taken"

@@ -16,6 +16,7 @@ if after(args.position, args.taken_after) then
   end, args.position)
 end
 local same = table.concat(held, '\n') == args.taken
+if args.mode == 'compare' and after(redis.call('HGET', keys.flow, 'trimmed_id'), args.position) then same = false end
 if not same and args.mode ~= 'anyway' then return 2 end
 if args.mode == 'compare' then return 1 end
 local totals, marks, credit = {}, {}, 0
