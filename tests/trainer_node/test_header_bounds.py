@@ -21,7 +21,17 @@ VALUES: list[Any] = [
     HUGE, -HUGE, 2**53 + 1, 2**63, 2**64, -1, 0, True, False, None, 0.5, 1e13, 1e31, -1e308, math.nan, math.inf, "",
     "nan", "7", "\ud800", "x" * 5000, [], [HUGE], {}, {"\ud800": HUGE}, {"x": 1e31}, {"x": "7"}, {"\x1b[2J": 1.0},
 ]  # fmt: skip
-COUNTS = ("incarnation", "seq", "steps", "num_envs", "policy_versions", "acting_seconds", "wire_version", "life")
+COUNTS = (
+    "incarnation",
+    "seq",
+    "steps",
+    "num_envs",
+    "policy_versions",
+    "acting_seconds",
+    "wire_version",
+    "life",
+    "history",
+)
 RECORD: dict[str, Any] = {
     "episode_return": 1.5, "length": 3, "success": True, "agent_returns": {"a": 1.0}, "metrics": {"height": 2.0},
     "parameters": {"gravity": 9.8, "level": 2, "name": "hard", "icy": True}, "lessons": {"gravity": 1}, "match": None,
@@ -56,14 +66,14 @@ def offer(game: Game, changes: dict[str, Any]) -> None:
     """Pushes a sound fragment whose header has these fields replaced."""
     worker, config = game.worker, game.role.config
     steps, envs, seq = config.rollout.fragment_steps, config.environment.num_envs, worker.claims.seq
+    claim = game.role.flow.claim(worker.id, worker.incarnation, seq)
+    assert claim.granted
     made = zero_fragment(
         game.role.description(), run_id=game.role.run_id, worker_id=worker.id, incarnation=worker.incarnation, seq=seq,
         policy_versions={"default": game.trainer.version}, steps=steps, num_envs=envs, phase=Phase.TRAIN,
-        episodes=(EpisodeRecord(**RECORD),),
+        episodes=(EpisodeRecord(**RECORD),), history=claim.history,
     )  # fmt: skip
     packed, header = tensor_blob.decode(fragment.encode(made))
-    claim = game.role.flow.claim(worker.id, worker.incarnation, seq)
-    assert claim.granted
     blob = tensor_blob.encode(packed, header | changes)
     assert game.role.log().push(worker.id, worker.incarnation, seq, claim.epoch, steps * envs, blob) == "pushed"
     worker.claims.seq += 1
