@@ -121,7 +121,8 @@ def test_addressing_style_says_where_the_bucket_is_named(
     with pytest.raises((StoreError, StoreUnavailable)):
         store.check()
     assert proxy.seen[0].startswith(f"GET {first}")
-    assert asked[0] == (f"{BUCKET}.localhost" if style == "virtual" else "localhost")
+    named = [host for host in asked if host.endswith("localhost")]  # another thread may look up addresses too
+    assert named[0] == (f"{BUCKET}.localhost" if style == "virtual" else "localhost")
 
 
 def test_uploads_carry_the_checksum_of_locked_buckets(proxy: StoreFaults) -> None:

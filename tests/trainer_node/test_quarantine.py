@@ -47,10 +47,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, place: str, id_: str, blob: bytes, e
     """A trainer that decodes this entry, or does `place` of the learner with it, fails."""
     decode = fragment.decode
 
-    def dying_decode(found: bytes) -> Fragment:
+    def dying_decode(found: bytes, *most: int) -> Fragment:
         if found == blob:
             raise error
-        return decode(found)
+        return decode(found, *most)
 
     if place == "decode":
         monkeypatch.setattr(fragment, "decode", dying_decode)
