@@ -205,7 +205,10 @@ class RunFolder:
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _locked(handle):
             os.close(handle)
-            raise RunLive(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`")
+            raise RunLive(
+                f"run {self.run_id!r} is live already; `stagecoach attach {self.run_id}` follows it, "
+                f"`stagecoach stop {self.run_id}` ends it"
+            )
         os.truncate(handle, 0)
         os.write(handle, str(os.getpid()).encode())
         self._lock = handle

@@ -37,7 +37,7 @@ from coordinator.cli.options import (
 from coordinator.services.ray_internals import outlive_ray
 from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
 from shared.printable import complain, counted, figure, score_in_words, success_in_words
-from shared.runtime.failure import reason_in_words
+from shared.runtime.failure import EndReason, reason_in_words
 from shared.runtime.process import interruptible
 
 if TYPE_CHECKING:
@@ -362,9 +362,10 @@ def attach(
             signal.signal(signal.SIGINT, signal.default_int_handler)
             foreground.watch(handle)
     else:
-        print_status(handle.status(), console)
+        print_status(found := handle.status(), console)
         if state is RunStatus.FINISHED:
-            console.text(f"it has ended; `{handle.folder.continued_by}` continues it, with a new goal (--set stop_at…)")
+            goal = " --set stop_at…" if found.reason in (EndReason.SOLVED, EndReason.EXHAUSTED) else ""
+            console.text(f"it has ended; `{handle.folder.continued_by}{goal}` continues it")
 
 
 @app.command(epilog=example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))

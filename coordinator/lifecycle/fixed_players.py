@@ -139,8 +139,9 @@ def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | N
         return snapshot
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
-        listed = f"`stagecoach league {found.store.run_id}` lists, or {MEAN}, its mean strategy"
-        more = f", or a snapshot that {listed}" if found.config.league else ""
+        means = " or ".join(f"{target}#{name}-{MEAN}" for name in sorted(policies))
+        listed = f"a snapshot that `stagecoach league {found.store.run_id}` lists, or a mean strategy ({means})"
+        more = f", or {listed}" if found.config.league else ""
         raise ConfigError(
             f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}{more}"
         )

@@ -28,9 +28,9 @@ class RolloutConfig(Section):
     """Steps of each environment in a fragment (T)."""
     complete_episodes: bool = False
     """Fragments end where episodes do (RLlib's `batch_mode: complete_episodes`, Coach's `act_for_full_episodes`): after
-    `fragment_steps` steps each environment finishes the episode that it is in, and waits. One policy version acts all
-    of an episode. It needs `environment.max_episode_steps`, which bounds a fragment, and one agent; not `native`. A
-    replay buffer counts rows that stay empty in its capacity."""
+    `fragment_steps` steps each environment finishes its current episode, and waits. One policy version acts all of an
+    episode. It needs `environment.max_episode_steps`, which bounds a fragment (the registered limit does not count),
+    and one agent; not `native`. A replay buffer counts rows that stay empty in its capacity."""
     fragments_per_update: int = Field(4, ge=1)
     """Fragments that one update consumes (K), whatever the number of workers."""
     max_policy_lag: int = Field(0, ge=0)

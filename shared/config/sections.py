@@ -211,8 +211,8 @@ class EvaluationConfig(Section):
     episodes: int = Field(20, ge=0)
     """Episodes per evaluation; 0: nothing is evaluated, and no evaluator is started."""
     env_steps: int | None = Field(None, ge=1)
-    """Measure an evaluation in steps instead: each environment copy plays its share of these, and finishes the episode
-    that it is in then. `episodes` is then not counted. A league's matches are counted in `episodes`."""
+    """Measure an evaluation in steps instead: each environment copy plays its share of these, and finishes its current
+    episode. `episodes` is then ignored. A league's matches are counted in `episodes`."""
     every: Annotated[DurationField, AT_LEAST_ONE] | None = None
     """Evaluate the policy each time the trainer's counters pass a multiple of this, whether a checkpoint is kept there
     or not: all of them, in order, late if need be. The newest checkpoint is evaluated when none of these waits. By

@@ -49,7 +49,9 @@ def test_a_new_folder_holds_the_config_and_is_held_by_one_as_others_see(
     assert (folder.path, folder.config(), folder.live) == (runs / "a", config, True)
     again = RunFolder.find("a", runs)
     assert again.live
-    with pytest.raises(UserError, match="run 'a' is live already; see `stagecoach status a`"):
+    with pytest.raises(
+        UserError, match="run 'a' is live already; `stagecoach attach a` follows it, `stagecoach stop a` ends it"
+    ):
         again.lock()
     folder.unlock()
     assert not again.live
