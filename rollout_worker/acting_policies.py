@@ -52,13 +52,13 @@ class ActingPolicies:
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, board: PolicyBoard, checkpoints: CheckpointStore,
-        heartbeat: Heartbeat, shutdown_requested: Callable[[], bool],
+        heartbeat: Heartbeat, epoch: int, shutdown_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Waits for the first checkpoint, and begins with the newest one.
+        """Waits for the first checkpoint, and begins with the newest one; `epoch` is that of the trainer.
 
         Raises `KeyboardInterrupt` where shutdown was requested before that wait began.
         """
-        self._board, self._checkpoints, self._heartbeat = board, checkpoints, heartbeat
+        self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
         self._config, device = config, torch_device(config.rollout.device)
         policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
@@ -81,13 +81,16 @@ class ActingPolicies:
     def update(self, claim: Claim) -> None:
         """Acts with the version of the claim from now on, or a later one.
 
-        The same number may be given to other weights where experience was lost, and then the newest version may be
-        older than what is acted with.
+        Another trainer may give the same numbers to other weights, where those in between were in no checkpoint and
+        their experience is lost: so its first version is fetched whatever its number. From the same trainer a later
+        version is kept: it was durable before it was on the board, or Redis came back without it.
         """
-        if (self.version, self.header.history) == (claim.version, claim.history):
+        same = self.version > claim.version or (self.version, self.header.history) == (claim.version, claim.history)
+        if same and self._epoch == claim.epoch:
             return
         with self._heartbeat.waiting("the policy board", self._deadline) as wait:
             poll(wait, lambda: self._heartbeat.outlast(lambda: self.fetch(claim.version), self._outage_seconds))
+        self._epoch = claim.epoch
 
     def fetch(self, at_least: int) -> bool:
         """Loads the newest version on the board; False where it is older, or was replaced while it was read."""

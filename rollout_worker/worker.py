@@ -236,8 +236,9 @@ class Worker:
         context, (description, _) = self.context, self._data
         board = PolicyBoard(context.redis, context.run_id)
         return ActingPolicies(
-            self._config, description, board, context.checkpoints, self.heartbeat, lambda: self._preempted
-        )
+            self._config, description, board, context.checkpoints, self.heartbeat, self.claims.epoch,
+            lambda: self._preempted,
+        )  # fmt: skip
 
     @cached_property
     def episodes(self) -> Episodes:

@@ -189,8 +189,6 @@ def test_a_replica_that_was_behind_takes_over_and_what_it_never_had_is_counted_a
         place.proxy.retarget(replica.port)
         total = no_fragment_twice(game)
         assert game.role.flow.read().version == UPDATES
-        stale = total["dropped"].pop("stale", {"fragments": 0})  # acted by the version that the replica had
-        assert stale["fragments"] <= 1
         assert total["dropped"] == {"lost": {"fragments": 1, "transitions": 32}}
         assert total["consumed"]["fragments"] == 2 * UPDATES
 

@@ -365,7 +365,9 @@ class Search:
         return word, claiming.reply
 
     def _is_granted(self, worker: WorkerState, claim: Claim) -> None:
-        if (worker.version, worker.history) != (claim.version, claim.history):
+        later = worker.version > claim.version
+        same = later or (worker.version, worker.history) == (claim.version, claim.history)
+        if not same or worker.epoch != claim.epoch:
             board: Any = self.role.redis.hget(self._keys.board, "blob")
             flow = self._flow.read()
             worker.version, worker.history, worker.weights = flow.version, History(flow.history), board.decode()
