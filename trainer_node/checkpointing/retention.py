@@ -138,8 +138,10 @@ def remove(
     checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, announced: Sequence[str],
     players: Collection[str] = (),
 ) -> Iterator[str]:  # fmt: skip
-    """Removes what was announced, manifest first, and yields the names that went; then the league's players that
-    neither `players` nor another checkpoint names. Raises as the store does; what stays is in the status file again.
+    """Removes the league's players that only announced checkpoints name, and none of `players`; then these checkpoints,
+    manifest first. Yields the names that went. Raises as the store does; what stays whole is in the status file again.
+
+    Players go first: where it ends in between, the next one still finds the checkpoints that name them.
 
     `promote` looks into the status file after it has set its mark, and the mark is looked for here after the
     announcement. So one of the two sees the other, and what is promoted is never removed.
@@ -148,17 +150,19 @@ def remove(
         return
     promotion = checkpoints.promotion()
     doomed = [name for name in announced if promotion is None or name != promotion.checkpoint]
-    gone = list[str]()
+    gone, lost = list[str](), set[str]()
     try:
+        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
+        for sha256 in sorted(left - {*players}):
+            checkpoints.store.delete(PLAYERS + sha256)
+            lost.add(sha256)
         for name in doomed:
             checkpoints.delete(name)
             gone.append(name)
             yield name
-        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
-        for sha256 in sorted(left - {*players}):
-            checkpoints.store.delete(PLAYERS + sha256)
     except (StoreError, StoreUnavailable):
         stopped_at = doomed[len(gone) :][:1]
+        gone += [name for name in doomed if lost & _players_of(inventory, [name])]
         _write_status(checkpoints, inventory, pointer, [*gone, *_without_manifest(checkpoints, stopped_at)])
         raise
 
