@@ -132,11 +132,9 @@ class Sampler:
             self._environment.set_paused(False)
         acted = 0
         for step in range(length):
-            if self._rows and step == steps - 1:
-                self._holdable.hold(True)
-            if not any(acts.any() for acts in self._acts.values()):  # all wait for the next fragment
+            if not (stepped_now := self._acting(step, steps)):  # all wait for the next fragment
                 break
-            acted += self._environment.num_envs if not self._rows else int(next(iter(self._acts.values())).sum())
+            acted += stepped_now
             if self._casting is not None:  # what opponents see is in no column
                 reject_unusable_now(self._now, self._acts, self._description)
             with acting:
@@ -185,6 +183,15 @@ class Sampler:
                 for policy_id, its in taken[0].items()
             }
         return Sample(columns, tuple(episodes), acted, seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
+
+    def _acting(self, step: int, steps: int) -> int:
+        """Environments that act in this step; in a fragment of whole episodes the others wait, from `steps` on."""
+        if not self._rows:
+            return self._environment.num_envs
+        if step == steps - 1:
+            self._holdable.hold(True)
+        (acts,) = self._acts.values()
+        return int(acts.sum())
 
     def _act(
         self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy],
