@@ -311,7 +311,7 @@ def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() 
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_ou_noise_goes_on_over_fragments_and_ends_with_its_episode(left: bool) -> None:
+def test_ou_noise_lasts_as_long_as_its_episode(left: bool) -> None:
     """Fragments of 8 steps, episodes of 20; the policy does nothing. `left`: each fragment is acted by a successor."""
     environment = {"id": "Pendulum-v1", "max_episode_steps": 20, "num_envs": 32}
     worker, columns = line(environment, {"algorithm": WANDERING}), []

@@ -329,7 +329,7 @@ def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGam
 
 
 @pytest.mark.parametrize("at", ["policy.safetensors", MANIFEST, POINTER, STATUS])
-def test_best_evaluated_policy_is_kept_when_its_storing_is_cut_off(
+def test_best_evaluated_policy_survives_a_cut_off_upload(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Before an object of its checkpoint, its manifest, and what names it."""

@@ -105,9 +105,7 @@ def test_trainer_survives_every_hostile_header(new_game: NewGame) -> None:
     balanced(game)
 
 
-def test_update_metrics_that_raise_are_reported_and_training_continues(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_when_update_metrics_raise(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> None:
         raise OverflowError("int too large to convert to float")
 

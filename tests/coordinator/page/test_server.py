@@ -91,9 +91,7 @@ def test_the_url_with_the_token_leaves_a_cookie_that_is_not_the_token(page: Visi
     assert page.as_().ask(f"//elsewhere.example/?token={TOKEN}").headers["Location"] == "/elsewhere.example/"
 
 
-def test_wrong_tokens_are_limited_and_never_lock_out_the_right_one(
-    page: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_tokens_never_lock_out_the_right_one(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong bookmark or scraper behind the same address (a proxy, 127.0.0.1) must not close the page to others."""
     browser = page.as_(Cookie=page.ask(f"/?token={TOKEN}").headers["Set-Cookie"].partition(";")[0])
     for number in range(10):
