@@ -37,15 +37,15 @@ class FeedingWorker:
                 continue
             if not claim.granted:
                 break
-            version, phase = _acting(client, keys)
-            made = made_fragment(role.run_id, self._worker, seq, version, shape, columns, incarnation, phase)
+            version, history, phase = _acting(client, keys)
+            made = made_fragment(role.run_id, self._worker, seq, version, shape, columns, incarnation, phase, history)
             log.push(self._worker, incarnation, seq, claim.epoch, shape.transitions, fragment.encode(made))
             seq += 1
         role.redis.close()
         return seq
 
 
-def _acting(client: redis.Redis, keys: RunKeys) -> tuple[int, Phase]:
-    """Version and phase of what is on the board."""
+def _acting(client: redis.Redis, keys: RunKeys) -> tuple[int, str, Phase]:
+    """Returns version, history and phase of the policies on the board."""
     header = json.loads(cast(bytes, client.hget(keys.board, "header")))
-    return int(header["version"]), Phase(header["phase"])
+    return int(header["version"]), str(header.get("history", "")), Phase(header["phase"])

@@ -53,11 +53,13 @@ def made_fragment(
     columns: Columns,
     incarnation: int = 0,
     phase: Phase = Phase.TRAIN,
+    history: str = "",
 ) -> fragment.Fragment:
     """With the header that a worker gives it."""
     header = fragment.FragmentHeader(
         run_id=run_id, worker_id=worker, incarnation=incarnation, seq=seq, phase=phase,
         policy_versions={POLICY: version}, steps=shape.steps, num_envs=shape.envs, episodes=(), acting_seconds=0.1,
+        history=history,
     )  # fmt: skip
     return fragment.Fragment(header, {POLICY: columns})
 
