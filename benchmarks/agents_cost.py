@@ -18,17 +18,17 @@ import numpy as np
 import pettingzoo
 from pettingzoo import ParallelEnv
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.league.casting import Casting
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.loading import parse_config
-from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of
-from shared.policies.registry import build_policies
-from shared.policies.serialization import encode_policy
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Sampling
+from stagecoach.rollout_worker.league.casting import Casting
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import encode_policy
 
 _COPIES, _TURNS, _AGENTS = 32, 64, 4
 

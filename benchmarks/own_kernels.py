@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.suite.learner import _ours
-from shared.policies.encoders import ACTIVATIONS
+from stagecoach.shared.policies.encoders import ACTIVATIONS
 
 _USERS = ("on_policy", "off_policy", "dqn", "sac", "cql")
 _SECONDS = 0.15
@@ -52,7 +52,7 @@ def with_torch_adam(fused: bool) -> Iterator[None]:
     """While it lasts, algorithms are made with PyTorch's Adam."""
     with ExitStack() as stack:
         for name in _USERS:
-            module = importlib.import_module(f"trainer_node.learning.algorithms.{name}")
+            module = importlib.import_module(f"stagecoach.trainer_node.learning.algorithms.{name}")
             stack.enter_context(patch.object(module, "Adam", partial(TorchAdam, fused=fused)))
         yield
 

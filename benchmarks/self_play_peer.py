@@ -76,7 +76,7 @@ def seconds_of_ours(seed: int, folder: Path) -> float:
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "coordinator", "train", str(config), "--inline", "--run-id", "peer"], cwd=folder,
+            [sys.executable, "-m", "stagecoach", "train", str(config), "--inline", "--run-id", "peer"], cwd=folder,
             stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     metrics = folder / "runs" / "peer" / "metrics" / "train.csv"

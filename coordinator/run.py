@@ -14,37 +14,44 @@ from typing import Any, Self
 
 import redis
 
-from coordinator.catalog import checkpoint_operations as operations
-from coordinator.catalog.checkpoint_lookup import named_code, require_trust
-from coordinator.catalog.checkpoint_operations import Removed, Verdict
-from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
-from coordinator.catalog.run_folder import RunFolder, Submission, link
-from coordinator.catalog.run_metrics import all_rows, last_row
-from coordinator.catalog.status import Status, check_order, ended_status, is_supervised, live_status, order_scale
-from coordinator.lifecycle import launcher
-from coordinator.lifecycle.launcher import Begun
-from coordinator.lifecycle.preparation import EXACTLY, Continuation
-from coordinator.lifecycle.ray_job import JobCoordinator
-from coordinator.lifecycle.supervisor import Coordinator, Outcome
-from coordinator.services.restarter import outage_of_redis
-from shared.config.run_config import Config
-from shared.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import id_order
-from shared.league.mean import read_mean
-from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.protocol.events import Event, emit, read_events, recent_events
-from shared.protocol.flow_control import Flow, RunState
-from shared.protocol.heartbeat import Wait, poll
-from shared.protocol.quarantine import drop_ranges
-from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from shared.runtime.user_code import extend_imports
-from shared.storage.checkpoint_store import CheckpointStore
-from shared.storage.export_record import Export
-from shared.storage.log_archive import Archive, experience
-from shared.storage.metric_log import Rows
-from shared.storage.object_store import ObjectStore
-from trainer_node.replay import BEGINNING, Replayed, replay
+from stagecoach.coordinator.catalog import checkpoint_operations as operations
+from stagecoach.coordinator.catalog.checkpoint_lookup import named_code, require_trust
+from stagecoach.coordinator.catalog.checkpoint_operations import Removed, Verdict
+from stagecoach.coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
+from stagecoach.coordinator.catalog.run_folder import RunFolder, Submission, link
+from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
+from stagecoach.coordinator.catalog.status import (
+    Status,
+    check_order,
+    ended_status,
+    is_supervised,
+    live_status,
+    order_scale,
+)
+from stagecoach.coordinator.lifecycle import launcher
+from stagecoach.coordinator.lifecycle.launcher import Begun
+from stagecoach.coordinator.lifecycle.preparation import EXACTLY, Continuation
+from stagecoach.coordinator.lifecycle.ray_job import JobCoordinator
+from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
+from stagecoach.coordinator.services.restarter import outage_of_redis
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.league.mean import read_mean
+from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+from stagecoach.shared.protocol.events import Event, emit, read_events, recent_events
+from stagecoach.shared.protocol.flow_control import Flow, RunState
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.protocol.quarantine import drop_ranges
+from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
+from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore
+from stagecoach.shared.storage.export_record import Export
+from stagecoach.shared.storage.log_archive import Archive, experience
+from stagecoach.shared.storage.metric_log import Rows
+from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
 
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.page.panels import PANELS, TRAINING_METRIC, Line, Panel, training_query
+from stagecoach.coordinator.page.panels import PANELS, TRAINING_METRIC, Line, Panel, training_query
 
 _WIDTH, _HEIGHT, _SMALL_WIDTH = 12, 8, 6
 _COLUMNS = 24

@@ -27,9 +27,9 @@ if [[ $role == task ]]; then
   esac
 fi
 case $role in
-  trainer) command=(trainer_node "$run") ;;
-  evaluator) command=(rollout_worker "$run" --evaluator) ;;
-  worker) command=(rollout_worker "$run" --index "$4") ;;
+  trainer) command=(stagecoach.trainer_node "$run") ;;
+  evaluator) command=(stagecoach.rollout_worker "$run" --evaluator) ;;
+  worker) command=(stagecoach.rollout_worker "$run" --index "$4") ;;
   *) echo "Error: role $role: there are trainer, evaluator, worker and task" >&2 && exit 2 ;;
 esac
 command+=(--config "$config" --redis "$STAGECOACH__REDIS__URL" --store "$STAGECOACH__STORE__URL")

@@ -48,7 +48,7 @@ start_redis() {
   host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}
   if ! alive redis; then
     binary=$("$python" -c 'import pathlib, sys
-from coordinator.services.redis_servers import redis_binary_for
+from stagecoach.coordinator.services.redis_servers import redis_binary_for
 print(redis_binary_for(pathlib.Path(sys.argv[1])))' "$folder/redis")
     mkdir -p "$folder/redis"
     "$python" "$here/make_acl.py" >"$folder/users.acl"
@@ -75,7 +75,7 @@ start_s3() {
     fail "AWS_ACCESS_KEY_ID or AWS_SECRET_ACCESS_KEY is empty; no S3 server without keys"
   mkdir -p "$folder/s3/${BASH_REMATCH[1]}"
   if ! alive s3; then
-    binary=$("$python" -c 'from coordinator.services.embedded import rclone_binary; print(rclone_binary())')
+    binary=$("$python" -c 'from stagecoach.coordinator.services.embedded import rclone_binary; print(rclone_binary())')
     RCLONE_AUTH_KEY="\"$AWS_ACCESS_KEY_ID,$AWS_SECRET_ACCESS_KEY\"" RCLONE_CONFIG=/dev/null \
       setsid nohup "$binary" serve s3 "$folder/s3" --addr "$host:$port" --vfs-cache-mode off \
       >>"$folder/s3.log" 2>&1 </dev/null &

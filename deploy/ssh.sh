@@ -49,7 +49,7 @@ prepare() {
   set +a
   [[ -n ${STAGECOACH__REDIS__URL:-} && -n ${STAGECOACH__STORE__URL:-} ]] ||
     fail "$env_file must say where Redis and the store are: STAGECOACH__REDIS__URL, STAGECOACH__STORE__URL"
-  [[ -n $again ]] || "$python" -m coordinator prepare "$config" --run-id "$run" || exit
+  [[ -n $again ]] || "$python" -m stagecoach prepare "$config" --run-id "$run" || exit
 }
 
 # The config's folder, the resolved config, the secrets and role.sh go to a machine.
@@ -59,7 +59,7 @@ bring() {
   on "$host" "cat > $folder/role.sh" <"$here/role.sh"
   tar -C "$(dirname "$config")" --exclude=.git --exclude=.venv --exclude=runs --exclude=__pycache__ -cz . |
     on "$host" "tar -xz -C $folder/code"
-  "$python" -m coordinator config "$config" | on "$host" "cat > $folder/code/.stagecoach-run.yaml"
+  "$python" -m stagecoach config "$config" | on "$host" "cat > $folder/code/.stagecoach-run.yaml"
 }
 
 # start HOST RUN NAME ROLE [INDEX]: in the background over there, with its log and process id in the run's folder.

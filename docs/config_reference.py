@@ -5,13 +5,13 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel
 
-from coordinator.cli.commented_config import explained, first_paragraph, inline, section_of
-from shared.config.algorithms.base import OwnAlgorithm
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.parameters import SamplerConfig
-from shared.config.run_config import Config
-from shared.config.sections import RunPolicyConfig
-from shared.config.validation import section_tag, sections_in
+from stagecoach.coordinator.cli.commented_config import explained, first_paragraph, inline, section_of
+from stagecoach.shared.config.algorithms.base import OwnAlgorithm
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.parameters import SamplerConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import RunPolicyConfig
+from stagecoach.shared.config.validation import section_tag, sections_in
 
 _BEGINNING = """# Configuration
 

@@ -1,4 +1,4 @@
-"""`python -m rollout_worker RUN --index 3`: a rollout worker without Ray (for a debugger, SSH, SLURM)."""
+"""`python -m stagecoach.rollout_worker RUN --index 3`: a rollout worker without Ray (for a debugger, SSH, SLURM)."""
 
 import signal
 import sys
@@ -6,12 +6,17 @@ import sys
 if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands before all others
     sys.path.append(sys.path.pop(0))
 
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.errors import StagecoachError, UserError
-from shared.printable import complain
-from shared.runtime.failure import RoleEnd
-from shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments, shutdown_on_signal
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.errors import StagecoachError, UserError
+from stagecoach.shared.printable import complain
+from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.runtime.launch import (
+    launch_from_arguments,
+    refuse_unreachable,
+    role_arguments,
+    shutdown_on_signal,
+)
 
 
 def main() -> int:
@@ -20,7 +25,9 @@ def main() -> int:
     SIGTERM and Ctrl-C make it leave after the fragment in hand, a second one at once. Exit code 1 asks its starter
     it for a new process: its environments hang, or it has outgrown its memory limit.
     """
-    parser = role_arguments("rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator.")
+    parser = role_arguments(
+        "stagecoach.rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator."
+    )
     parser.add_argument("--index", type=int, help="number of this worker; no other worker of the run may have it")
     parser.add_argument("--evaluator", action="store_true", help="be the evaluator instead")
     arguments = parser.parse_args()

@@ -4,21 +4,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields
 
-from rollout_worker.exploration import base, discrete, noise
-from rollout_worker.exploration.base import Exploration
-from rollout_worker.exploration.own import make_own_exploration
-from shared.config.exploration import ExplorationConfig, OwnExploration
-from shared.config.run_config import Config
-from shared.config.section import Schedule
-from shared.errors import CheckpointError
-from shared.experience.counters import Counters, Phase
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.registry import build_policies, torch_device
-from shared.policies.serialization import load_state_arrays
-from shared.protocol.flow_control import Claim
-from shared.protocol.heartbeat import Heartbeat, poll
-from shared.protocol.policy_board import PolicyBoard, PolicyVersion, version_of
-from shared.storage.checkpoint_store import READY, CheckpointStore
+from stagecoach.rollout_worker.exploration import base, discrete, noise
+from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.rollout_worker.exploration.own import make_own_exploration
+from stagecoach.shared.config.exploration import ExplorationConfig, OwnExploration
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.errors import CheckpointError
+from stagecoach.shared.experience.counters import Counters, Phase
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.registry import build_policies, torch_device
+from stagecoach.shared.policies.serialization import load_state_arrays
+from stagecoach.shared.protocol.flow_control import Claim
+from stagecoach.shared.protocol.heartbeat import Heartbeat, poll
+from stagecoach.shared.protocol.policy_board import PolicyBoard, PolicyVersion, version_of
+from stagecoach.shared.storage.checkpoint_store import READY, CheckpointStore
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _EXPLORATIONS: dict[str, Callable[..., Exploration]] = {

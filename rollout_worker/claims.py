@@ -14,17 +14,17 @@ log's reply (shared/protocol/experience_log.py: PushReply):
 
 from functools import partial
 
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.sampler import Sample
-from rollout_worker.watchdog import Watchdog
-from shared.config.run_config import Config
-from shared.errors import ShardFull, ShardUnavailable
-from shared.experience import fragment
-from shared.experience.fragment import Fragment
-from shared.protocol.experience_log import ExperienceLog, PushReply
-from shared.protocol.flow_control import Claim, ClaimReply, Flow, RunState
-from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.rollout_worker.watchdog import Watchdog
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ShardFull, ShardUnavailable
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.protocol.experience_log import ExperienceLog, PushReply
+from stagecoach.shared.protocol.flow_control import Claim, ClaimReply, Flow, RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 
 _WAITS = {
     ClaimReply.WAIT_CREDIT: "credit",

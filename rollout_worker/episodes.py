@@ -5,24 +5,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.league.casting import Casting
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.dataset_sampler import DatasetSampler
-from rollout_worker.sampling.sampler import Sampler
-from rollout_worker.watchdog import Watchdog, WatchedEnvironment
-from shared.config.run_config import Config
-from shared.datasets.recording import Recordings
-from shared.errors import EnvironmentFailure, headline
-from shared.experience.counters import Phase
-from shared.experience.spaces import EnvironmentDescription
-from shared.printable import counted
-from shared.protocol.experience_log import ExperienceLog
-from shared.runtime.restarts import RestartBound
-from shared.runtime.stage_timer import StageTimer
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.league.casting import Casting
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.recording import Recordings
+from stagecoach.shared.errors import EnvironmentFailure, headline
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.runtime.restarts import RestartBound
+from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 AnySampler: TypeAlias = Sampler | DatasetSampler

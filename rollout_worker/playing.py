@@ -10,24 +10,24 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from rollout_worker.environments.factory import evaluation_environment, make_vector
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SEEDS, episode_seed
-from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
-from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
-from rollout_worker.league.casting import Casting
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.watchdog import Watchdog, WatchedEnvironment
-from shared.config.parameters import evaluated_table
-from shared.config.run_config import Config
-from shared.errors import EnvironmentFailure
-from shared.experience.counters import Duration, Phase
-from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
-from shared.league.matchmaking import Match
-from shared.league.table import MatchTable, PlayerRef, sides_of
-from shared.policies.actor_critic import with_states
-from shared.policies.policy import Policy
+from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_vector
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SEEDS, episode_seed
+from stagecoach.rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
+from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
+from stagecoach.rollout_worker.league.casting import Casting
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from stagecoach.shared.config.parameters import evaluated_table
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import EnvironmentFailure
+from stagecoach.shared.experience.counters import Duration, Phase
+from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.shared.league.matchmaking import Match
+from stagecoach.shared.league.table import MatchTable, PlayerRef, sides_of
+from stagecoach.shared.policies.actor_critic import with_states
+from stagecoach.shared.policies.policy import Policy
 
 Act = Callable[[str, Columns, Array], Columns]
 """Policy id, observations `[S, …]` and who is to act `[S]` → actions `[S, …]`; those of the others do not matter."""

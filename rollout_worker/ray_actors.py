@@ -5,8 +5,8 @@ from typing import Any
 
 import ray
 
-from shared.runtime.launch import RoleLaunch, shutdown_on_signal
-from shared.runtime.process import at_rest, shield_from_terminal
+from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
+from stagecoach.shared.runtime.process import at_rest, shield_from_terminal
 
 
 class WorkerFace:
@@ -14,7 +14,7 @@ class WorkerFace:
 
     def __init__(self, launch: RoleLaunch, index: int) -> None:
         with at_rest():
-            from rollout_worker.worker import Worker
+            from stagecoach.rollout_worker.worker import Worker
         self._open: Callable[[], Any] = lambda: Worker(launch.open(f"worker-{index}"), index)
 
     @ray.method
@@ -31,7 +31,7 @@ class EvaluatorFace(WorkerFace):
 
     def __init__(self, launch: RoleLaunch) -> None:
         with at_rest():
-            from rollout_worker.evaluator import Evaluator
+            from stagecoach.rollout_worker.evaluator import Evaluator
         self._open = lambda: Evaluator(launch.open("evaluator"))
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollout_worker.environments.description import describe
-from rollout_worker.environments.factory import make_environment
-from rollout_worker.environments.gymnasium_env import GuardedEnvironment
-from rollout_worker.environments.seeding import SEEDS
-from shared.config.run_config import Config
-from shared.errors import UserError
-from shared.experience.spaces import PolicySpaces, SpaceSpec
-from shared.runtime.user_code import with_extra
+from stagecoach.rollout_worker.environments.description import describe
+from stagecoach.rollout_worker.environments.factory import make_environment
+from stagecoach.rollout_worker.environments.gymnasium_env import GuardedEnvironment
+from stagecoach.rollout_worker.environments.seeding import SEEDS
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
+from stagecoach.shared.runtime.user_code import with_extra
 
 FILE = "played.csv"
 

@@ -19,19 +19,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import cast
 
-from rollout_worker.environments.vector_env import (
+from stagecoach.rollout_worker.environments.vector_env import (
     HoldableEnvironment,
     Position,
     RunningEpisodes,
     Step,
     VectorEnvironment,
 )
-from shared.config.run_config import Config
-from shared.experience.counters import Phase
-from shared.experience.spaces import Array, Columns
-from shared.printable import complain
-from shared.protocol.heartbeat import Heartbeat
-from shared.runtime.failure import Failure, FailureKind
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.printable import complain
+from stagecoach.shared.protocol.heartbeat import Heartbeat
+from stagecoach.shared.runtime.failure import Failure, FailureKind
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _POLL_SECONDS = 1.0

@@ -13,29 +13,29 @@ from typing import assert_never
 
 import torch
 
-from rollout_worker.acting_policies import ActingPolicies
-from rollout_worker.claims import Claims
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.episodes import Episodes
-from rollout_worker.league.casting import Casting
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.sampling.sampler import Sample
-from rollout_worker.watchdog import OWN_WORK, Watchdog
-from shared.datasets.read import read_dataset
-from shared.datasets.recording import Recordings
-from shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
-from shared.experience.fragment import Fragment, FragmentHeader
-from shared.experience.spaces import EnvironmentDescription
-from shared.league.players import read_player
-from shared.protocol.experience_log import PushReply
-from shared.protocol.flow_control import Claim, ClaimReply
-from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
-from shared.protocol.policy_board import PolicyBoard
-from shared.protocol.redis_client import retries
-from shared.runtime.failure import Failure, RoleEnd, reason_in_words
-from shared.runtime.run_context import RunContext
-from shared.runtime.stage_timer import Profile
+from stagecoach.rollout_worker.acting_policies import ActingPolicies
+from stagecoach.rollout_worker.claims import Claims
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.episodes import Episodes
+from stagecoach.rollout_worker.league.casting import Casting
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.datasets.recording import Recordings
+from stagecoach.shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.league.players import read_player
+from stagecoach.shared.protocol.experience_log import PushReply
+from stagecoach.shared.protocol.flow_control import Claim, ClaimReply
+from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.redis_client import retries
+from stagecoach.shared.runtime.failure import Failure, RoleEnd, reason_in_words
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.runtime.stage_timer import Profile
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0

@@ -1,4 +1,7 @@
-"""Environment wrappers that gymnasium lacks, for `environment.wrappers`: `rollout_worker.wrappers:CropObservation` …"""
+"""Environment wrappers that Gymnasium lacks, for `environment.wrappers`.
+
+A config names one as `stagecoach.rollout_worker.wrappers:CropObservation`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
@@ -6,7 +9,7 @@ from typing import Any, SupportsFloat
 import gymnasium as gym
 import numpy as np
 
-from shared.errors import EnvironmentUnusable
+from stagecoach.shared.errors import EnvironmentUnusable
 
 
 class CropObservation(gym.ObservationWrapper[Any, Any, Any]):

@@ -9,8 +9,9 @@ import traceback
 from enum import StrEnum
 from pathlib import Path
 
-PACKAGES = ("stagecoach", "coordinator", "rollout_worker", "trainer_node", "shared")
-_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(Path(__file__).parents[1]))}/({'|'.join(PACKAGES)})/")
+PACKAGE = Path(__file__).parents[1]
+"""The folder of the package `stagecoach`."""
+_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(PACKAGE))}/")
 """Files of Stagecoach, of Python, and of installed packages."""
 
 

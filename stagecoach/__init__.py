@@ -13,33 +13,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coordinator.run import Run
-    from rollout_worker.environments.factory import make_environment
-    from rollout_worker.exploration.base import Exploration
-    from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
-    from shared.config.algorithms.off_policy import SACConfig
-    from shared.config.algorithms.on_policy import A2CConfig, PPOConfig
-    from shared.config.algorithms.q_learning import DQNConfig
-    from shared.config.loading import load_config
-    from shared.config.run_config import Config
-    from shared.errors import StagecoachError
-    from shared.experience.counters import Counters
-    from shared.experience.spaces import Columns
-    from shared.policies.actor_critic import ActorCritic
-    from shared.policies.deployed import DeployedPolicy, load_policy
-    from shared.policies.masks import masked
-    from shared.policies.policy import Policy
-    from shared.policies.q_network import QNetwork
-    from shared.policies.registry import register_policy
-    from shared.storage.log_archive import read_experience
-    from trainer_node.learning.algorithms.a2c import A2C
-    from trainer_node.learning.algorithms.dqn import DQN
-    from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
-    from trainer_node.learning.algorithms.ppo import PPO
-    from trainer_node.learning.algorithms.sac import SAC
-    from trainer_node.learning.building_blocks.advantages import Trajectories, gae
-    from trainer_node.learning.building_blocks.compilation import compiled
-    from trainer_node.learning.building_blocks.interface import (
+    from stagecoach.coordinator.run import Run
+    from stagecoach.rollout_worker.environments.factory import make_environment
+    from stagecoach.rollout_worker.exploration.base import Exploration
+    from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
+    from stagecoach.shared.config.algorithms.off_policy import SACConfig
+    from stagecoach.shared.config.algorithms.on_policy import A2CConfig, PPOConfig
+    from stagecoach.shared.config.algorithms.q_learning import DQNConfig
+    from stagecoach.shared.config.loading import load_config
+    from stagecoach.shared.config.run_config import Config
+    from stagecoach.shared.errors import StagecoachError
+    from stagecoach.shared.experience.counters import Counters
+    from stagecoach.shared.experience.spaces import Columns
+    from stagecoach.shared.policies.actor_critic import ActorCritic
+    from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+    from stagecoach.shared.policies.masks import masked
+    from stagecoach.shared.policies.policy import Policy
+    from stagecoach.shared.policies.q_network import QNetwork
+    from stagecoach.shared.policies.registry import register_policy
+    from stagecoach.shared.storage.log_archive import read_experience
+    from stagecoach.trainer_node.learning.algorithms.a2c import A2C
+    from stagecoach.trainer_node.learning.algorithms.dqn import DQN
+    from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
+    from stagecoach.trainer_node.learning.algorithms.ppo import PPO
+    from stagecoach.trainer_node.learning.algorithms.sac import SAC
+    from stagecoach.trainer_node.learning.building_blocks.advantages import Trajectories, gae
+    from stagecoach.trainer_node.learning.building_blocks.compilation import compiled
+    from stagecoach.trainer_node.learning.building_blocks.interface import (
         Algorithm,
         Experience,
         Setting,
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
         side_by_side,
         update_seed,
     )
-    from trainer_node.learning.building_blocks.optimization import Adam
-    from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
-    from trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
+    from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
+    from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+    from stagecoach.trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
 
 _MODULES = {
     alias.name: str(statement.module)

@@ -15,13 +15,13 @@ import redis
 from _pytest.config import create_terminal_writer
 from hypothesis import settings
 
-from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import RunContext
-from shared.storage.object_store import ObjectStore, open_store
-from shared.storage.s3_store import s3_client
+from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.object_store import ObjectStore, open_store
+from stagecoach.shared.storage.s3_store import s3_client
 from tests.support import groups, speed
 from tests.support.runs import RedisServer as RedisServer
 from tests.support.runs import folder_address, make_run

@@ -19,25 +19,25 @@ import typer
 import yaml
 from pydantic import TypeAdapter
 
-from coordinator.cli import checkpoints
-from coordinator.cli.app import app
-from coordinator.cli.commented_config import commented_config
 from docs.config_reference import config_markdown
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.exploration import ExplorationConfig, ExplorationField
-from shared.config.loading import load_config, parse_config
-from shared.config.section import OWN_KIND, Schedule, ScheduleField
-from shared.errors import DropReason
-from shared.experience.fragment import EpisodeRecord
-from shared.protocol.keys import TYPES
-from shared.protocol.scripts import source
-from shared.runtime.user_code import import_object
-from shared.storage.metric_log import STREAMS
-from trainer_node.learning.building_blocks import cloning
-from trainer_node.learning.reward_signals import reward_signals
-from trainer_node.metrics.recorder import evaluation_row
-from trainer_node.metrics.update_metrics import of_episodes, spread
-from trainer_node.metrics.writers import WRITERS
+from stagecoach.coordinator.cli import checkpoints
+from stagecoach.coordinator.cli.app import app
+from stagecoach.coordinator.cli.commented_config import commented_config
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.exploration import ExplorationConfig, ExplorationField
+from stagecoach.shared.config.loading import load_config, parse_config
+from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField
+from stagecoach.shared.errors import DropReason
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.protocol.keys import TYPES
+from stagecoach.shared.protocol.scripts import source
+from stagecoach.shared.runtime.user_code import import_object
+from stagecoach.shared.storage.metric_log import STREAMS
+from stagecoach.trainer_node.learning.building_blocks import cloning
+from stagecoach.trainer_node.learning.reward_signals import reward_signals
+from stagecoach.trainer_node.metrics.recorder import evaluation_row
+from stagecoach.trainer_node.metrics.update_metrics import of_episodes, spread
+from stagecoach.trainer_node.metrics.writers import WRITERS
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
@@ -78,7 +78,7 @@ def metric_names(source: str, areas: str = SIGNAL) -> set[str]:
 def metrics_of(algorithm: str) -> set[str]:
     """What an algorithm's class and its bases write."""
     made: type = import_object(ALGORITHMS[algorithm].learner, "algorithm.name")
-    bases = [base for base in made.__mro__ if base.__module__.startswith("trainer_node")]
+    bases = [base for base in made.__mro__ if base.__module__.startswith("stagecoach.trainer_node")]
     return set().union(*(metric_names(inspect.getsource(base)) for base in bases))
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+import stagecoach
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 MAX_MODULE_LINES = 500
@@ -94,13 +96,38 @@ def test_imports_keep_the_contracts_of_pyproject(monkeypatch: pytest.MonkeyPatch
 
 def test_no_module_imports_itself_by_others() -> None:
     """Imports for type checking and within functions are counted."""
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    graph = grimp.build_graph("stagecoach", cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
-    assert {"shared.config.run_config", "trainer_node.learning.algorithms.ppo"} <= imports.keys()
+    assert {"stagecoach.shared.config.run_config", "stagecoach.trainer_node.learning.algorithms.ppo"} <= imports.keys()
     graphlib.TopologicalSorter(imports).prepare()
 
 
-@pytest.mark.parametrize("package", ["stagecoach", *PACKAGES])
-def test_the_package_is_imported_from_this_checkout_and_no_other_distribution_has_its_name(package: str) -> None:
-    assert Path(str(__import__(package).__file__)).is_relative_to(ROOT)
-    assert set(importlib.metadata.packages_distributions().get(package, [])) <= {"stagecoach"}
+def test_stagecoach_is_this_checkout_and_no_other_distribution() -> None:
+    assert Path(str(stagecoach.__file__)).is_relative_to(ROOT)
+    assert set(importlib.metadata.packages_distributions().get("stagecoach", [])) <= {"stagecoach-rl"}
+
+
+def test_no_module_has_a_second_name() -> None:
+    """From the root of a checkout, `shared.errors` can be imported beside `stagecoach.shared.errors`."""
+    code = [path for folder in (*PACKAGES, "stagecoach", "tests", "benchmarks", "examples", "docs", "deploy")
+            for path in (ROOT / folder).rglob("*.py")]  # fmt: skip
+    assert len(code) > 400
+    short = [(path, name) for path in code for name in imported(ast.parse(path.read_text()))
+             if name.split(".")[0] in PACKAGES]  # fmt: skip
+    assert short == []
+    quoted = re.compile(rf"""["'`]({"|".join(PACKAGES)})\.(?!log)[a-z_]+\W""")
+    assert [path for path in code if path.name != "test_structure.py" and quoted.search(path.read_text())] == []
+    loaded = [name for name in sys.modules if name.split(".")[0] in PACKAGES]
+    assert loaded == []
+
+
+def test_user_module_shared_is_imported_beside_stagecoach(tmp_path: Path) -> None:
+    """A user's folder `shared` is what `shared` means, in a checkout too."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "envs.py").write_text("def make(): ...")
+    script = (
+        "from stagecoach.shared.runtime.user_code import extend_imports, import_object\n"
+        f"extend_imports([{str(tmp_path)!r}]); print(import_object('shared.envs:make', 'environment.id').__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "shared.envs\n", done.stderr

@@ -1,4 +1,4 @@
-"""`python -m trainer_node RUN`: the trainer without Ray, or with `--rank 1` a rank beside it (for SSH, SLURM)."""
+"""`python -m stagecoach.trainer_node RUN`: the trainer without Ray, or with `--rank 1` another rank (SSH, SLURM)."""
 
 import signal
 import sys
@@ -6,10 +6,10 @@ import sys
 if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands before all others
     sys.path.append(sys.path.pop(0))
 
-from shared.errors import ConfigError, StagecoachError, UserError
-from shared.printable import complain
-from shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments
-from trainer_node.process import run_rank
+from stagecoach.shared.errors import ConfigError, StagecoachError, UserError
+from stagecoach.shared.printable import complain
+from stagecoach.shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments
+from stagecoach.trainer_node.process import run_rank
 
 
 def main() -> int:
@@ -17,7 +17,9 @@ def main() -> int:
 
     SIGTERM and Ctrl-C make it leave with a checkpoint, a second one at once; the run stays open for another trainer.
     """
-    parser = role_arguments("trainer_node", "Takes over a run as its trainer; one that is at work is fenced off.")
+    parser = role_arguments(
+        "stagecoach.trainer_node", "Takes over a run as its trainer; one that is at work is fenced off."
+    )
     parser.add_argument("--rank", type=int, default=0, help="be one of the ranks 1 … trainer.ranks − 1 beside it")
     try:
         arguments = parser.parse_args()

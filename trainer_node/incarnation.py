@@ -8,19 +8,19 @@ from typing import TypeVar
 
 import redis
 
-from shared.errors import Fenced, ShardUnavailable
-from shared.experience.counters import PhaseCounters
-from shared.experience.log_entry import LogEntry
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
-from shared.protocol.ledger import read_accounting
-from shared.protocol.quarantine import WorkRecord
-from shared.protocol.redis_client import retries
-from shared.runtime.failure import Failure, RoleEnd, RunEnd, reason_in_words
-from shared.runtime.run_context import RunContext
-from shared.runtime.stage_timer import Profile
-from shared.storage.checkpoint_store import FINISHED
-from trainer_node.distributed.leader import Leader, SingleProcess
+from stagecoach.shared.errors import Fenced, ShardUnavailable
+from stagecoach.shared.experience.counters import PhaseCounters
+from stagecoach.shared.experience.log_entry import LogEntry
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.quarantine import WorkRecord
+from stagecoach.shared.protocol.redis_client import retries
+from stagecoach.shared.runtime.failure import Failure, RoleEnd, RunEnd, reason_in_words
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.runtime.stage_timer import Profile
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("stagecoach.trainer")

@@ -11,18 +11,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from shared.config.run_config import Config
-from shared.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START, LogEntry, before, id_order
-from shared.experience.spaces import EnvironmentDescription
-from shared.protocol.ledger import Ledger, Taken
-from shared.protocol.quarantine import WorkRecord
-from shared.protocol.scripts import Script
-from shared.runtime.run_context import RunContext
-from shared.runtime.stage_timer import StageTimer
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.protocol.ledger import Ledger, Taken
+from stagecoach.shared.protocol.quarantine import WorkRecord
+from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _BAD_IN_A_ROW = 200

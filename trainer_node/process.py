@@ -4,16 +4,16 @@ import signal
 
 import redis
 
-from shared.errors import Fenced
-from shared.runtime.failure import RoleEnd
-from shared.runtime.launch import RoleLaunch, shutdown_on_signal
-from shared.runtime.process import keep_freed_memory
-from shared.runtime.restarts import RestartBound, learning_progress
-from trainer_node.distributed.follower import Follower
-from trainer_node.distributed.leader import rank_id
-from trainer_node.distributed.process_group import GroupBroken
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
+from stagecoach.shared.errors import Fenced
+from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
+from stagecoach.shared.runtime.process import keep_freed_memory
+from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
+from stagecoach.trainer_node.distributed.follower import Follower
+from stagecoach.trainer_node.distributed.leader import rank_id
+from stagecoach.trainer_node.distributed.process_group import GroupBroken
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 
 
 def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> str:

@@ -4,8 +4,8 @@ from typing import Any
 
 import ray
 
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.process import at_rest
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.process import at_rest
 
 
 class TrainerProcess:
@@ -13,12 +13,12 @@ class TrainerProcess:
 
     def __init__(self, launch: RoleLaunch, rank: int = 0) -> None:
         with at_rest():
-            from trainer_node.process import run_rank
+            from stagecoach.trainer_node.process import run_rank
         self._run_rank, self._launch, self._rank = run_rank, launch, rank
 
     @ray.method
     def run(self) -> str:
-        """As `trainer_node.process.run_rank`."""
+        """As `run_rank` in trainer_node/process.py."""
         return self._run_rank(self._launch, self._rank)
 
 

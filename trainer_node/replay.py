@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import ArchiveIncomplete, UserError
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
-from shared.experience.spaces import EnvironmentDescription
-from shared.storage.checkpoint_store import CheckpointStore, Manifest
-from shared.storage.log_archive import Archive
-from trainer_node.checkpointing import snapshot
-from trainer_node.checkpointing.fork import beginnings
-from trainer_node.checkpointing.recovery import held, restore_learner
-from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
-from trainer_node.distributed.local_followers import local_ranks
-from trainer_node.learning.learner import make_learner, set_up_torch
-from trainer_node.log_consumer import LogConsumer
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import ArchiveIncomplete, UserError
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.checkpointing.fork import beginnings
+from stagecoach.trainer_node.checkpointing.recovery import held, restore_learner
+from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
+from stagecoach.trainer_node.distributed.local_followers import local_ranks
+from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
+from stagecoach.trainer_node.log_consumer import LogConsumer
 
 BEGINNING = "start"
 """In place of a checkpoint: the untrained policy, which config and seed decide."""

@@ -11,22 +11,22 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from shared.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
-from shared.experience.fragment import Fragment
-from shared.printable import counted
-from shared.protocol.events import read_evaluations
-from shared.protocol.flow_control import FlowState, RunState
-from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
-from shared.protocol.policy_board import Published
-from shared.protocol.quarantine import naming_entries
-from shared.runtime.failure import EndReason
-from shared.storage.metric_log import EPISODES, TRAIN
-from trainer_node.checkpointing.recovery import Recovery, held
-from trainer_node.distributed.leader import meet_followers
-from trainer_node.incarnation import Incarnation
-from trainer_node.learning.learner import set_up_torch, turns_lost
-from trainer_node.metrics.recorder import Recorder
-from trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
+from stagecoach.shared.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.flow_control import FlowState, RunState
+from stagecoach.shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
+from stagecoach.shared.protocol.policy_board import Published
+from stagecoach.shared.protocol.quarantine import naming_entries
+from stagecoach.shared.runtime.failure import EndReason
+from stagecoach.shared.storage.metric_log import EPISODES, TRAIN
+from stagecoach.trainer_node.checkpointing.recovery import Recovery, held
+from stagecoach.trainer_node.distributed.leader import meet_followers
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.learning.learner import set_up_torch, turns_lost
+from stagecoach.trainer_node.metrics.recorder import Recorder
+from stagecoach.trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0

@@ -5,20 +5,20 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.spaces import EnvironmentDescription
-from shared.league.players import write_player
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from shared.protocol.heartbeat import poll
-from shared.protocol.policy_board import PolicyBoard, Published
-from trainer_node.checkpointing import snapshot
-from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
-from trainer_node.incarnation import Incarnation
-from trainer_node.learning.learner import make_learner
-from trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.league.players import write_player
+from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from stagecoach.shared.protocol.heartbeat import poll
+from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
+from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.learning.learner import make_learner
+from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 
 class RunSchedule:

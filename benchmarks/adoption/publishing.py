@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.adoption.noting import NOTES, read_notes
-from shared.config.loading import dump_config, parse_config
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.log_entry import START
-from shared.policies.registry import build_policies
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from shared.protocol.flow_control import RunState
-from shared.protocol.ledger import Ledger
-from shared.protocol.policy_board import PolicyBoard
-from shared.protocol.redis_client import credentials
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.process import end_with_parent
-from trainer_node.checkpointing import snapshot
-from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from trainer_node.checkpointing.snapshot import Progress
-from trainer_node.learning.learner import make_learner
-from trainer_node.log_consumer import Committed
+from stagecoach.shared.config.loading import dump_config, parse_config
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.log_entry import START
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.redis_client import credentials
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.process import end_with_parent
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
+from stagecoach.trainer_node.checkpointing.snapshot import Progress
+from stagecoach.trainer_node.learning.learner import make_learner
+from stagecoach.trainer_node.log_consumer import Committed
 
 _ARRIVE_SECONDS = 90.0
 _SETTLE_SECONDS = 0.03
@@ -132,13 +132,13 @@ class LockstepPublisher:
 
 @contextmanager
 def worker_processes(launch: RoleLaunch, notes: Path, workers: int) -> Iterator[None]:
-    """`python -m rollout_worker` for each; what still runs at the end is killed."""
+    """`python -m stagecoach.rollout_worker` for each; what still runs at the end is killed."""
     config = parse_config(launch.config)
     path = Path(str(launch.run_folder)) / "config.yaml"
     path.write_text(dump_config(config))
     address, secret = launch.address, credentials(launch.address)
     command = [
-        sys.executable, "-m", "rollout_worker", address.run_id, "--redis", address.redis_url,
+        sys.executable, "-m", "stagecoach.rollout_worker", address.run_id, "--redis", address.redis_url,
         "--store", address.store_url, "--config", str(path),
     ]  # fmt: skip
     processes = []

@@ -9,10 +9,10 @@ from typing import cast
 import redis
 
 from benchmarks.transport.made_fragments import Shape, made_columns, made_fragment
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.protocol.keys import RunKeys
-from shared.runtime.launch import RoleLaunch
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.launch import RoleLaunch
 
 
 class FeedingWorker:

@@ -6,14 +6,14 @@ import resource
 import time
 from dataclasses import dataclass
 
-from shared.protocol.flow_control import RunState
-from shared.protocol.policy_board import Published
-from shared.runtime.failure import EndReason
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.process import keep_freed_memory
-from trainer_node.checkpointing.recovery import Recovery
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.policy_board import Published
+from stagecoach.shared.runtime.failure import EndReason
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.process import keep_freed_memory
+from stagecoach.trainer_node.checkpointing.recovery import Recovery
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 
 _POLL_SECONDS = 1.0
 

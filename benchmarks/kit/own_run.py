@@ -16,14 +16,14 @@ from typing import Any
 
 import redis
 
-from coordinator.lifecycle.preparation import prepare_new
-from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.protocol.redis_client import Address
-from shared.runtime.launch import LOGS, RoleLaunch
-from shared.runtime.run_context import open_run_context
+from stagecoach.coordinator.lifecycle.preparation import prepare_new
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
+from stagecoach.shared.runtime.run_context import open_run_context
 
 
 @dataclass(frozen=True)

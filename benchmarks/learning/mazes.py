@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.spaces import Array
 
 _MOVES = np.array([[0.5, 0], [-0.5, 0], [0, 0.5], [0, -0.5]], np.float32)
 

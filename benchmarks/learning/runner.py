@@ -20,12 +20,12 @@ from benchmarks.learning import scores
 from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
-from coordinator.catalog.checkpoint_lookup import evaluate
-from coordinator.run import Run
-from shared.league.players import LEAGUE, read_player
-from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.storage.checkpoint_store import FINISHED
-from trainer_node.learning.league import LeagueState
+from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.league.players import LEAGUE, read_player
+from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.trainer_node.learning.league import LeagueState
 
 _SIGNAL = "rollout/ep_rew_mean"
 _POINTS = 200
@@ -82,7 +82,7 @@ def _train(job: Job, run_id: str, mode: Mode, runs_dir: Path, data: dict[str, An
     config = runs_dir / f"{run_id}.yaml"
     config.write_text(yaml.safe_dump(data))
     inline = ["--inline"] if mode == "inline" else []
-    command = [sys.executable, "-m", "coordinator", "train", str(config), "--run-id", run_id, *inline]
+    command = [sys.executable, "-m", "stagecoach", "train", str(config), "--run-id", run_id, *inline]
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shared.config.loading import parse_config, parse_yaml
-from shared.config.run_config import Config
-from shared.config.section import Section
+from stagecoach.shared.config.loading import parse_config, parse_yaml
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.section import Section
 
 Mode = Literal["inline", "distributed"]
 MODES: tuple[Mode, ...] = ("inline", "distributed")

@@ -19,21 +19,21 @@ import redis
 
 from benchmarks.kit.own_run import own_services
 from benchmarks.rehearsal.crowd import record
-from coordinator.catalog.status import live_status
-from rollout_worker.sampling import action_trace
-from shared.config.loading import parse_config
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.policies.registry import build_policies
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Claim, ClaimReply
-from shared.protocol.heartbeat import Heartbeat, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.policy_board import PolicyBoard
-from shared.runtime.run_context import RunContext, open_run_context
-from trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.coordinator.catalog.status import live_status
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import Claim, ClaimReply
+from stagecoach.shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 _SOME = 200
 """How often a step is done that need not be done for each worker."""

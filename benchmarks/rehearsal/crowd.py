@@ -21,26 +21,26 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rollout_worker.acting_policies import ActingPolicies
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.episodes import Episodes
-from rollout_worker.exploration.base import Exploration, Sampling
-from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.sampler import Sample, Sampler
-from rollout_worker.worker import StepResult, Worker
-from shared.experience.counters import Phase
-from shared.league.table import MatchTable
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Claim, Flow, RunState
-from shared.protocol.heartbeat import forget_heartbeat
-from shared.protocol.redis_client import connect_redis
-from shared.protocol.scripts import Call
-from shared.runtime.failure import RoleEnd
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.run_context import RunContext
+from stagecoach.rollout_worker.acting_policies import ActingPolicies
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.episodes import Episodes
+from stagecoach.rollout_worker.exploration.base import Exploration, Sampling
+from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
+from stagecoach.rollout_worker.worker import StepResult, Worker
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import Claim, Flow, RunState
+from stagecoach.shared.protocol.heartbeat import forget_heartbeat
+from stagecoach.shared.protocol.redis_client import connect_redis
+from stagecoach.shared.protocol.scripts import Call
+from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.run_context import RunContext
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _TAKES = 8

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.run import Run
-from shared.config.loading import parse_config
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.loading import parse_config
 
 _MARKS = (200.0, 400.0)
 _ENV_STEPS = 100_000

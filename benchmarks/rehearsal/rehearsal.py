@@ -28,25 +28,25 @@ from typing import Any
 
 from benchmarks.rehearsal.crowd import Plan, crowd
 from benchmarks.usage import ProcessorTime, RedisLook
-from coordinator.catalog.status import live_status
-from coordinator.lifecycle.preparation import prepare_new
-from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import BEAT_SECONDS, Wait, poll, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import LedgerLine, read_accounting
-from shared.protocol.redis_client import Address
-from shared.runtime.launch import LOGS, RoleLaunch
-from shared.runtime.run_context import open_run_context
-from shared.storage.checkpoint_store import FINISHED
-from trainer_node.incarnation import Incarnation
-from trainer_node.process import run_trainer
-from trainer_node.trainer import Trainer
+from stagecoach.coordinator.catalog.status import live_status
+from stagecoach.coordinator.lifecycle.preparation import prepare_new
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Wait, poll, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
+from stagecoach.shared.runtime.run_context import open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.process import run_trainer
+from stagecoach.trainer_node.trainer import Trainer
 
 _RUN = "scale"
 _START_SECONDS = 300.0

@@ -15,12 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from coordinator.services.embedded import new_secret, start_redis
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.coordinator.services.embedded import new_secret, start_redis
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 WORKERS = 4
 MOST_BYTES = 256 << 20

@@ -24,10 +24,10 @@ from benchmarks.suite.lone_run import LoneRun, act, consume
 from benchmarks.suite.pinning import RAY_NICENESS, Cores, go_on, on_cores, pin, stand_still, two_cores
 from benchmarks.suite.real_runs import one_ray, real_run, speed, wait_for_first_versions
 from benchmarks.usage import processor_seconds
-from coordinator.run import Run
-from shared.protocol.flow_control import Flow, FlowState
-from shared.protocol.heartbeat import Beat, Wait, poll, read_heartbeats
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.protocol.flow_control import Flow, FlowState
+from stagecoach.shared.protocol.heartbeat import Beat, Wait, poll, read_heartbeats
+from stagecoach.shared.runtime.run_context import RunContext
 
 _AIM = 0.95
 _START_SECONDS = 300.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
 
 _LEARNING_RATE = 1e-12
 _CARTPOLE = {"id": "CartPole-v1", "num_envs": 64}

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.spaces import Array
 
 SIDE, SQUARE, EPISODE_STEPS = 84, 12, 200
 _STRIDE = 3

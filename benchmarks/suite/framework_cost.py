@@ -21,15 +21,15 @@ from benchmarks.kit.options import Options
 from benchmarks.suite.limits_alone import cartpole
 from benchmarks.suite.lone_run import LoneRun
 from benchmarks.suite.pinning import on_cores, two_cores
-from rollout_worker.acting_policies import ActingPolicies
-from rollout_worker.environments.gymnasium_env import GuardedEnvironment
-from rollout_worker.exploration.base import Exploration
-from rollout_worker.worker import StepResult, Worker
-from shared.runtime.failure import RoleEnd
-from shared.runtime.launch import RoleLaunch
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import StepResult as TrainerStep
-from trainer_node.trainer import Trainer
+from stagecoach.rollout_worker.acting_policies import ActingPolicies
+from stagecoach.rollout_worker.environments.gymnasium_env import GuardedEnvironment
+from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.rollout_worker.worker import StepResult, Worker
+from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import StepResult as TrainerStep
+from stagecoach.trainer_node.trainer import Trainer
 
 FRAMEWORK = "framework"
 ENVIRONMENT, POLICY = "environment: gymnasium's vector step and reset", "policy: forward, draw, log-probabilities"

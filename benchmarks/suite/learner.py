@@ -14,15 +14,15 @@ from torch import nn
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, per_second
 from benchmarks.suite.plain_learners import NatureNetwork, PlainDQN, PlainMemory, PlainPPO, PlainSAC, mlp
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.sections import PolicyConfig
-from shared.experience.counters import Counters
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
-from shared.policies.registry import build_policies
-from trainer_node.learning.building_blocks.compilation import has_compiler
-from trainer_node.learning.building_blocks.interface import Experience, Setting
-from trainer_node.learning.learner import make_algorithm
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
+from stagecoach.trainer_node.learning.learner import make_algorithm
 
 _SECONDS, _QUICK_SECONDS = 1.0, 0.01
 _STEPS, _SLOTS = 64, 64

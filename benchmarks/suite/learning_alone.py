@@ -19,18 +19,18 @@ import torch
 
 from benchmarks.suite.end_to_end_cases import Case
 from benchmarks.suite.pinning import begin_on
-from coordinator.lifecycle.validation import check
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.fragment import Fragment, FragmentHeader
-from shared.policies.registry import build_policies
-from trainer_node.learning.learner import make_learner, set_up_torch
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
 
 _READY_SECONDS = 300.0
 _UPDATES = 4

@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from benchmarks.suite.learning_alone import again_and_again, recorded
 from benchmarks.suite.lone_run import LoneRun
-from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
-from shared.protocol.redis_client import s3_keys
-from trainer_node.learning.learner import make_learner
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Sampling
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.protocol.redis_client import s3_keys
+from stagecoach.trainer_node.learning.learner import make_learner
 
 _MINIBATCH = 512
 _CLIP = 0.2

@@ -17,12 +17,12 @@ from typing import Any
 from benchmarks.kit.own_run import own_services
 from benchmarks.rehearsal.rehearsal import ConsumingTrainer
 from benchmarks.suite.pinning import begin_on
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.runtime.launch import LOGS, RoleLaunch
-from shared.runtime.run_context import RunContext, open_run_context
-from trainer_node.incarnation import Incarnation
-from trainer_node.process import run_trainer
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.process import run_trainer
 
 
 @dataclass

@@ -13,7 +13,7 @@ from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, median_seconds
 from benchmarks.suite.memory_filling import SIDE, SOURCES, STACK, fill, fragments, spaces_of
 from benchmarks.suite.resident import RUNS, sizes_of
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 _STEPS, _SLOTS = 128, 8
 """Of a fragment of examples/breakout.yaml."""

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
-from shared.config.replay_buffer import ReplayBufferConfig
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+from stagecoach.shared.config.replay_buffer import ReplayBufferConfig
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 STACK, SIDE = 4, 84
 SOURCES = 2

@@ -19,18 +19,18 @@ from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, per_second
 from benchmarks.suite.pinning import first_cores, on_cores
 from benchmarks.suite.roles import Measured, running, train, work
-from coordinator.lifecycle.validation import check
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment, FragmentHeader
-from shared.policies.registry import build_policies
-from trainer_node.learning.learner import make_learner, set_up_torch
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Sampling
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
 
 AIM = 500_000
 _CORES = 2

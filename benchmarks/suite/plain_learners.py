@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, smooth_l1_loss
 
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.spaces import Array, Columns
 
 GAMMA, LAMBDA, CLIP, EPOCHS, MAX_NORM = 0.99, 0.95, 0.2, 4, 0.5
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.provenance import ROOT
-from coordinator.run import Run
-from shared.config.run_config import Config
-from shared.protocol.flow_control import Flow, FlowState
-from shared.protocol.heartbeat import Wait, poll
-from shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.flow_control import Flow, FlowState
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _START_SECONDS = 300.0
 _EDGE_SECONDS = 0.005

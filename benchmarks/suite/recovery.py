@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
-from coordinator.run import Run
-from shared.config.loading import parse_config
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.loading import parse_config
 
 _POLL_SECONDS = 0.05
 _PAUSE_SECONDS = 2.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.kit.options import Options
 from benchmarks.provenance import ROOT
-from coordinator.run import Run
-from shared.errors import StagecoachError
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import StagecoachError
 
 RUNS = {"PPO": "cartpole.yaml", "DQN": "cartpole_dqn.yaml"}
 """Name → the example that is run."""

@@ -19,15 +19,15 @@ import redis
 
 from benchmarks.kit.own_run import own_services
 from benchmarks.usage import ProcessorTime, RedisLook, resident_peak
-from rollout_worker.worker import Worker
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
-from shared.runtime.launch import LOGS, RoleLaunch
-from shared.runtime.run_context import open_run_context
-from trainer_node.incarnation import Incarnation
-from trainer_node.process import run_trainer
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
+from stagecoach.shared.runtime.run_context import open_run_context
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.process import run_trainer
 
 Part = Callable[[RoleLaunch], None]
 """What a process does all its life; it can be pickled."""

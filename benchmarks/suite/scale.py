@@ -17,7 +17,7 @@ from benchmarks.kit.options import Options
 from benchmarks.rehearsal.crowd import simulate
 from benchmarks.suite.pinning import first_cores, on_cores
 from benchmarks.suite.roles import Measured, Part, running, train, work
-from shared.config.loading import parse_config
+from stagecoach.shared.config.loading import parse_config
 
 _CORES = 2
 _FLOAT = 4

@@ -16,12 +16,12 @@ import redis
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from benchmarks.suite.resident import RUNS, started
-from coordinator.catalog.run_folder import RunFolder
-from shared.errors import StagecoachError
-from shared.protocol.flow_control import Flow
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import connect_redis
-from shared.runtime.launch import LOGS
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import connect_redis
+from stagecoach.shared.runtime.launch import LOGS
 
 _FIRST_UPDATE = "first update"
 _AIM_SECONDS = 8.0

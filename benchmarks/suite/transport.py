@@ -23,7 +23,7 @@ from benchmarks.transport import raw_redis
 from benchmarks.transport.made_fragments import Shape, made_columns
 from benchmarks.transport.others import running
 from benchmarks.transport.product_path import TRIM_EACH, PushingWorker, TakingTrainer
-from shared.experience.spaces import Columns
+from stagecoach.shared.experience.spaces import Columns
 
 _WORKERS = (1, 2)
 _AIM = 0.8

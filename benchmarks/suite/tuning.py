@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns
 from benchmarks.suite.real_runs import one_ray, real_run, speed, wait_for_first_versions
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
 
 _WINDOW_SECONDS = 4.0
 _TRANSITIONS = 2048

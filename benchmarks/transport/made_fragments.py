@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.experience.spaces import Columns, EnvironmentDescription
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription
 
 POLICY = "default"
 

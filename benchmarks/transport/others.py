@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.contest.virtual_environments import NotInstalled, python_of
 from benchmarks.kit.options import Options
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.spaces import Array
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _READY_SECONDS, _SAMPLE_SECONDS, _END_SECONDS = 120.0, 120.0, 20.0

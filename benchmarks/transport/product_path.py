@@ -9,18 +9,18 @@ import time
 from dataclasses import replace
 
 from benchmarks.transport.made_fragments import Shape, made_columns, made_fragment
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.log_entry import START, LogEntry
-from shared.policies.registry import build_policies
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Claim
-from shared.protocol.ledger import Ledger
-from shared.protocol.policy_board import PolicyBoard
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.run_context import RunContext
-from trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.log_entry import START, LogEntry
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import Claim
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 TRIM_EACH = 10
 """Versions between two trims, as between two checkpoints of the default config."""

@@ -14,25 +14,32 @@ from typing import Any, cast
 
 import numpy as np
 
-from coordinator.catalog.game_video import recorded, recordings
-from coordinator.catalog.run_folder import RunFolder
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import evaluation_environment, make_environment
-from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
-from rollout_worker.playing import evaluate_policies
-from shared.config.environment import WrapperConfig
-from shared.config.loading import load_config, parse_config, parse_yaml
-from shared.config.run_config import Config
-from shared.config.section import leaves
-from shared.config.sections import EvaluationConfig
-from shared.config.services import StoreConfig
-from shared.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
-from shared.league.table import kind_of
-from shared.policies.serialization import decode_policy
-from shared.runtime.launch import RESOLVED_CONFIG
-from shared.runtime.user_code import extend_imports, install, with_extra
-from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, CheckpointStore, checkpoint_version
-from shared.storage.object_store import FileStore, access_at, open_folder
+from stagecoach.coordinator.catalog.game_video import recorded, recordings
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
+from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.shared.config.environment import WrapperConfig
+from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.sections import EvaluationConfig
+from stagecoach.shared.config.services import StoreConfig
+from stagecoach.shared.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
+from stagecoach.shared.league.table import kind_of
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.runtime.launch import RESOLVED_CONFIG
+from stagecoach.shared.runtime.user_code import extend_imports, install, with_extra
+from stagecoach.shared.storage.checkpoint_store import (
+    CHECKPOINTS,
+    CONFIG,
+    MANIFEST,
+    MARKS,
+    CheckpointStore,
+    checkpoint_version,
+)
+from stagecoach.shared.storage.object_store import FileStore, access_at, open_folder
 
 _PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}
 _GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."

@@ -15,10 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shared.config.loading import dump_config
-from shared.config.run_config import Config
-from shared.config.sections import CheckpointConfig
-from shared.errors import (
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
@@ -27,16 +27,24 @@ from shared.errors import (
     PolicyKindUnknown,
     UserError,
 )
-from shared.experience import tensor_blob
-from shared.experience.log_entry import before
-from shared.league.players import PLAYERS, read_player, write_player
-from shared.policies.serialization import decode_policy, finite_arrays, finite_weights
-from shared.storage import checkpoint_store as stored
-from shared.storage.checkpoint_store import MANIFEST, MARKS, POINTER, PROMOTED, STATUS, CheckpointStore, Promotion
-from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
-from shared.storage.log_archive import Archive
-from shared.storage.object_store import FileStore
-from trainer_node.checkpointing.retention import (
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.log_entry import before
+from stagecoach.shared.league.players import PLAYERS, read_player, write_player
+from stagecoach.shared.policies.serialization import decode_policy, finite_arrays, finite_weights
+from stagecoach.shared.storage import checkpoint_store as stored
+from stagecoach.shared.storage.checkpoint_store import (
+    MANIFEST,
+    MARKS,
+    POINTER,
+    PROMOTED,
+    STATUS,
+    CheckpointStore,
+    Promotion,
+)
+from stagecoach.shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.checkpointing.retention import (
     announce,
     remove,
     status_entries,
@@ -44,8 +52,8 @@ from trainer_node.checkpointing.retention import (
     to_prune,
     unless_damaged,
 )
-from trainer_node.export.export_process import carry_out, requested
-from trainer_node.export.onnx_translation import require_onnx
+from stagecoach.trainer_node.export.export_process import carry_out, requested
+from stagecoach.trainer_node.export.onnx_translation import require_onnx
 
 _POLICY = "/policy.safetensors"
 _POLLS = 20

@@ -9,23 +9,23 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
-from coordinator.lifecycle.fixed_players import find_player
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.playing import play_sides, playable
-from shared.config.run_config import Config
-from shared.config.services import StoreConfig
-from shared.errors import CheckpointDamaged, UserError
-from shared.experience.spaces import EnvironmentDescription
-from shared.league.players import LEAGUE
-from shared.league.table import PlayerRef, kind_of, sides_of
-from shared.policies.registry import build_policies
-from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import extend_imports
-from shared.storage.checkpoint_store import CheckpointStore
-from shared.storage.object_store import access_at
-from trainer_node.learning.league import LeagueState, standings, wilson
+from stagecoach.coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
+from stagecoach.coordinator.lifecycle.fixed_players import find_player
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.playing import play_sides, playable
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.services import StoreConfig
+from stagecoach.shared.errors import CheckpointDamaged, UserError
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.league.players import LEAGUE
+from stagecoach.shared.league.table import PlayerRef, kind_of, sides_of
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore
+from stagecoach.shared.storage.object_store import access_at
+from stagecoach.trainer_node.learning.league import LeagueState, standings, wilson
 
 
 def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:

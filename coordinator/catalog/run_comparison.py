@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.catalog.run_metrics import ratings_in
-from coordinator.run import Run
-from shared.config.section import leaves
-from shared.experience.spaces import Array
-from shared.protocol.events import confirmed_return
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
+from stagecoach.coordinator.catalog.run_metrics import ratings_in
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.section import leaves
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.protocol.events import confirmed_return
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
 
 _CONFIDENCE = 0.95
 _NOT_OF_A_GROUP = ("seed", "runs_dir")

@@ -5,8 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus, former_name, is_all_here, is_locked, run_paths
-from shared.errors import StagecoachError
+from stagecoach.coordinator.catalog.run_files import (
+    INTERRUPTED_REASON,
+    RunStatus,
+    former_name,
+    is_all_here,
+    is_locked,
+    run_paths,
+)
+from stagecoach.shared.errors import StagecoachError
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,8 @@ def row_from_servers(path: Path) -> RunRow:
     """From Redis and the store, as `stagecoach status` does it."""
     import redis
 
-    from coordinator.run import Run  # imports torch: not before it is needed
-    from shared.protocol.events import confirmed_return
+    from stagecoach.coordinator.run import Run  # imports torch: not before it is needed
+    from stagecoach.shared.protocol.events import confirmed_return
 
     try:
         handle = Run.attach(path.name, path.parent)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import redis
 
-from shared.experience.spaces import Array
-from shared.printable import left_out
-from shared.protocol.events import read_evaluations
-from shared.protocol.metric_tail import TailRow, read_rows
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, Rows, read, segments
-from shared.storage.object_store import ObjectStore
-from trainer_node.metrics.recorder import evaluation_row
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.printable import left_out
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.metric_tail import TailRow, read_rows
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, Rows, read, segments
+from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.trainer_node.metrics.recorder import evaluation_row
 
 _LEAVE_OUT = partial(left_out, "a segment of the metrics")
 _STORE_SECONDS = 10.0

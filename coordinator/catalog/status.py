@@ -12,21 +12,21 @@ from typing import Any, cast
 import redis
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
-from coordinator.catalog.run_metrics import last_row
-from shared.errors import MetricsDamaged, ObjectMissing, UserError
-from shared.printable import counted, foreign, left_out
-from shared.protocol.events import read_evaluations
-from shared.protocol.flow_control import Flow
-from shared.protocol.heartbeat import Beat, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.metric_tail import newest_row
-from shared.protocol.payload_shards import bytes_by_shard
-from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
-from shared.storage.checkpoint_store import FINISHED, CheckpointStore
-from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
-from trainer_node.checkpointing.retention import status_file
+from stagecoach.coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
+from stagecoach.coordinator.catalog.run_metrics import last_row
+from stagecoach.shared.errors import MetricsDamaged, ObjectMissing, UserError
+from stagecoach.shared.printable import counted, foreign, left_out
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.metric_tail import newest_row
+from stagecoach.shared.protocol.payload_shards import bytes_by_shard
+from stagecoach.shared.runtime.failure import FailureKind, RunEnd, reason_in_words
+from stagecoach.shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
+from stagecoach.trainer_node.checkpointing.retention import status_file
 
 NO_BOUND = 10_000
 """As many workers as a config may ask for."""

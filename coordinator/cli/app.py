@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.cli import config as configs
-from coordinator.cli import league, profile_and_bench, runs
-from coordinator.cli import page as pages
-from coordinator.cli.config import ConfigArgument, config_file
-from coordinator.cli.curves import compare, metrics, plot
-from coordinator.cli.options import (
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.cli import config as configs
+from stagecoach.coordinator.cli import league, profile_and_bench, runs
+from stagecoach.coordinator.cli import page as pages
+from stagecoach.coordinator.cli.config import ConfigArgument, config_file
+from stagecoach.coordinator.cli.curves import compare, metrics, plot
+from stagecoach.coordinator.cli.options import (
     RUNS,
     EndpointUrl,
     Exit,
@@ -34,14 +34,14 @@ from coordinator.cli.options import (
     example,
     run_ids,
 )
-from coordinator.services.ray_internals import outlive_ray
-from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
-from shared.printable import complain, counted, figure, score_in_words, success_in_words
-from shared.runtime.failure import EndReason, reason_in_words
-from shared.runtime.process import interruptible
+from stagecoach.coordinator.services.ray_internals import outlive_ray
+from stagecoach.shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
+from stagecoach.shared.printable import complain, counted, figure, score_in_words, success_in_words
+from stagecoach.shared.runtime.failure import EndReason, reason_in_words
+from stagecoach.shared.runtime.process import interruptible
 
 if TYPE_CHECKING:
-    from coordinator.catalog.checkpoint_lookup import Evaluation
+    from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
 # `--version` and `runs` need none of them.
@@ -62,7 +62,7 @@ class _Checkpoints(typer.core.TyperGroup):
     """`stagecoach checkpoints …`; `stagecoach checkpoints RUN` lists, as if `list` stood there."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        from coordinator.cli.checkpoints import app
+        from stagecoach.coordinator.cli.checkpoints import app
 
         self.commands = typer.main.get_group(app).commands
         if arguments and arguments[0] not in self.commands and arguments[0] not in context.help_option_names:
@@ -74,7 +74,7 @@ def _version(asked: bool) -> None:
     if asked:
         import importlib.metadata
 
-        print(f"stagecoach {importlib.metadata.version('stagecoach')}")
+        print(f"stagecoach {importlib.metadata.version('stagecoach-rl')}")
         raise typer.Exit
 
 
@@ -174,12 +174,12 @@ def train(
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
     with interruptible():
-        from coordinator.catalog.run_folder import new_run_id
-        from coordinator.cli import foreground
-        from coordinator.lifecycle.preparation import Continuation
-        from coordinator.lifecycle.ray_job import reachable, submission
-        from coordinator.run import Run
-        from shared.config.loading import load_config
+        from stagecoach.coordinator.catalog.run_folder import new_run_id
+        from stagecoach.coordinator.cli import foreground
+        from stagecoach.coordinator.lifecycle.preparation import Continuation
+        from stagecoach.coordinator.lifecycle.ray_job import reachable, submission
+        from stagecoach.coordinator.run import Run
+        from stagecoach.shared.config.loading import load_config
 
     _check_together(force=force, or_resume=or_resume, detach=detach, page=page, page_told=page_port or page_token_file)
     config = config_file(config)
@@ -193,7 +193,7 @@ def train(
     if parallel is not None and seeds is None:
         raise UserError("--parallel says how many of --seeds train at a time; give those as well")
     if seeds is not None:
-        from coordinator.cli.seeds import command_of, parse_seeds, train_seeds
+        from stagecoach.coordinator.cli.seeds import command_of, parse_seeds, train_seeds
 
         if page or detach:
             raise UserError(f"--seeds and {'--page' if page else '--detach'}: several runs are not detached or served")
@@ -241,8 +241,8 @@ def prepare(
 ) -> None:
     """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
     with interruptible():
-        from coordinator.run import Run
-        from shared.config.loading import load_config
+        from stagecoach.coordinator.run import Run
+        from stagecoach.shared.config.loading import load_config
 
     Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
     console.print(f"run {run_id} is prepared; its roles may start")
@@ -262,8 +262,8 @@ def resume(
 ) -> None:
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
     with interruptible():
-        from coordinator.cli import foreground
-        from coordinator.run import Run
+        from stagecoach.coordinator.cli import foreground
+        from stagecoach.coordinator.run import Run
 
     folder = attached(run, runs_dir).folder
     if detach and folder.remote is None:
@@ -291,7 +291,7 @@ def replay(
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
     from rich.progress import Progress
 
-    from shared.runtime.user_code import extend_imports
+    from stagecoach.shared.runtime.user_code import extend_imports
 
     handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     extend_imports((os.getcwd(), *handle.folder.import_path()))
@@ -321,7 +321,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
-    from coordinator.cli.live_view import print_status
+    from stagecoach.coordinator.cli.live_view import print_status
 
     found = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url).status()
     console.json(found.as_dict()) if as_json else print_status(found, console)
@@ -330,7 +330,7 @@ def status(
 @app.command(epilog=example("stagecoach watch s3://bucket/prefix/my-run"))
 def watch(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, redis_url: RedisUrl = None) -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
-    from coordinator.cli import foreground
+    from stagecoach.coordinator.cli import foreground
 
     foreground.watch(attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
 
@@ -345,8 +345,8 @@ def attach(
 ) -> None:
     """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
     with interruptible():
-        from coordinator.cli import foreground
-        from coordinator.cli.live_view import print_status
+        from stagecoach.coordinator.cli import foreground
+        from stagecoach.coordinator.cli.live_view import print_status
 
     handle = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
     state = handle.status(accounting=False).state
@@ -413,7 +413,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Play a checkpoint, greedily unless told otherwise, and print its score."""
-    from coordinator.catalog.checkpoint_lookup import evaluate as score
+    from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate as score
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         given: dict[str, Any] = {"stochastic": stochastic, "trust_config": trust_config, "endpoint_url": endpoint_url}
@@ -447,16 +447,16 @@ def play(
         return
     if keys or wait or (idle, fps) != (None, None):
         raise UserError("--keys, --idle, --wait and --fps say how you play; give --record DIR as well")
-    from coordinator.catalog.checkpoint_lookup import evaluate as score
+    from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate as score
 
     given: dict[str, Any] = {"stochastic": stochastic, "trust_config": trust_config, "endpoint_url": endpoint_url}
     _print_scores(score(target, runs_dir, episodes, show=True, **given))
 
 
 def _record(target: str, folder: Path, episodes: int, keys: str, more: dict[str, Any]) -> None:
-    from rollout_worker.recorded_play import FILE, record_play
-    from shared.config.loading import load_config
-    from shared.runtime.user_code import extend_imports
+    from stagecoach.rollout_worker.recorded_play import FILE, record_play
+    from stagecoach.shared.config.loading import load_config
+    from stagecoach.shared.runtime.user_code import extend_imports
 
     config = config_file(Path(target))
     extend_imports([str(config.resolve().parent), os.getcwd()])

@@ -9,18 +9,29 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from coordinator.catalog.checkpoint_lookup import named_code
-from coordinator.catalog.checkpoint_operations import State
-from coordinator.cli.live_view import dropped_in_words, ledger_line
-from coordinator.cli.options import NARROW, RUNS, EndpointUrl, Exit, Json, Place, RunsDir, TrustConfig, console, example
-from coordinator.run import Run
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.printable import counted, figure, score_in_words
-from shared.protocol.events import confirmed_return
-from shared.protocol.ledger import Ledger, LedgerLine
-from shared.storage.checkpoint_store import MARKS, Manifest
-from shared.storage.export_record import Export, ExportedPolicy, read_export
+from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
+from stagecoach.coordinator.catalog.checkpoint_operations import State
+from stagecoach.coordinator.cli.live_view import dropped_in_words, ledger_line
+from stagecoach.coordinator.cli.options import (
+    NARROW,
+    RUNS,
+    EndpointUrl,
+    Exit,
+    Json,
+    Place,
+    RunsDir,
+    TrustConfig,
+    console,
+    example,
+)
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from stagecoach.shared.printable import counted, figure, score_in_words
+from stagecoach.shared.protocol.events import confirmed_return
+from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
+from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest
+from stagecoach.shared.storage.export_record import Export, ExportedPolicy, read_export
 
 _COLUMNS = ("checkpoint", "env steps", "return", "evaluated")
 _MARKS = ", ".join(MARKS)

@@ -7,10 +7,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.loading import dump_config, parse_config
-from shared.config.run_config import Config
-from shared.config.sections import RunPolicyConfig
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.loading import dump_config, parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import RunPolicyConfig
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.options import Exit, Json, Sets, console, example
-from shared.errors import ConfigError, RunExists, UserError
-from shared.printable import counted
-from shared.runtime.user_code import SOURCE, extend_imports
+from stagecoach.coordinator.cli.options import Exit, Json, Sets, console, example
+from stagecoach.shared.errors import PACKAGE, ConfigError, RunExists, UserError
+from stagecoach.shared.printable import counted
+from stagecoach.shared.runtime.user_code import extend_imports
 
 if TYPE_CHECKING:
-    from coordinator.diagnostics.environment_trial import Trial
-    from shared.config.run_config import Config
+    from stagecoach.coordinator.diagnostics.environment_trial import Trial
+    from stagecoach.shared.config.run_config import Config
 
 app = typer.Typer()
-_PACKAGED, _CHECKOUT = SOURCE / "coordinator" / "presets", SOURCE / "examples"
+_PRESETS = PACKAGE / "coordinator" / "presets"
 _STYLES = {
     "ok": "green", "warn": "yellow", "fail": "red", "fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim",
 }  # fmt: skip
@@ -39,8 +39,7 @@ class Preset:
 
 def list_presets() -> list[Preset]:
     """All of them by name, but for those whose environment is only in the repository."""
-    folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
-    texts = {path: path.read_text() for path in sorted(folder.glob("*.yaml"))}
+    texts = {path: path.read_text() for path in sorted(_PRESETS.glob("*.yaml"))}
     return [
         Preset(path.stem, _about(text), path) for path, text in texts.items() if not _NEEDS_THE_REPOSITORY.search(text)
     ]
@@ -88,7 +87,7 @@ def presets(as_json: Json = False) -> None:
 @app.command(epilog=example("stagecoach init my-run.yaml"))
 def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
     """Write a commented config to start from; an existing file is left as it is."""
-    from coordinator.cli.commented_config import commented_config
+    from stagecoach.coordinator.cli.commented_config import commented_config
 
     try:
         with path.open("x") as file:
@@ -109,8 +108,8 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all fields.")] = False,
 ) -> None:
     """Print the resolved config (file, environment and --set put together), or the schema."""
-    from shared.config.loading import dump_config, load_config
-    from shared.config.run_config import Config
+    from stagecoach.shared.config.loading import dump_config, load_config
+    from stagecoach.shared.config.run_config import Config
 
     if schema or path is None:
         console.json(Config.model_json_schema())
@@ -127,8 +126,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
-    from coordinator.diagnostics.doctor import examine
-    from shared.config.loading import load_config
+    from stagecoach.coordinator.diagnostics.doctor import examine
+    from stagecoach.shared.config.loading import load_config
 
     path = config_file(path) if path else None
     extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
@@ -160,12 +159,12 @@ def check(
 ) -> None:
     """Step an environment in a process of its own and list everything that is wrong with it: a wrong interface,
     shapes, dtypes, bounds, NaN, hangs, crashes, seeds that it does not follow. Exit code 2 if anything is."""
-    from coordinator.diagnostics.environment_trial import try_environment
+    from stagecoach.coordinator.diagnostics.environment_trial import try_environment
 
     config, alone = _config(environment, kwargs, {"api": api, "vectorization": "native" if native else None})
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
     if trial.error is None and trial.description is not None:
-        from coordinator.lifecycle.validation import check_description
+        from stagecoach.coordinator.lifecycle.validation import check_description
 
         if alone:
             policies = dict.fromkeys(trial.description.policies, config.policies["default"])
@@ -184,7 +183,7 @@ def check(
 
 def _config(environment: str, kwargs: str | None, fields: dict[str, Any]) -> "tuple[Config, bool]":
     """The config file, or a config around the environment alone; which of them."""
-    from shared.config.loading import load_config, parse_config
+    from stagecoach.shared.config.loading import load_config, parse_config
 
     path = Path(environment)
     given = {name: value for name, value in fields.items() if value is not None}

@@ -15,17 +15,17 @@ from typing import Any
 import redis
 import typer
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.status import Status
-from coordinator.cli.live_view import LiveView, print_status, print_summary
-from coordinator.cli.options import Exit, PrintableConsole, console
-from coordinator.cli.profile_and_bench import show_profile
-from coordinator.lifecycle.supervisor import Outcome, coordinator_thread
-from coordinator.run import Run
-from shared.errors import StagecoachError, UserError
-from shared.printable import complain, printable
-from shared.runtime.launch import LOGS
-from shared.runtime.process import handle, tell_of_exits
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.status import Status
+from stagecoach.coordinator.cli.live_view import LiveView, print_status, print_summary
+from stagecoach.coordinator.cli.options import Exit, PrintableConsole, console
+from stagecoach.coordinator.cli.profile_and_bench import show_profile
+from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thread
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import StagecoachError, UserError
+from stagecoach.shared.printable import complain, printable
+from stagecoach.shared.runtime.launch import LOGS
+from stagecoach.shared.runtime.process import handle, tell_of_exits
 
 _HISTORY = 10
 """Past events that `watch` begins with."""
@@ -179,7 +179,7 @@ def detach(arguments: list[str], run_id: str) -> None:
     """The same command in a session of its own; returns when it trains, or with its error."""
     command = [argument for argument in arguments if argument != "--detach"]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "coordinator", *command, "--background"], stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "stagecoach", *command, "--background"], stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cli.options import (
+from stagecoach.coordinator.cli.options import (
     NARROW,
     RUNS,
     EndpointUrl,
@@ -19,7 +19,7 @@ from coordinator.cli.options import (
     console,
     example,
 )
-from shared.printable import counted, figure
+from stagecoach.shared.printable import counted, figure
 
 app = typer.Typer()
 _PLAYER = (
@@ -38,7 +38,7 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
     """
     from rich.table import Column, Table
 
-    from coordinator.catalog.league import league_of
+    from stagecoach.coordinator.catalog.league import league_of
 
     handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     found = league_of(handle.checkpoint_store(), handle.config)
@@ -102,7 +102,7 @@ def match(
     as_json: Json = False,
 ) -> None:
     """Let two players play each other, as many games on each side, from the same starts."""
-    from coordinator.catalog.league import match as played
+    from stagecoach.coordinator.catalog.league import match as played
 
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         given: dict[str, Any] = {"greedy": greedy, "trust_config": trust_config, "endpoint_url": endpoint_url}

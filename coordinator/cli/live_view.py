@@ -15,18 +15,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.run_metrics import ratings_in
-from coordinator.catalog.status import Status, acting_speed
-from coordinator.cli.options import PrintableConsole
-from coordinator.lifecycle.supervisor import Outcome
-from coordinator.run import Run
-from shared.config.run_config import Config
-from shared.errors import StagecoachError, headline
-from shared.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
-from shared.protocol.events import Event
-from shared.protocol.heartbeat import Beat
-from shared.runtime.failure import reason_in_words
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.run_metrics import ratings_in
+from stagecoach.coordinator.catalog.status import Status, acting_speed
+from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.lifecycle.supervisor import Outcome
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import StagecoachError, headline
+from stagecoach.shared.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
+from stagecoach.shared.protocol.events import Event
+from stagecoach.shared.protocol.heartbeat import Beat
+from stagecoach.shared.runtime.failure import reason_in_words
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _REFRESH_SECONDS = 0.25

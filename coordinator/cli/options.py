@@ -12,10 +12,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from shared.printable import printable
+from stagecoach.shared.printable import printable
 
 if TYPE_CHECKING:
-    from coordinator.run import Run
+    from stagecoach.coordinator.run import Run
 
 RUNS = Path("runs")
 NARROW: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
@@ -35,7 +35,7 @@ class Exit(IntEnum):
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
     """For the completion of a shell: the runs that this can be the beginning of."""
-    from coordinator.catalog.run_files import run_paths
+    from stagecoach.coordinator.catalog.run_files import run_paths
 
     found = run_paths(Path(context.params.get("runs_dir") or RUNS))
     return [path.name for path in found if path.name.startswith(incomplete)]
@@ -94,7 +94,7 @@ console = PrintableConsole()
 
 def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
     """A handle on a run; `Run` is imported only now, with all that it needs."""
-    from coordinator.run import Run
+    from stagecoach.coordinator.run import Run
 
     return Run.attach(run, runs_dir, **reached)
 

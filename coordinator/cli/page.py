@@ -9,8 +9,18 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import PLACE, RUNS, EndpointUrl, RedisUrl, RunsDir, attached, console, example, run_ids
-from shared.errors import UserError
+from stagecoach.coordinator.cli.options import (
+    PLACE,
+    RUNS,
+    EndpointUrl,
+    RedisUrl,
+    RunsDir,
+    attached,
+    console,
+    example,
+    run_ids,
+)
+from stagecoach.shared.errors import UserError
 
 PORT = 8420
 _SHORTEST_TOKEN = 16
@@ -36,8 +46,8 @@ def page(
     redis_url: RedisUrl = None,
 ) -> None:
     """Show the runs of this machine in a browser, live or ended; Ctrl-C ends the page, not the runs."""
-    from coordinator.page.access import LOOPBACK
-    from coordinator.page.server import serve
+    from stagecoach.coordinator.page.access import LOOPBACK
+    from stagecoach.coordinator.page.server import serve
 
     if no_token and (token_file is not None or host not in LOOPBACK):
         other = "--token-file" if token_file is not None else f"--host {host}"
@@ -73,7 +83,7 @@ def _token(file: Path | None) -> str:
 @contextlib.contextmanager
 def page_beside(run_id: str, runs_dir: Path, port: int, token_file: Path | None) -> Iterator[str]:
     """The page while this process supervises a run; gives the line that says where it is."""
-    from coordinator.page.server import serve
+    from stagecoach.coordinator.page.server import serve
 
     token = _token(token_file)
     with serve(runs_dir, token, port=port) as url:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example
-from shared.errors import UserError
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.runtime.user_code import SOURCE
 
 if TYPE_CHECKING:
-    from coordinator.run import Run
-    from shared.storage.checkpoint_store import CheckpointStore
+    from stagecoach.coordinator.run import Run
+    from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 
 app = typer.Typer()
 
@@ -51,7 +51,7 @@ def read_profile(checkpoints: "CheckpointStore") -> tuple[list[dict[str, Any]], 
     The latter by `process / thread` and stage; several processes of one role are added up. Raises `UserError` where
     there is no profile, and for one that cannot be read.
     """
-    from shared.runtime.stage_timer import FOLDER
+    from stagecoach.shared.runtime.stage_timer import FOLDER
 
     run_id = checkpoints.run_id
     events: list[dict[str, Any]] = []

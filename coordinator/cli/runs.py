@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.catalog.run_files import is_all_here
-from coordinator.catalog.run_list import list_runs
-from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
-from shared.errors import DeletionRefused, RunNotFound, UserError
-from shared.printable import counted, figure
-from shared.runtime.failure import reason_in_words
+from stagecoach.coordinator.catalog.run_files import is_all_here
+from stagecoach.coordinator.catalog.run_list import list_runs
+from stagecoach.coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
+from stagecoach.shared.errors import DeletionRefused, RunNotFound, UserError
+from stagecoach.shared.printable import counted, figure
+from stagecoach.shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
-    from coordinator.run import Run
-    from shared.config.run_config import Config
+    from stagecoach.coordinator.run import Run
+    from stagecoach.shared.config.run_config import Config
 
 app = typer.Typer()
 _BATCH = 500
@@ -78,7 +78,7 @@ def former(run_id: str | None, config: "Config") -> Callable[[], None]:
 
 
 def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
-    from shared.config.section import leaves
+    from stagecoach.shared.config.section import leaves
 
     sections = {"initialize_from", "policies", "league", "dataset", "demonstrations"}
     for field, value in leaves(config.model_dump(mode="json", include=sections)).items():
@@ -92,8 +92,8 @@ def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
 
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     """First one object, then Redis, then the store, the folder last, so that what was cut off can be called again."""
-    from coordinator.catalog.run_folder import RunFolder
-    from coordinator.run import Run
+    from stagecoach.coordinator.catalog.run_folder import RunFolder
+    from stagecoach.coordinator.run import Run
 
     folder = RunFolder.find(run_id, runs_dir)
     try:
@@ -128,8 +128,8 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
 def _forget_keys(run: "Run") -> None:
     from redis.exceptions import NoPermissionError
 
-    from shared.protocol.keys import RunKeys
-    from shared.protocol.redis_client import connect_redis, shard_clients
+    from stagecoach.shared.protocol.keys import RunKeys
+    from stagecoach.shared.protocol.redis_client import connect_redis, shard_clients
 
     if run.config.redis.url == "embedded":
         return

@@ -15,14 +15,14 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from coordinator.catalog.run_comparison import RunResult, interval, result_of
-from coordinator.cli.options import Exit, console
-from coordinator.run import Run
-from shared.errors import RunExists, StagecoachError, UserError
-from shared.printable import complain, figure
-from shared.protocol.keys import check_run_id
-from shared.runtime.failure import reason_in_words
-from shared.runtime.process import end_with_parent, handling
+from stagecoach.coordinator.catalog.run_comparison import RunResult, interval, result_of
+from stagecoach.coordinator.cli.options import Exit, console
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import RunExists, StagecoachError, UserError
+from stagecoach.shared.printable import complain, figure
+from stagecoach.shared.protocol.keys import check_run_id
+from stagecoach.shared.runtime.failure import reason_in_words
+from stagecoach.shared.runtime.process import end_with_parent, handling
 
 _MOST = 1000
 _POLL_SECONDS = 0.1
@@ -98,7 +98,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
 
 def _start(arguments: Sequence[str], beside_others: bool) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
     """The process, and beside others what it says before it is live, and writes its log from then on."""
-    command = [sys.executable, "-P", "-m", "coordinator", *arguments]
+    command = [sys.executable, "-P", "-m", "stagecoach", *arguments]
     errors = tempfile.TemporaryFile() if beside_others else None  # noqa: SIM115
     output = subprocess.DEVNULL if beside_others else None
     process = subprocess.Popen(

@@ -25,23 +25,23 @@ from botocore.handlers import disable_signing
 from packaging.requirements import Requirement
 from redis.utils import str_if_bytes
 
-from coordinator.diagnostics.store_trial import PROBE, try_store
-from coordinator.lifecycle.fixed_players import with_fixed_players
-from coordinator.lifecycle.launcher import first_policies
-from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
-from coordinator.services.ray_head import join
-from coordinator.services.ray_internals import CONNECT
-from rollout_worker.environments.description import check_new
-from shared.config.run_config import Config
-from shared.errors import DeletionRefused, StagecoachError, headline
-from shared.experience.spaces import EnvironmentDescription
-from shared.protocol.keys import redis_place
-from shared.protocol.redis_client import Address, connect_redis, evicts, tls_options, without_retries
-from shared.runtime.process import child_environment
-from shared.storage.object_store import open_store
-from shared.storage.s3_store import FAILURES, s3_client
-from trainer_node.checkpointing.fork import beginnings
+from stagecoach.coordinator.diagnostics.store_trial import PROBE, try_store
+from stagecoach.coordinator.lifecycle.fixed_players import with_fixed_players
+from stagecoach.coordinator.lifecycle.launcher import first_policies
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
+from stagecoach.coordinator.services.ray_head import join
+from stagecoach.coordinator.services.ray_internals import CONNECT
+from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import DeletionRefused, StagecoachError, headline
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.protocol.keys import redis_place
+from stagecoach.shared.protocol.redis_client import Address, connect_redis, evicts, tls_options, without_retries
+from stagecoach.shared.runtime.process import child_environment
+from stagecoach.shared.storage.object_store import open_store
+from stagecoach.shared.storage.s3_store import FAILURES, s3_client
+from stagecoach.trainer_node.checkpointing.fork import beginnings
 
 _HIDDEN = "hidden"
 
@@ -127,7 +127,7 @@ def _try_in_folder(name: str, check: Callable[[Path], str]) -> Finding:
 
 def _versions() -> str:
     found, wrong = [], []
-    for text in importlib.metadata.requires("stagecoach") or []:
+    for text in importlib.metadata.requires("stagecoach-rl") or []:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -140,7 +140,7 @@ def _versions() -> str:
             wrong.append(f"{requirement.name} is {version}, expected {requirement.specifier}")
     if wrong:
         raise StagecoachError("; ".join(wrong) + "; install with: pip install -c constraints.txt -e .")
-    mine = importlib.metadata.version("stagecoach")
+    mine = importlib.metadata.version("stagecoach-rl")
     return f"stagecoach {mine}, Python {platform.python_version()}, " + ", ".join(found)
 
 

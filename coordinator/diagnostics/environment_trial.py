@@ -17,21 +17,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coordinator.services.embedded import spawn
-from rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
-from shared import errors
-from shared.config.run_config import Config
-from shared.errors import EnvironmentUnusable, UserError
-from shared.experience.spaces import EnvironmentDescription
-from shared.runtime.process import child_environment, last_words
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.services.embedded import spawn
+from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
+from stagecoach.shared import errors
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import PACKAGE, EnvironmentUnusable, UserError
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.runtime.process import child_environment, last_words
+from stagecoach.shared.runtime.user_code import SOURCE
 
 SHORT_STEPS = 10
 """Of the trial before a run: a wrong interface shows in the first."""
 _GRACE_SECONDS = 60.0
 """The process watches its own calls; only one that is stopped, or never begins, says nothing for this much longer."""
 _POLL_SECONDS = 0.1
-_OURS = f"{SOURCE}/rollout_worker/"
+_OURS = f"{PACKAGE}/rollout_worker/"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -87,7 +87,7 @@ def try_environment(
         "import_path": sys.path, "whole": whole, "alone": alone, "any_api": any_api,
     }  # fmt: skip
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", "-m", "rollout_worker.environments.checking.check"]
+    command = [sys.executable, "-P", "-m", "stagecoach.rollout_worker.environments.checking.check"]
     with tempfile.TemporaryFile() as said:
         with spawn(
             command, json.dumps(asked).encode(), signal.SIGKILL, stdout=subprocess.PIPE, stderr=said,

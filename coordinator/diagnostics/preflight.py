@@ -5,6 +5,7 @@ Every machine that is there now is asked. One that joins later and cannot shows 
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coordinator.diagnostics.environment_trial import try_environment
-from shared.config.loading import parse_config
-from shared.errors import PACKAGES, StagecoachError, UserError
-from shared.protocol.heartbeat import Wait, poll
-from shared.protocol.redis_client import check_redis
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.user_code import SOURCE, extend_imports
-from shared.storage.object_store import open_store
+from stagecoach.coordinator.diagnostics.environment_trial import try_environment
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.errors import PACKAGE, StagecoachError, UserError
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.protocol.redis_client import check_redis
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.storage.object_store import open_store
 
 _SECONDS = 120.0
 _POLL_SECONDS = 0.2
@@ -70,18 +71,18 @@ def examine_machine(launch: RoleLaunch) -> tuple[dict[str, str], str | None]:
     return versions(), problem
 
 
-def versions(source: Path = SOURCE) -> dict[str, str]:
+def versions(package: Path = PACKAGE) -> dict[str, str]:
     """Of what all machines of a run have to agree on."""
-    found = {"Stagecoach's code": _digest(source), "Python": ".".join(platform.python_version_tuple()[:2])}
+    found = {"Stagecoach's code": _digest(package), "Python": ".".join(platform.python_version_tuple()[:2])}
     return found | {name: importlib.metadata.version(name) for name in _SHARED}
 
 
-def _digest(source: Path) -> str:
-    """Of the sources themselves: an installed version number says less."""
+def _digest(package: Path) -> str:
+    """Digests the sources themselves: an installed version number says less."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((source / package).rglob("*.py")):
-            digest.update(str(path.relative_to(source)).encode() + path.read_bytes())
+    for path in sorted(Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names):
+        if path.suffix == ".py":
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

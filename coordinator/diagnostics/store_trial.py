@@ -2,8 +2,8 @@
 
 from contextlib import suppress
 
-from shared.errors import DeletionRefused, ObjectMissing, StagecoachError
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.errors import DeletionRefused, ObjectMissing, StagecoachError
+from stagecoach.shared.storage.object_store import ObjectStore
 
 PROBE = "probe"
 _CONTENT = b"stagecoach"

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shared.experience.counters import Phase
-from shared.printable import counted
-from shared.protocol.events import emit
-from shared.protocol.flow_control import FlowState
-from shared.protocol.heartbeat import BEAT_SECONDS, Beat
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.flow_control import FlowState
+from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat
+from stagecoach.shared.runtime.run_context import RunContext
 
 _SHORT = 0.10
 """The trainer waits for experience for more than this share: more workers, where they make up for as much."""

@@ -17,13 +17,13 @@ from typing import Any
 import ray
 import yaml
 
-from coordinator.catalog.status import NO_BOUND, WorkerCapacity
-from coordinator.fleet.managed_actor import ManagedActor
-from coordinator.services.ray_internals import MONITORS, nodes_of
-from shared.config.run_config import Config
-from shared.printable import counted
-from shared.protocol.heartbeat import Beat
-from trainer_node.distributed.leader import rank_id
+from stagecoach.coordinator.catalog.status import NO_BOUND, WorkerCapacity
+from stagecoach.coordinator.fleet.managed_actor import ManagedActor
+from stagecoach.coordinator.services.ray_internals import MONITORS, nodes_of
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.heartbeat import Beat
+from stagecoach.trainer_node.distributed.leader import rank_id
 
 Resources = Mapping[str, float]
 _SMALL = 1e-6

@@ -16,24 +16,24 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from coordinator.fleet.autoscaler import Scaling
-from coordinator.fleet.capacity import Additions, ClusterView, evaluator_options, needs, trainer_options
-from coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, cause, how_it_died, kill_here
-from coordinator.fleet.worker_pool import WorkerPool
-from coordinator.services.ray_head import RayHead
-from rollout_worker.ray_actors import EvaluatorActor
-from shared.errors import Fenced, StagecoachError
-from shared.printable import counted
-from shared.protocol.events import emit
-from shared.protocol.flow_control import FlowState, RunState
-from shared.protocol.heartbeat import BEAT_SECONDS, Beat, Heartbeat, read_heartbeats
-from shared.protocol.redis_client import retries
-from shared.runtime.failure import Failure, FailureKind, RoleEnd, RunEnd
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.restarts import Progress, RestartBound, evaluation_progress, learning_progress
-from shared.runtime.run_context import RunContext
-from trainer_node.distributed.leader import rank_id
-from trainer_node.ray_actors import TrainerActor
+from stagecoach.coordinator.fleet.autoscaler import Scaling
+from stagecoach.coordinator.fleet.capacity import Additions, ClusterView, evaluator_options, needs, trainer_options
+from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, cause, how_it_died, kill_here
+from stagecoach.coordinator.fleet.worker_pool import WorkerPool
+from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.rollout_worker.ray_actors import EvaluatorActor
+from stagecoach.shared.errors import Fenced, StagecoachError
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.flow_control import FlowState, RunState
+from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat, Heartbeat, read_heartbeats
+from stagecoach.shared.protocol.redis_client import retries
+from stagecoach.shared.runtime.failure import Failure, FailureKind, RoleEnd, RunEnd
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.restarts import Progress, RestartBound, evaluation_progress, learning_progress
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.distributed.leader import rank_id
+from stagecoach.trainer_node.ray_actors import TrainerActor
 
 _READING_SHARE = 0.1
 """Share of the processor that reading heartbeats may take; ten thousand of them take a tenth of a second."""

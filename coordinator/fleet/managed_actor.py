@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 
-from coordinator.services.ray_internals import process_of
-from shared.protocol.heartbeat import Beat, growing_pauses
-from shared.runtime.process import LastWords, last_words
-from shared.runtime.restarts import Progress, RestartBound
+from stagecoach.coordinator.services.ray_internals import process_of
+from stagecoach.shared.protocol.heartbeat import Beat, growing_pauses
+from stagecoach.shared.runtime.process import LastWords, last_words
+from stagecoach.shared.runtime.restarts import Progress, RestartBound
 
 POLL_SECONDS = 0.2
 """Time between two polls of the fleet."""

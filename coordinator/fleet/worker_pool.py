@@ -6,15 +6,15 @@ from typing import Any
 
 import ray
 
-from coordinator.fleet.capacity import ClusterView, holds, less, needs, worker_options
-from coordinator.fleet.managed_actor import ManagedActor
-from coordinator.services.ray_internals import free_resources, nodes_of
-from rollout_worker.ray_actors import WorkerActor
-from shared.config.run_config import Config
-from shared.protocol.heartbeat import Beat, forget_heartbeat
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.restarts import acting_progress
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.fleet.capacity import ClusterView, holds, less, needs, worker_options
+from stagecoach.coordinator.fleet.managed_actor import ManagedActor
+from stagecoach.coordinator.services.ray_internals import free_resources, nodes_of
+from stagecoach.rollout_worker.ray_actors import WorkerActor
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.heartbeat import Beat, forget_heartbeat
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.restarts import acting_progress
+from stagecoach.shared.runtime.run_context import RunContext
 
 Start = Callable[..., ManagedActor]
 """Starts a role: name, progress, options of each of its processes, actor class, and the arguments of the actor."""

@@ -4,15 +4,15 @@ import threading
 import time
 from pathlib import Path
 
-from coordinator.services.restarter import tell_of_outages
-from rollout_worker.evaluator import Evaluator, StepResult
-from rollout_worker.worker import Worker
-from shared.protocol.redis_client import RoleName
-from shared.runtime.failure import EndReason, RoleEnd, RunEnd
-from shared.runtime.run_context import RunContext, open_run_context
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import StepResult as Learned
-from trainer_node.trainer import Trainer
+from stagecoach.coordinator.services.restarter import tell_of_outages
+from stagecoach.rollout_worker.evaluator import Evaluator, StepResult
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.protocol.redis_client import RoleName
+from stagecoach.shared.runtime.failure import EndReason, RoleEnd, RunEnd
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import StepResult as Learned
+from stagecoach.trainer_node.trainer import Trainer
 
 _ROLES: tuple[RoleName, ...] = ("worker", "trainer", "evaluator")
 

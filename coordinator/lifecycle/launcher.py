@@ -7,19 +7,25 @@ from functools import partial
 
 import redis
 
-from coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
-from coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission, new_run_id
-from coordinator.catalog.status import ended_status, is_supervised
-from coordinator.lifecycle.fixed_players import Players, read_snapshot, with_fixed_players
-from coordinator.lifecycle.preparation import EXACTLY, Continuation, prepare_new, prepare_resume, refuse_reached
-from coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, JobServer, submit_and_follow
-from coordinator.lifecycle.supervisor import Coordinator
-from coordinator.lifecycle.validation import check, check_services, with_recorded
-from rollout_worker.environments.description import check_new
-from shared.config.loading import parse_config, parse_yaml
-from shared.config.run_config import Config
-from shared.config.sections import StopConfig
-from shared.errors import (
+from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
+from stagecoach.coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission, new_run_id
+from stagecoach.coordinator.catalog.status import ended_status, is_supervised
+from stagecoach.coordinator.lifecycle.fixed_players import Players, read_snapshot, with_fixed_players
+from stagecoach.coordinator.lifecycle.preparation import (
+    EXACTLY,
+    Continuation,
+    prepare_new,
+    prepare_resume,
+    refuse_reached,
+)
+from stagecoach.coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, JobServer, submit_and_follow
+from stagecoach.coordinator.lifecycle.supervisor import Coordinator
+from stagecoach.coordinator.lifecycle.validation import check, check_services, with_recorded
+from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.shared.config.loading import parse_config, parse_yaml
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import StopConfig
+from stagecoach.shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
@@ -29,16 +35,16 @@ from shared.errors import (
     RunNotFound,
     UserError,
 )
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.registry import build_policies
-from shared.protocol.keys import check_run_id
-from shared.protocol.redis_client import Address, connect_redis, without_retries
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.runtime.user_code import extend_imports
-from shared.storage.checkpoint_store import CONFIG, Checkpoint
-from shared.storage.object_store import open_store
-from trainer_node.checkpointing.fork import Source, beginnings, policies_in, take_over
-from trainer_node.checkpointing.snapshot import POLICY
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.protocol.keys import check_run_id
+from stagecoach.shared.protocol.redis_client import Address, connect_redis, without_retries
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.storage.checkpoint_store import CONFIG, Checkpoint
+from stagecoach.shared.storage.object_store import open_store
+from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, policies_in, take_over
+from stagecoach.trainer_node.checkpointing.snapshot import POLICY
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""

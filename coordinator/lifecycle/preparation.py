@@ -11,10 +11,10 @@ from typing import Any
 
 import redis
 
-from coordinator.lifecycle.fixed_players import NO_PLAYERS, Players, store_fixed_players
-from shared.config.loading import dump_config
-from shared.config.sections import StopConfig
-from shared.errors import (
+from stagecoach.coordinator.lifecycle.fixed_players import NO_PLAYERS, Players, store_fixed_players
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.sections import StopConfig
+from stagecoach.shared.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
@@ -23,23 +23,30 @@ from shared.errors import (
     StagecoachError,
     UserError,
 )
-from shared.experience.spaces import EnvironmentDescription
-from shared.league.players import PLAYERS, write_player
-from shared.protocol.events import emit
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import BEATING, RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.payload_shards import bytes_by_shard
-from shared.protocol.quarantine import drop_entries
-from shared.runtime.failure import RunEnd
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore, checkpoint_name
-from trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
-from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
-from trainer_node.checkpointing.retention import status_file
-from trainer_node.checkpointing.snapshot import POLICY, other_versions
-from trainer_node.learning.learner import make_learner
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.league.players import PLAYERS, write_player
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import BEATING, RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.payload_shards import bytes_by_shard
+from stagecoach.shared.protocol.quarantine import drop_entries
+from stagecoach.shared.runtime.failure import RunEnd
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import (
+    CONFIG,
+    ENVIRONMENT,
+    FINISHED,
+    Checkpoint,
+    CheckpointStore,
+    checkpoint_name,
+)
+from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
+from stagecoach.trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
+from stagecoach.trainer_node.checkpointing.retention import status_file
+from stagecoach.trainer_node.checkpointing.snapshot import POLICY, other_versions
+from stagecoach.trainer_node.learning.learner import make_learner
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 

@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission
-from coordinator.catalog.status import Status, ended_status
-from coordinator.lifecycle.supervisor import Outcome
-from coordinator.services.embedded import free_port
-from coordinator.services.ray_internals import server_version
-from shared.config.loading import ENV_PREFIX
-from shared.config.run_config import Config
-from shared.errors import PACKAGES, StagecoachError, UserError, WaitTimeout
-from shared.protocol.heartbeat import Wait, poll
-from shared.runtime.failure import Failure, FailureKind, RunEnd
-from shared.runtime.process import child_environment, end_with_parent
-from shared.runtime.user_code import CODE_VERSION, SOURCE, code_version, install
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission
+from stagecoach.coordinator.catalog.status import Status, ended_status
+from stagecoach.coordinator.lifecycle.supervisor import Outcome
+from stagecoach.coordinator.services.embedded import free_port
+from stagecoach.coordinator.services.ray_internals import server_version
+from stagecoach.shared.config.loading import ENV_PREFIX
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import PACKAGE, StagecoachError, UserError, WaitTimeout
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.runtime.process import child_environment, end_with_parent
+from stagecoach.shared.runtime.user_code import CODE_VERSION, code_version, install
 
 OR_RESUME = "--or-resume"
 _EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
@@ -130,14 +130,13 @@ class JobServer:
         """Starts the job; returns its id. Raises `UserError` where the folder is too large, or the cluster refuses."""
         # a last checkpoint takes longer than the three seconds that Ray gives a job to stop
         environment = {CODE_VERSION: code_version(), "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)}
-        modules = [str(SOURCE / package) for package in PACKAGES]
         logging.disable(logging.INFO)  # Ray tells of each package that it uploads
         try:
             job: str = self._client.submit_job(
-                entrypoint=shlex.join(["python", "-P", "-m", "coordinator", *sent.command]),
+                entrypoint=shlex.join(["python", "-P", "-m", "stagecoach", *sent.command]),
                 submission_id=f"{name}-{os.urandom(2).hex()}", metadata={"stagecoach_run": name},
                 runtime_env={
-                    "working_dir": sent.working_dir, "py_modules": modules, "excludes": _EXCLUDES,
+                    "working_dir": sent.working_dir, "py_modules": [str(PACKAGE)], "excludes": _EXCLUDES,
                     "env_vars": environment,
                 },
             )  # fmt: skip

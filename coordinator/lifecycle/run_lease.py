@@ -15,13 +15,13 @@ from pathlib import Path
 
 import redis
 
-from coordinator.services.embedded import process_stat
-from coordinator.services.restarter import connect_once
-from shared.errors import RunLive, StagecoachError
-from shared.protocol.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
-from shared.protocol.keys import RunKeys
-from shared.protocol.scripts import Script
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.services.embedded import process_stat
+from stagecoach.coordinator.services.restarter import connect_once
+from stagecoach.shared.errors import RunLive, StagecoachError
+from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.runtime.run_context import RunContext
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _POLL_SECONDS = 0.3

@@ -14,21 +14,21 @@ from typing import Any
 
 import redis
 
-from coordinator.catalog.run_folder import RunFolder
-from coordinator.catalog.status import Status, ended_status, live_status
-from coordinator.lifecycle.inline import InlineRoles
-from coordinator.lifecycle.preparation import record_failure
-from coordinator.lifecycle.run_lease import RunLease
-from coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
-from coordinator.services.ray_head import RayHead
-from coordinator.services.restarter import Restarter, connect_once, tell_of_outages
-from shared.config.run_config import Config
-from shared.errors import StagecoachError
-from shared.protocol.events import Event, read_events, recent_events
-from shared.protocol.redis_client import Address, retries
-from shared.runtime.failure import Failure, FailureKind, RunEnd
-from shared.runtime.launch import LOGS, RoleLaunch, log_to_file
-from shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.catalog.status import Status, ended_status, live_status
+from stagecoach.coordinator.lifecycle.inline import InlineRoles
+from stagecoach.coordinator.lifecycle.preparation import record_failure
+from stagecoach.coordinator.lifecycle.run_lease import RunLease
+from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
+from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.coordinator.services.restarter import Restarter, connect_once, tell_of_outages
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.protocol.events import Event, read_events, recent_events
+from stagecoach.shared.protocol.redis_client import Address, retries
+from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.runtime.launch import LOGS, RoleLaunch, log_to_file
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _SHARED_LOGS = ("redis", "s3", "ray", "background")
@@ -120,7 +120,7 @@ class Coordinator:
                 self._clients += inline_roles.clients
                 supervise = inline_roles.run
             else:
-                from coordinator.fleet.fleet import FleetSupervisor
+                from stagecoach.coordinator.fleet.fleet import FleetSupervisor
 
                 fleet = FleetSupervisor(context, launch, ray_head, additions)
                 running.callback(fleet.kill)
@@ -192,8 +192,8 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
 
 def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
     """Joins Ray; rejects machines that lack something, and too many workers. Returns what an autoscaler may add."""
-    from coordinator.diagnostics.preflight import check_machines
-    from coordinator.fleet.capacity import additions, check_capacity
+    from stagecoach.coordinator.diagnostics.preflight import check_machines
+    from stagecoach.coordinator.fleet.capacity import additions, check_capacity
 
     head.connect()
     _LOGGER.info("Ray is joined")

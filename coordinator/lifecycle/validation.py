@@ -9,31 +9,31 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from coordinator.diagnostics.environment_trial import try_environment
-from coordinator.diagnostics.store_trial import try_store
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.description import check_evaluation, describe_environment
-from rollout_worker.environments.factory import make_native, make_vector
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.vector_env import NamedFailures, reject_unusable
-from shared.config.compatibility import check_algorithm, in_its_place
-from shared.config.parameters import evaluated_table
-from shared.config.replay_buffer import OwnReplay
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
-from shared.experience.counters import Counters
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
-from shared.protocol.redis_client import Address, check_redis
-from shared.runtime.process import keeping_sigterm
-from shared.storage.object_store import open_store
-from trainer_node.export.onnx_translation import require_onnx
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.building_blocks.compilation import check_compiling
-from trainer_node.learning.learner import ExperienceFilter, algorithm_class
-from trainer_node.metrics.writers import check_writers
+from stagecoach.coordinator.diagnostics.environment_trial import try_environment
+from stagecoach.coordinator.diagnostics.store_trial import try_store
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.environments.description import check_evaluation, describe_environment
+from stagecoach.rollout_worker.environments.factory import make_native, make_vector
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.vector_env import NamedFailures, reject_unusable
+from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
+from stagecoach.shared.config.parameters import evaluated_table
+from stagecoach.shared.config.replay_buffer import OwnReplay
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.protocol.redis_client import Address, check_redis
+from stagecoach.shared.runtime.process import keeping_sigterm
+from stagecoach.shared.storage.object_store import open_store
+from stagecoach.trainer_node.export.onnx_translation import require_onnx
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
+from stagecoach.trainer_node.learning.learner import ExperienceFilter, algorithm_class
+from stagecoach.trainer_node.metrics.writers import check_writers
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST_VALUE_BYTES = 511 << 20

@@ -7,7 +7,7 @@ group Learning a line also stands for what the metric is of each policy (`train/
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.storage.metric_log import FLEET, TRAIN
+from stagecoach.shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
     "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "league",

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.page.panels import PANELS, TRAINING_METRIC
-from coordinator.page.totals import ROLES
-from coordinator.page.view import RunView
-from shared.errors import DropReason
-from shared.storage.metric_log import TRAIN
-from trainer_node.metrics.update_metrics import LAG_BUCKETS
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.page.panels import PANELS, TRAINING_METRIC
+from stagecoach.coordinator.page.totals import ROLES
+from stagecoach.coordinator.page.view import RunView
+from stagecoach.shared.errors import DropReason
+from stagecoach.shared.storage.metric_log import TRAIN
+from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 
 _PROCESSES = (
     "It sums up all processes that the page's server has seen, replaced ones too, and begins anew where that server "
@@ -130,7 +130,7 @@ class _Runs(Collector):
         families: dict[str, Any] = {
             name: described.kind(name, described.help, labels=described.labels) for name, described in METRICS.items()
         }
-        families["stagecoach_build_info"].add_metric((importlib.metadata.version("stagecoach"),), 1)
+        families["stagecoach_build_info"].add_metric((importlib.metadata.version("stagecoach-rl"),), 1)
         for view in self._views:
             run_id = view.run.run_id
             for name, labels, value in _samples(view):

@@ -25,16 +25,23 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from coordinator.catalog.league import league_of
-from coordinator.catalog.run_comparison import config_fields, differences
-from coordinator.page.access import LOOPBACK, Gate, refusal
-from coordinator.page.connections import serving
-from coordinator.page.panels import PANELS
-from coordinator.page.prometheus import exposition
-from coordinator.page.view import RunView, Views, away, jsonable, matching
-from coordinator.run import Run
-from shared.errors import CheckpointNotFound, ObjectMissing, RunNotFound, StagecoachError, UserError, headline
-from shared.runtime.failure import reason_in_words
+from stagecoach.coordinator.catalog.league import league_of
+from stagecoach.coordinator.catalog.run_comparison import config_fields, differences
+from stagecoach.coordinator.page.access import LOOPBACK, Gate, refusal
+from stagecoach.coordinator.page.connections import serving
+from stagecoach.coordinator.page.panels import PANELS
+from stagecoach.coordinator.page.prometheus import exposition
+from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, matching
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import (
+    CheckpointNotFound,
+    ObjectMissing,
+    RunNotFound,
+    StagecoachError,
+    UserError,
+    headline,
+)
+from stagecoach.shared.runtime.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0

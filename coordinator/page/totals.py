@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trainer_node.metrics.update_metrics import LAG_BUCKETS
+from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 
 ROLES = ("coordinator", "trainer", "rank", "evaluator", "worker")
 OTHER = "other"

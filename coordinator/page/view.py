@@ -14,16 +14,16 @@ from typing import Any, Literal
 import redis
 from pydantic_core import to_jsonable_python
 
-from coordinator.catalog.run_files import REMOTE, is_locked, run_paths
-from coordinator.catalog.run_list import RunRow, list_runs
-from coordinator.catalog.run_metrics import Curves, Recorded
-from coordinator.page.totals import Totals
-from coordinator.run import Run
-from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
-from shared.protocol.events import read_evaluations
-from shared.runtime.failure import reason_in_words
-from shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
-from trainer_node.metrics.recorder import evaluation_row
+from stagecoach.coordinator.catalog.run_files import REMOTE, is_locked, run_paths
+from stagecoach.coordinator.catalog.run_list import RunRow, list_runs
+from stagecoach.coordinator.catalog.run_metrics import Curves, Recorded
+from stagecoach.coordinator.page.totals import Totals
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.runtime.failure import reason_in_words
+from stagecoach.shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
+from stagecoach.trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
 _FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0

@@ -27,10 +27,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
-from coordinator.services.redis_servers import redis_binary_for
-from shared.errors import StagecoachError, UserError
-from shared.runtime.process import child_environment, end_with_parent, signals_after
+from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
+from stagecoach.coordinator.services.redis_servers import redis_binary_for
+from stagecoach.shared.errors import StagecoachError, UserError
+from stagecoach.shared.runtime.process import child_environment, end_with_parent, signals_after
 
 BUCKET = "stagecoach"
 """The embedded store's bucket: a plain folder `s3/stagecoach` in the run's folder."""

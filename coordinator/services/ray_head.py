@@ -18,12 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.services import ray_internals
-from coordinator.services.embedded import ASK_SECONDS, RayService, ServiceError, Silence, new_secret, process_stat
-from shared.config.run_config import Config
-from shared.errors import UserError
-from shared.runtime.process import keeping_sigterm
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.services import ray_internals
+from stagecoach.coordinator.services.embedded import (
+    ASK_SECONDS,
+    RayService,
+    ServiceError,
+    Silence,
+    new_secret,
+    process_stat,
+)
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.runtime.process import keeping_sigterm
 
 _EMBEDDED_CPUS = 64
 """On one machine the operating system shares the cores: Ray's count must not keep workers from starting."""
@@ -257,7 +263,7 @@ class _Driver:
         head = self.head
         # not in the midst of the live view
         ray_internals.redirect_prints(lambda line: _LOGGER.warning("Ray: %s", line))
-        join(self._address if head is None else head.address, job_config=ray_internals.job_config(SOURCE))
+        join(self._address if head is None else head.address, job_config=ray_internals.job_config())
         if head is not None:
             (node,), (host, _, port) = _ray().nodes(), head.address.rpartition(":")
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))

@@ -7,14 +7,13 @@ imports Ray before a function is called: some settings have to be made before th
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it keeps a driver on loopback; by default Ray talks over the machine's address."""
 HEAD_MODULE = "ray.scripts.scripts"
 """What the program `ray` runs."""
-START_HOOK = "coordinator.services.ray_internals.without_client_server"
+START_HOOK = "stagecoach.coordinator.services.ray_internals.without_client_server"
 """What `ray start` calls as it begins (RAY_START_HOOK)."""
 MONITORS = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py")
 """The files of the process that runs the autoscaler on the head's machine."""
@@ -73,8 +72,8 @@ def redirect_prints(write: Callable[[str], None]) -> None:
     worker.print_to_stdstream = to_log
 
 
-def job_config(source: Path) -> Any:
-    """Ray's processes find modules in `source`, whatever is called `shared` in the driver's working directory."""
+def job_config() -> Any:
+    """Ray's processes find modules where their Python has them, not in the driver's working directory first."""
     from ray.job_config import JobConfig
 
     class Fixed(list[str]):
@@ -83,7 +82,7 @@ def job_config(source: Path) -> Any:
         def extend(self, folders: Iterable[str]) -> None:
             pass
 
-    return JobConfig(_py_driver_sys_path=Fixed([str(source)]))
+    return JobConfig(_py_driver_sys_path=Fixed())
 
 
 def free_resources() -> dict[str, dict[str, float]]:

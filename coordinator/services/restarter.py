@@ -18,15 +18,15 @@ from pathlib import Path
 
 import redis
 
-from coordinator.services.embedded import Service, ServiceError, Silence
-from shared.errors import StagecoachError
-from shared.printable import counted
-from shared.protocol.events import emit
-from shared.protocol.redis_client import RoleName, connect_redis, retries, without_retries
-from shared.runtime.launch import rotate_in_place
-from shared.runtime.restarts import RestartBound, learning_progress
-from shared.runtime.run_context import RunContext
-from shared.storage.local_disk import lacks_room
+from stagecoach.coordinator.services.embedded import Service, ServiceError, Silence
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.redis_client import RoleName, connect_redis, retries, without_retries
+from stagecoach.shared.runtime.launch import rotate_in_place
+from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.local_disk import lacks_room
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _AWAY = (StagecoachError, redis.RedisError)

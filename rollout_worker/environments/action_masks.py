@@ -8,8 +8,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shared.errors import ConfigError, EnvironmentUnusable
-from shared.experience.spaces import Leaf, SpaceSpec
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 KEY = "action_mask"
 Source = Literal["auto", "observation", "info", "off"]

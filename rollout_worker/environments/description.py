@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
-from rollout_worker.environments.critic_state import state_space
-from rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
-from shared.config.compatibility import check_minibatches
-from shared.config.parameters import evaluated_table, table_at
-from shared.config.run_config import Config
-from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
-from shared.experience.goals import MISSED
-from shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from shared.league.table import sides_of
+from stagecoach.rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
+from stagecoach.rollout_worker.environments.critic_state import state_space
+from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
+from stagecoach.shared.config.compatibility import check_minibatches
+from stagecoach.shared.config.parameters import evaluated_table, table_at
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
+from stagecoach.shared.experience.goals import MISSED
+from stagecoach.shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.league.table import sides_of
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""

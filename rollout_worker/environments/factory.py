@@ -11,21 +11,25 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode
 
-from rollout_worker.environments.action_masks import MaskFromInfo
-from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
-from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments, declared_autoreset
-from rollout_worker.environments.levels import Levels, LevelTurns
-from rollout_worker.environments.options import Options
-from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
-from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
-from rollout_worker.environments.pettingzoo_env import Parallel, Turns
-from rollout_worker.environments.vector_env import VectorEnvironment, layers
-from rollout_worker.wrappers import EpisodicLife
-from shared.config.environment import EnvironmentConfig
-from shared.config.run_config import Config
-from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
-from shared.experience.spaces import EnvironmentDescription
-from shared.runtime.user_code import import_object, install, with_extra
+from stagecoach.rollout_worker.environments.action_masks import MaskFromInfo
+from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
+from stagecoach.rollout_worker.environments.gymnasium_env import (
+    GuardedEnvironment,
+    GymnasiumEnvironments,
+    declared_autoreset,
+)
+from stagecoach.rollout_worker.environments.levels import Levels, LevelTurns
+from stagecoach.rollout_worker.environments.options import Options
+from stagecoach.rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
+from stagecoach.rollout_worker.environments.pettingzoo_env import Parallel, Turns
+from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment, layers
+from stagecoach.rollout_worker.wrappers import EpisodicLife
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
 _AUTORESET = "autoreset_mode"
@@ -36,7 +40,11 @@ _REGISTERED_BY = {
     "dm_control/": "shimmy",
 }  # fmt: skip
 """Beginning of an id → the module that registers such."""
-_PACKAGES = {"ale_py": "'stagecoach[atari]'", "gymnasium_robotics": "gymnasium-robotics", "highway_env": "highway-env"}
+_PACKAGES = {
+    "ale_py": "'stagecoach-rl[atari]'",
+    "gymnasium_robotics": "gymnasium-robotics",
+    "highway_env": "highway-env",
+}
 """Where a module's package has another name."""
 
 

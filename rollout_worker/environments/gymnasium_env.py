@@ -8,14 +8,21 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rollout_worker.environments import vector_env
-from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
-from rollout_worker.environments.seeding import episode_seed
-from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
-from shared.errors import EnvironmentFailure, EnvironmentUnusable
-from shared.experience.counters import Phase
-from shared.experience.fragment import INFO, EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.rollout_worker.environments import vector_env
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
+from stagecoach.rollout_worker.environments.seeding import episode_seed
+from stagecoach.rollout_worker.environments.vector_env import (
+    NamedFailures,
+    PolicyStep,
+    Position,
+    RunningEpisodes,
+    Step,
+    pick,
+)
+from stagecoach.shared.errors import EnvironmentFailure, EnvironmentUnusable
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import INFO, EpisodeRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _PAST, _PARAMETERS = "stagecoach_past", "stagecoach_parameters"

@@ -15,14 +15,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.pettingzoo_env import Episode, Turns
-from rollout_worker.environments.vector_env import GREEDILY
-from shared.config.hierarchy import HierarchyConfig, LevelConfig, Numbers
-from shared.errors import ConfigError
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
-from shared.experience.spaces import Array, Columns
-from shared.printable import counted
+from stagecoach.rollout_worker.environments.pettingzoo_env import Episode, Turns
+from stagecoach.rollout_worker.environments.vector_env import GREEDILY
+from stagecoach.shared.config.hierarchy import HierarchyConfig, LevelConfig, Numbers
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.printable import counted
 
 _TESTS = 1
 """Of an episode's seed: what is drawn for tests of subgoals."""

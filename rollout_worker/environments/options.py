@@ -15,13 +15,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.action_masks import KEY, choices
-from rollout_worker.environments.levels import GameOfOne
-from rollout_worker.environments.vector_env import scalar
-from shared.config.hierarchy import OptionsConfig
-from shared.errors import ConfigError, EnvironmentUnusable
-from shared.experience.spaces import Array
-from shared.runtime.user_code import import_object, misfit
+from stagecoach.rollout_worker.environments.action_masks import KEY, choices
+from stagecoach.rollout_worker.environments.levels import GameOfOne
+from stagecoach.rollout_worker.environments.vector_env import scalar
+from stagecoach.shared.config.hierarchy import OptionsConfig
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.runtime.user_code import import_object, misfit
 
 CONTROLLER, OPTION = "controller", "option"
 _WHERE = "environment.hierarchy.options"

@@ -12,12 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollout_worker.environments.gymnasium_env import close_vector
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step
-from shared.experience.counters import Phase
-from shared.experience.spaces import Array, Columns
-from shared.runtime.process import end_with_parent, forget_secrets
+from stagecoach.rollout_worker.environments.gymnasium_env import close_vector
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.runtime.process import end_with_parent, forget_secrets
 
 
 def confine() -> None:

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_worker.environments.vector_env import holder, layers, tell
-from shared.errors import EnvironmentUnusable
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.parameters import Drawn, ParameterTable, Value
+from stagecoach.rollout_worker.environments.vector_env import holder, layers, tell
+from stagecoach.shared.errors import EnvironmentUnusable
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.parameters import Drawn, ParameterTable, Value
 
 _SHOWN = 20
 

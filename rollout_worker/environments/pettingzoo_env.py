@@ -16,17 +16,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollout_worker.environments import vector_env
-from rollout_worker.environments.action_masks import KEY, from_info
-from rollout_worker.environments.critic_state import with_state
-from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
-from rollout_worker.environments.seeding import episode_seed
-from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
-from shared.config.environment import EnvironmentConfig
-from shared.errors import EnvironmentFailure
-from shared.experience.counters import Phase
-from shared.experience.fragment import INFO, EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.rollout_worker.environments import vector_env
+from stagecoach.rollout_worker.environments.action_masks import KEY, from_info
+from stagecoach.rollout_worker.environments.critic_state import with_state
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
+from stagecoach.rollout_worker.environments.seeding import episode_seed
+from stagecoach.rollout_worker.environments.vector_env import (
+    NamedFailures,
+    PolicyStep,
+    Position,
+    RunningEpisodes,
+    Step,
+    pick,
+)
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.errors import EnvironmentFailure
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import INFO, EpisodeRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _Made: TypeAlias = tuple[PolicyStep, list[tuple[int, Any]]]

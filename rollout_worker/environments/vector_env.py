@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shared.errors import EnvironmentFailure
-from shared.experience.counters import Phase
-from shared.experience.fragment import LARGEST, LARGEST_SHOWN, EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
+from stagecoach.shared.errors import EnvironmentFailure
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import LARGEST, LARGEST_SHOWN, EpisodeRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
 
 SUCCESS = ("is_success", "success")
 """How environments name the success of an episode in `info`."""

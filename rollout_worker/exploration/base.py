@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
-from shared.policies.actor_critic import Stateful
-from shared.policies.masks import legal_choices
-from shared.policies.policy import Policy
+from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.actor_critic import Stateful
+from stagecoach.shared.policies.masks import legal_choices
+from stagecoach.shared.policies.policy import Policy
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Column → tensor."""

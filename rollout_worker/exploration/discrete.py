@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf, uniform_choice
-from shared.policies.masks import ILLEGAL
-from shared.policies.policy import Policy
-from shared.policies.q_network import QNetwork
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf, uniform_choice
+from stagecoach.shared.policies.masks import ILLEGAL
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.q_network import QNetwork
 
 _WHICH_HEAD = 1
 """Tells this use of an episode's seed from the environment's own."""

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors, bounds_of
-from shared.experience.spaces import Leaf
-from shared.policies.continuous import Certain
-from shared.policies.policy import Policy, copy_sharing_buffers
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors, bounds_of
+from stagecoach.shared.experience.spaces import Leaf
+from stagecoach.shared.policies.continuous import Certain
+from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 _WHICH_WEIGHTS = 2

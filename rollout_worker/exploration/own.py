@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf
-from shared.config.exploration import OwnExploration
-from shared.errors import ConfigError
-from shared.policies.policy import Policy
-from shared.runtime.user_code import make_own, raised
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf
+from stagecoach.shared.config.exploration import OwnExploration
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.runtime.user_code import make_own, raised
 
 
 def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Exploration:

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
-from rollout_worker.league.stacked import likeness
-from shared.errors import ConfigError, PlayerUnusable, StagecoachError, headline
-from shared.experience.spaces import Array, Columns, PolicySpaces
-from shared.league.mean import decode_mixture, member
-from shared.league.table import PlayerRef
-from shared.policies.actor_critic import Stateful
-from shared.policies.policy import Policy
-from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import import_object
+from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
+from stagecoach.rollout_worker.league.stacked import likeness
+from stagecoach.shared.errors import ConfigError, PlayerUnusable, StagecoachError, headline
+from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
+from stagecoach.shared.league.mean import decode_mixture, member
+from stagecoach.shared.league.table import PlayerRef
+from stagecoach.shared.policies.actor_critic import Stateful
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.runtime.user_code import import_object
 
 MOST_BYTES = 64 << 20
 """Of players' objects that a worker keeps in memory, whatever the size of the league; more only of those in a seat."""
@@ -134,7 +134,7 @@ class Exported(Player):
             import onnxruntime
         except ImportError:
             raise ConfigError(
-                "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach[onnx]'"
+                "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach-rl[onnx]'"
             ) from None
         self._spaces = spaces
         options = onnxruntime.SessionOptions()  # its own pool would have a thread for each core, in each worker

@@ -5,12 +5,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_worker.exploration.base import Exploration, Sampling, act_for
-from shared.experience.spaces import Array, Columns
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.encoders import RunningMoments
-from shared.policies.policy import Policy, copy_sharing_buffers
-from shared.policies.q_network import QNetwork
+from stagecoach.rollout_worker.exploration.base import Exploration, Sampling, act_for
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.encoders import RunningMoments
+from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
+from stagecoach.shared.policies.q_network import QNetwork
 
 MOST_WEIGHTS = 1 << 16
 """Of a network that is stacked, which copies its weights; two layers of 256 would not be faster so."""

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.environments.vector_env import RunningEpisodes
-from shared.errors import FragmentError
-from shared.experience import tensor_blob
-from shared.experience.fragment import STATE
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
-from shared.league.table import PlayerRef
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes
+from stagecoach.shared.errors import FragmentError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.fragment import STATE
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.shared.league.table import PlayerRef
 
 MOST_BYTES = 1 << 20
 """A trace that would be longer is not kept: it lies in Redis, for each worker."""

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Exploration
-from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.sampler import Sample
-from shared.datasets.recording import Recordings
-from shared.experience.fragment import INFO, EpisodeRecord, expected_columns
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
-from shared.league.table import MatchTable
-from shared.policies.policy import Policy
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.shared.datasets.recording import Recordings
+from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, expected_columns
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.policies.policy import Policy
 
 
 @functools.lru_cache(maxsize=2)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.environments.vector_env import PolicyStep
-from rollout_worker.exploration.base import Exploration
-from shared.experience.fragment import INFO, LARGEST, STATE, expected_columns, kept_rows
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
-from shared.policies.policy import Policy
+from stagecoach.rollout_worker.environments.vector_env import PolicyStep
+from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.shared.experience.fragment import INFO, LARGEST, STATE, expected_columns, kept_rows
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
+from stagecoach.shared.policies.policy import Policy
 
 
 class Recorder:

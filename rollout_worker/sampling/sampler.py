@@ -8,28 +8,28 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import (
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
+from stagecoach.rollout_worker.environments.vector_env import (
     GREEDILY,
     HoldableEnvironment,
     VectorEnvironment,
     reject_unusable,
     reject_unusable_now,
 )
-from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
-from rollout_worker.league.casting import Casting, Part
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
-from shared.league.table import MatchTable
-from shared.policies.actor_critic import Stateful, with_states
-from shared.policies.policy import Policy
-from shared.policies.registry import torch_device
-from shared.runtime.stage_timer import StageTimer
+from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
+from stagecoach.rollout_worker.league.casting import Casting, Part
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.policies.actor_critic import Stateful, with_states
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import torch_device
+from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _BEST = Greedy()
 _CARRIED = "exploration of "

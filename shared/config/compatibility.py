@@ -3,19 +3,19 @@
 import re
 from collections.abc import Mapping
 
-from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
-from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.algorithms.offline import BCConfig
-from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.q_learning import QLearningConfig, QMIXConfig, R2D2Config
-from shared.config.environment import EnvironmentConfig
-from shared.config.hierarchy import HierarchyConfig, OptionsConfig
-from shared.config.league import MEAN_RETURN
-from shared.config.league_compatibility import check_league, check_replay
-from shared.config.recorded import DataEvaluationConfig
-from shared.config.replay_buffer import HindsightReplay
-from shared.config.sections import ConfigFields
-from shared.errors import ConfigError
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
+from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
+from stagecoach.shared.config.algorithms.offline import BCConfig
+from stagecoach.shared.config.algorithms.on_policy import OnPolicyConfig
+from stagecoach.shared.config.algorithms.q_learning import QLearningConfig, QMIXConfig, R2D2Config
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.hierarchy import HierarchyConfig, OptionsConfig
+from stagecoach.shared.config.league import MEAN_RETURN
+from stagecoach.shared.config.league_compatibility import check_league, check_replay
+from stagecoach.shared.config.recorded import DataEvaluationConfig
+from stagecoach.shared.config.replay_buffer import HindsightReplay
+from stagecoach.shared.config.sections import ConfigFields
+from stagecoach.shared.errors import ConfigError
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from shared.config.hierarchy import HierarchyConfig
-from shared.config.parameters import ParameterField
-from shared.config.section import OFF, Section, short_for
+from stagecoach.shared.config.hierarchy import HierarchyConfig
+from stagecoach.shared.config.parameters import ParameterField
+from stagecoach.shared.config.section import OFF, Section, short_for
 
 
 class WrapperConfig(Section):

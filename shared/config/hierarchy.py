@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shared.config.section import Section
+from stagecoach.shared.config.section import Section
 
 
 def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:

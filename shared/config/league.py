@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.section import Section, short_for
-from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField, OwnPlay
-from shared.league.table import PlayerKind
+from stagecoach.shared.config.section import Section, short_for
+from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField, OwnPlay
+from stagecoach.shared.league.table import PlayerKind
 
 MEAN_RETURN = "mean_return"
 """Of `checkpoint.best_by` in a league."""

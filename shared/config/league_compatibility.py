@@ -1,9 +1,9 @@
 """A league's learners, shares and players against the run's policies."""
 
-from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.league import MEAN_RETURN, LeagueConfig, LearnerConfig
-from shared.config.sections import ConfigFields
-from shared.league.table import SNAPSHOT
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
+from stagecoach.shared.config.league import MEAN_RETURN, LeagueConfig, LearnerConfig
+from stagecoach.shared.config.sections import ConfigFields
+from stagecoach.shared.league.table import SNAPSHOT
 
 
 def check_league(run: ConfigFields, league: LeagueConfig) -> None:

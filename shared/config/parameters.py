@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shared.config.section import Section
-from shared.experience.parameters import ParameterTable, Sampler, Value
+from stagecoach.shared.config.section import Section
+from stagecoach.shared.experience.parameters import ParameterTable, Sampler, Value
 
 Measure = Literal["return", "success", "progress", "length", "rating"]
 _MEASURES: dict[Measure, tuple[float, float]] = {

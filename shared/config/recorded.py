@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.section import Section
+from stagecoach.shared.config.section import Section
 
 DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
 

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from shared.config.hierarchy import Distances
-from shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
-from shared.experience.counters import Counters
+from stagecoach.shared.config.hierarchy import Distances
+from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
+from stagecoach.shared.experience.counters import Counters
 
 
 class MemorySection(Section):

@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainSerializer, model_validator
 
-from shared.config.section import Section, short_for
-from shared.experience.counters import Duration, DurationField
+from stagecoach.shared.config.section import Section, short_for
+from stagecoach.shared.experience.counters import Duration, DurationField
 
 MIN_LOG_BYTES = 1 << 20
 

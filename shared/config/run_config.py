@@ -13,12 +13,12 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from shared.config.algorithms.registry import with_algorithm_defaults
-from shared.config.compatibility import check_sections_together
-from shared.config.environment import EnvironmentConfig
-from shared.config.league import LeagueConfig
-from shared.config.section import leaves
-from shared.config.sections import ConfigFields
+from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults
+from stagecoach.shared.config.compatibility import check_sections_together
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.league import LeagueConfig
+from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {
     "seed": True,

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from shared.experience.counters import Counters, DurationField
+from stagecoach.shared.experience.counters import Counters, DurationField
 
 Width = Annotated[int, Field(ge=1, le=1 << 16)]
 """Units of a network's layer. The widest in use have some thousands; a square layer of the bound is 17 GB."""

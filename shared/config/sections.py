@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.config.algorithms.registry import AlgorithmField
-from shared.config.environment import BY_PATH, EnvironmentConfig, WrapperConfig
-from shared.config.league import LeagueConfig, LearnerConfig
-from shared.config.parameters import SamplerField
-from shared.config.recorded import DatasetConfig, DemonstrationsConfig
-from shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
-from shared.config.section import OFF, Section, Width
-from shared.config.services import RayConfig, RedisConfig, StoreConfig
-from shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
+from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.config.algorithms.registry import AlgorithmField
+from stagecoach.shared.config.environment import BY_PATH, EnvironmentConfig, WrapperConfig
+from stagecoach.shared.config.league import LeagueConfig, LearnerConfig
+from stagecoach.shared.config.parameters import SamplerField
+from stagecoach.shared.config.recorded import DatasetConfig, DemonstrationsConfig
+from stagecoach.shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
+from stagecoach.shared.config.section import OFF, Section, Width
+from stagecoach.shared.config.services import RayConfig, RedisConfig, StoreConfig
+from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 
 ConvolutionLayer = tuple[Width, Width, Width]
 """Channels, kernel and stride."""

@@ -6,9 +6,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from shared.config.section import Section
-from shared.protocol.keys import check_redis_url, redis_place
-from shared.runtime.tls import check_verified
+from stagecoach.shared.config.section import Section
+from stagecoach.shared.protocol.keys import check_redis_url, redis_place
+from stagecoach.shared.runtime.tls import check_verified
 
 _REDIS = ("redis", "rediss")
 _OR_EMBEDDED = "be 'embedded' or "

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.datasets.recording import Episode, Table, episodes_of
-from shared.errors import DatasetError, FragmentError
-from shared.experience.fragment import INFO, STATE, Fragment, check
-from shared.experience.spaces import STATE as CRITICS
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
-from shared.storage.log_archive import read_experience
+from stagecoach.shared.datasets.recording import Episode, Table, episodes_of
+from stagecoach.shared.errors import DatasetError, FragmentError
+from stagecoach.shared.experience.fragment import INFO, STATE, Fragment, check
+from stagecoach.shared.experience.spaces import STATE as CRITICS
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.storage.log_archive import read_experience
 
 
 def read(

@@ -10,14 +10,23 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from shared.config.recorded import DatasetFormat, RecordedConfig
-from shared.datasets import archive_format
-from shared.datasets.recording import Episode, Recording, Recordings, Table, as_column, episodes_of, flags, numbers
-from shared.errors import DatasetError
-from shared.experience.fragment import INFO
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from shared.runtime.user_code import install
-from shared.storage.log_archive import EXPERIENCE
+from stagecoach.shared.config.recorded import DatasetFormat, RecordedConfig
+from stagecoach.shared.datasets import archive_format
+from stagecoach.shared.datasets.recording import (
+    Episode,
+    Recording,
+    Recordings,
+    Table,
+    as_column,
+    episodes_of,
+    flags,
+    numbers,
+)
+from stagecoach.shared.errors import DatasetError
+from stagecoach.shared.experience.fragment import INFO
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.runtime.user_code import install
+from stagecoach.shared.storage.log_archive import EXPERIENCE
 
 _MINARI = Path("data", "main_data.hdf5")
 _WORDS = {"true": "1", "false": "0"}

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.config.recorded import RecordedConfig
-from shared.errors import DatasetError
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces
+from stagecoach.shared.config.recorded import RecordedConfig
+from stagecoach.shared.errors import DatasetError
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Recordings(dict[str, Recording]):
 
 
 DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recordings]
-"""`shared.datasets.read.read_dataset`, handed to learners, since they reach no files or servers themselves."""
+"""`read_dataset`, handed to learners, since they reach no files or servers themselves."""
 
 
 def as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:

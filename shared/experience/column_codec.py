@@ -12,7 +12,7 @@ import lz4.frame
 import numpy as np
 import zstandard
 
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.spaces import Array, Columns
 
 Compression = Literal["none", "lz4", "zstd"]
 Layout = dict[str, dict[str, Any]]

@@ -38,10 +38,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from shared.errors import DropReason, FragmentError
-from shared.experience import column_codec, tensor_blob
-from shared.experience.counters import Phase
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.experience import column_codec, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 WIRE_VERSION = 3
 SPARSE_VERSION = 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.spaces import Array
 
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 """Leaves of what is observed in goal environments, and by levels with a goal."""

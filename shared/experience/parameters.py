@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from shared.experience.spaces import PlainData
+from stagecoach.shared.experience.spaces import PlainData
 
 Value = bool | int | float | str
 SamplerKind = Literal["value", "integers", "uniform", "gaussian", "log_uniform", "choice", "multi_range", "levels"]

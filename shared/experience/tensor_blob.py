@@ -16,8 +16,8 @@ import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
-from shared.errors import DropReason, FragmentError
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.experience.spaces import Array, Columns
 
 _KEY = "stagecoach"
 _DIGITS = 16

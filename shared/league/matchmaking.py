@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.league.table import MatchTable
+from stagecoach.shared.league.table import MatchTable
 
 _STREAM = 0x6D61746368
 """Sets the draw's random numbers apart from all others that follow from the same seed."""

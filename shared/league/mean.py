@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shared.errors import CheckpointDamaged, CheckpointNotFound, FragmentError
-from shared.experience import tensor_blob
-from shared.league.players import LEAGUE, read_player
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, FragmentError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.league.players import LEAGUE, read_player
 
 if TYPE_CHECKING:
-    from shared.storage.checkpoint_store import CheckpointStore
+    from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 
 MEAN = "mean"
 _WEIGHTS = "mixture"

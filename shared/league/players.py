@@ -9,11 +9,11 @@ import json
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shared.errors import ObjectMissing, PlayerUnusable
-from shared.league.table import player_hash
+from stagecoach.shared.errors import ObjectMissing, PlayerUnusable
+from stagecoach.shared.league.table import player_hash
 
 if TYPE_CHECKING:
-    from shared.storage.object_store import ObjectStore
+    from stagecoach.shared.storage.object_store import ObjectStore
 
 PLAYERS = "league/players/"
 LEAGUE = "trainer/league.json"

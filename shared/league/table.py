@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import PlainData
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.spaces import PlainData
 
 PlayerKind = Literal["policy", "mixture", "function", "onnx", "random"]
 """A `mixture` is a league's mean strategy (shared/league/mean.py)."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import PolicySpaces
-from shared.policies.critic import TeamEncoder, ValueScale, team_columns
-from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, ObservationNormalizer, linear, unrounded
-from shared.policies.masks import masked
-from shared.policies.policy import Policy
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.critic import TeamEncoder, ValueScale, team_columns
+from stagecoach.shared.policies.distributions import ActionDistribution
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, linear, unrounded
+from stagecoach.shared.policies.masks import masked
+from stagecoach.shared.policies.policy import Policy
 
 
 class Heads(Policy):

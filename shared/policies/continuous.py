@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.errors import UnsupportedSpace
-from shared.experience.spaces import PolicySpaces, SpaceSpec
-from shared.policies.distributions import HALF_LOG_2PI, LOG_STD_BOUNDS, ActionDistribution
-from shared.policies.encoders import Encoder, linear, unrounded
-from shared.policies.masks import masked
-from shared.policies.policy import Distribution, Policy
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.distributions import HALF_LOG_2PI, LOG_STD_BOUNDS, ActionDistribution
+from stagecoach.shared.policies.encoders import Encoder, linear, unrounded
+from stagecoach.shared.policies.masks import masked
+from stagecoach.shared.policies.policy import Distribution, Policy
 
 _INSIDE = 1.0 - 1e-6
 """The largest |tanh| that is inverted: float32 knows few numbers between it and 1."""

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import SpaceSpec
-from shared.policies.encoders import Encoder, ObservationNormalizer, mlp, unrounded
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import SpaceSpec
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, mlp, unrounded
 
 TEAM = "team_"
 MASK, NUMBER = TEAM + "mask", TEAM + "number"

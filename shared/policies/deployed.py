@@ -13,18 +13,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from shared.config.loading import load_config
-from shared.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
-from shared.experience.spaces import Array, Columns
-from shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
-from shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
-from shared.league.table import player_hash
-from shared.policies.distributions import ActionDistribution
-from shared.policies.policy import Policy
-from shared.policies.serialization import decode_policy
-from shared.printable import printable
-from shared.runtime.user_code import IMPORT_PATH, extend_imports
-from shared.storage.checkpoint_store import (
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
+from stagecoach.shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
+from stagecoach.shared.league.table import player_hash
+from stagecoach.shared.policies.distributions import ActionDistribution
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.printable import printable
+from stagecoach.shared.runtime.user_code import IMPORT_PATH, extend_imports
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     CLEARED,
     CONFIG,

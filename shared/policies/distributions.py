@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
-from shared.errors import UnsupportedSpace
-from shared.experience.spaces import Leaf, SpaceSpec
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)

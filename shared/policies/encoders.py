@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import ConvolutionLayer, PolicyConfig
-from shared.errors import UnsupportedSpace
-from shared.experience.spaces import Leaf, SpaceSpec
+from stagecoach.shared.config.sections import ConvolutionLayer, PolicyConfig
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:

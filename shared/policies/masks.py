@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shared.experience.spaces import PolicySpaces
+from stagecoach.shared.experience.spaces import PolicySpaces
 
 ILLEGAL = -1e9
 """The logit or value of an illegal choice: its probability is exactly 0 in float32, and so is 0 · ILLEGAL."""

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import PolicySpaces
-from shared.policies.encoders import ObservationNormalizer
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.encoders import ObservationNormalizer
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.errors import UnsupportedSpace
-from shared.experience.spaces import PolicySpaces, SpaceSpec
-from shared.policies.actor_critic import Core
-from shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
-from shared.policies.masks import ILLEGAL, masked
-from shared.policies.policy import Policy
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.actor_critic import Core
+from stagecoach.shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
+from stagecoach.shared.policies.masks import ILLEGAL, masked
+from stagecoach.shared.policies.policy import Policy
 
 Head = Literal["expected", "c51", "qr"]
 _NEVER = math.log(1e-38)

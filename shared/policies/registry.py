@@ -9,20 +9,20 @@ from contextlib import contextmanager
 
 import torch
 
-from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.sections import PolicyConfig, RunPolicyConfig
-from shared.errors import ConfigError
-from shared.experience.spaces import PolicySpaces
-from shared.policies.policy import Policy
-from shared.runtime.user_code import import_object
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
+from stagecoach.shared.config.sections import PolicyConfig, RunPolicyConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.runtime.user_code import import_object
 
 _BUILT_IN = {
-    "actor_critic": "shared.policies.actor_critic:ActorCritic",
-    "q_network": "shared.policies.q_network:QNetwork",
-    "recurrent_q_network": "shared.policies.q_network:RecurrentQNetwork",
-    "actor": "shared.policies.continuous:Actor",
-    "deterministic": "shared.policies.continuous:Deterministic",
-    "recurrent_actor_critic": "shared.policies.actor_critic:RecurrentActorCritic",
+    "actor_critic": "stagecoach.shared.policies.actor_critic:ActorCritic",
+    "q_network": "stagecoach.shared.policies.q_network:QNetwork",
+    "recurrent_q_network": "stagecoach.shared.policies.q_network:RecurrentQNetwork",
+    "actor": "stagecoach.shared.policies.continuous:Actor",
+    "deterministic": "stagecoach.shared.policies.continuous:Deterministic",
+    "recurrent_actor_critic": "stagecoach.shared.policies.actor_critic:RecurrentActorCritic",
 }
 _registered: dict[str, type[Policy]] = {}
 _RANDOM_STATE = threading.Lock()

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.errors import CheckpointDamaged, ConfigError, FragmentError, PolicyKindUnknown
-from shared.experience import tensor_blob
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.parameters import ParameterTable
-from shared.experience.spaces import Columns, PlainData, PolicySpaces
-from shared.league.table import MatchTable
-from shared.policies.policy import Policy
-from shared.policies.registry import borrowed_random_state, is_registered, policy_class
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import CheckpointDamaged, ConfigError, FragmentError, PolicyKindUnknown
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.parameters import ParameterTable
+from stagecoach.shared.experience.spaces import Columns, PlainData, PolicySpaces
+from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import borrowed_random_state, is_registered, policy_class
 
 POLICY_FORMAT = 2
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import redis
 
-from shared.errors import Fenced, FragmentError, ShardFull
-from shared.experience import tensor_blob
-from shared.experience.log_entry import STRANGERS, BodyPlace, LogEntry, whole_number
-from shared.protocol.flow_control import KeyDamaged
-from shared.protocol.keys import RunKeys
-from shared.protocol.payload_shards import Bodies
-from shared.protocol.scripts import Call, Script, read_stream, write_small
+from stagecoach.shared.errors import Fenced, FragmentError, ShardFull
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.log_entry import STRANGERS, BodyPlace, LogEntry, whole_number
+from stagecoach.shared.protocol.flow_control import KeyDamaged
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.payload_shards import Bodies
+from stagecoach.shared.protocol.scripts import Call, Script, read_stream, write_small
 
 _LAST_POSSIBLE = f"{2**64 - 1}-{2**64 - 1}".encode()
 _PAGE = 32

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from shared.errors import UserError
+from stagecoach.shared.errors import UserError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATABASE = re.compile(r"(?:/[0-9]*)?")

@@ -16,11 +16,11 @@ from typing import Any, cast
 import redis
 from pydantic import TypeAdapter
 
-from shared.errors import DropReason, Fenced
-from shared.experience.log_entry import START, STRANGERS, whole_number
-from shared.printable import foreign, left_out
-from shared.protocol.keys import RunKeys
-from shared.protocol.scripts import INCARNATIONS_KEPT, Script
+from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.experience.log_entry import START, STRANGERS, whole_number
+from stagecoach.shared.printable import foreign, left_out
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, Script
 
 _NUMBER = re.compile("-?[0-9]{1,18}")
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 import redis
 from pydantic import TypeAdapter
 
-from shared.printable import foreign
-from shared.protocol.keys import RunKeys
-from shared.protocol.scripts import read_stream, write_small
+from stagecoach.shared.printable import foreign
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.scripts import read_stream, write_small
 
 _KEPT = 1000
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import redis
 import xxhash
 
-from shared.errors import RedisUnavailable, ShardFull, ShardUnavailable
-from shared.experience.log_entry import BodyPlace
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import passes
-from shared.protocol.scripts import Script
+from stagecoach.shared.errors import RedisUnavailable, ShardFull, ShardUnavailable
+from stagecoach.shared.experience.log_entry import BodyPlace
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import passes
+from stagecoach.shared.protocol.scripts import Script
 
 _LOGGER = logging.getLogger("stagecoach.shards")
 _MOST_DIGITS = 16

@@ -8,14 +8,14 @@ from typing import assert_never, cast
 
 import redis
 
-from shared.errors import Fenced, FragmentError, RedisRolledBack, VersionsDiverged
-from shared.experience.spaces import Columns
-from shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
-from shared.protocol.flow_control import KeyDamaged, RunState, sound
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Ledger
-from shared.protocol.scripts import Script
-from shared.storage.checkpoint_store import Checkpoint, CheckpointStore, checkpoint_version
+from stagecoach.shared.errors import Fenced, FragmentError, RedisRolledBack, VersionsDiverged
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
+from stagecoach.shared.protocol.flow_control import KeyDamaged, RunState, sound
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, checkpoint_version
 
 
 @dataclass(frozen=True)

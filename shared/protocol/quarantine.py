@@ -7,12 +7,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.errors import Fenced, StagecoachError, UserError, place
-from shared.experience.log_entry import id_order
-from shared.protocol.keys import RunKeys
-from shared.protocol.policy_board import PublishReply
-from shared.protocol.scripts import Script, write_small
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import Fenced, StagecoachError, UserError, place
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.policy_board import PublishReply
+from stagecoach.shared.protocol.scripts import Script, write_small
+from stagecoach.shared.runtime.run_context import RunContext
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 DEATHS = 3

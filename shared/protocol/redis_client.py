@@ -24,13 +24,13 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from shared.config.run_config import Config
-from shared.config.services import RedisConfig
-from shared.errors import ConfigError, RedisUnavailable
-from shared.protocol.flow_control import KeyDamaged, parse_flow
-from shared.protocol.keys import COUNTS, check_redis_url, key_name, key_type, redis_place
-from shared.runtime import tls
-from shared.storage.local_disk import unwritten
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.services import RedisConfig
+from stagecoach.shared.errors import ConfigError, RedisUnavailable
+from stagecoach.shared.protocol.flow_control import KeyDamaged, parse_flow
+from stagecoach.shared.protocol.keys import COUNTS, check_redis_url, key_name, key_type, redis_place
+from stagecoach.shared.runtime import tls
+from stagecoach.shared.storage.local_disk import unwritten
 
 _LONGEST_PAUSE_SECONDS = 1.0
 _LASTING_SECONDS = 2.0

@@ -17,13 +17,13 @@ from typing import Any, Generic, TypeVar, cast
 
 import redis
 
-from shared.errors import RunNotFound
-from shared.protocol.keys import RunKeys
+from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.protocol.keys import RunKeys
 
 INCARNATIONS_KEPT = 16
 """Per worker, in the ledger and in `pushed`; a fragment is not in flight longer than its worker's last incarnations."""
 
-_LUA = files("shared.protocol") / "lua"
+_LUA = files("stagecoach.shared.protocol") / "lua"
 NAMES = sorted(path.name.removesuffix(".lua") for path in _LUA.iterdir() if path.is_file())
 _HEAD = re.compile(r"^--- @(include|keys|args) (.+)\n", re.MULTILINE)
 Reply = TypeVar("Reply")

@@ -15,15 +15,15 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, cast
 
-from shared.config.loading import load_config, parse_config
-from shared.errors import RunNotFound
-from shared.printable import PrintableFormatter, printable
-from shared.protocol.keys import check_run_id
-from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from shared.runtime.process import handling, tell_of_exits
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.runtime.user_code import extend_imports
-from shared.storage.local_disk import unwritten
+from stagecoach.shared.config.loading import load_config, parse_config
+from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.printable import PrintableFormatter, printable
+from stagecoach.shared.protocol.keys import check_run_id
+from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
+from stagecoach.shared.runtime.process import handling, tell_of_exits
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.storage.local_disk import unwritten
 
 _LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"

@@ -4,10 +4,10 @@ from typing import Any, cast
 
 import redis
 
-from shared.experience.log_entry import id_order
-from shared.protocol.events import read_evaluations
-from shared.protocol.flow_control import Flow
-from shared.protocol.keys import RunKeys
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.keys import RunKeys
 
 Progress = tuple[int, ...]
 

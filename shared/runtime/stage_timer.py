@@ -14,8 +14,8 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from shared.errors import StagecoachError
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.storage.object_store import ObjectStore
 
 OTHER = "other"
 FOLDER = "profile"

@@ -1,6 +1,7 @@
 """Code that a run is made of: the user's own modules, optional packages, and Stagecoach itself with its version.
 
-The user's modules come last on the path of every process, so that nothing in them takes the place of an installed one.
+The user's modules come after everything that is installed, so that none of them takes the place of a library that
+Stagecoach needs.
 """
 
 import functools
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared.errors import PACKAGES, ConfigError, UserError, place
-from shared.runtime.process import child_environment
+from stagecoach.shared.errors import PACKAGE, ConfigError, UserError, place
+from stagecoach.shared.runtime.process import child_environment
 
 Made = TypeVar("Made")
-SOURCE = Path(__file__).parents[2]
+SOURCE = PACKAGE.parent
+"""The folder that holds the package: a checkout, or where packages are installed."""
 IMPORT_PATH = "import_path.json"
 """In a run's folder: the folders of the user's own modules, as they were when the run was made."""
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
@@ -54,7 +56,7 @@ def code_version() -> str:
     traveled to a cluster is told what it is (`CODE_VERSION`)."""
     if told := os.environ.get(CODE_VERSION):
         return told
-    version = importlib.metadata.version("stagecoach")
+    version = importlib.metadata.version("stagecoach-rl")
     if not (SOURCE / ".git").exists():
         return version
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -68,7 +70,7 @@ def code_version() -> str:
 def install(extra: str) -> str:
     if extra not in EXTRAS:
         raise KeyError(extra)
-    return f"pip install 'stagecoach[{extra}]'"
+    return f"pip install 'stagecoach-rl[{extra}]'"
 
 
 def with_extra(said: str) -> str:
@@ -85,7 +87,7 @@ def with_extra(said: str) -> str:
 
 def extend_imports(folders: Iterable[str]) -> None:
     """Makes the modules in these folders importable, after everything that is installed."""
-    own = {Path(folder).resolve() for folder in folders} - {SOURCE}
+    own = {Path(folder).resolve() for folder in folders}
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in own]
     sys.path += [str(folder) for folder in sorted(own)]
 
@@ -102,8 +104,8 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
     except (Exception, SystemExit) as failed:
         said, at = with_extra(str(failed)), place(failed)
         if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
-            raise error(f"{field}={path} cannot be imported: it {raised(failed)}{_clash(path, said)}") from failed
-        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash(path, said)}") from None
+            raise error(f"{field}={path} cannot be imported: it {raised(failed)}") from failed
+        raise error(f"{field}={path} cannot be imported: {said}; {expected}") from None
 
 
 def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
@@ -133,14 +135,3 @@ def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
 def raised(error: BaseException) -> str:
     """What the user's code has raised, and where."""
     return f"raised {type(error).__name__}: {with_extra(str(error))}{place(error)}"
-
-
-def _clash(*told: str) -> str:
-    """Which modules of the user cannot be imported because Stagecoach has packages of that name: of those `told` of."""
-    words = set(re.findall(r"\w+", " ".join(told)))
-    for folder in (Path(entry or ".").resolve() for entry in sys.path):
-        files = {name: (folder / f"{name}.py", folder / name / "__init__.py") for name in PACKAGES}
-        found = [name for name, its in files.items() if name in words and any(place.is_file() for place in its)]
-        if found and folder != SOURCE:
-            return f". Stagecoach has packages of its own called {', '.join(found)}; rename yours in {folder}"
-    return ""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
-from shared.errors import (
+from stagecoach.shared.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
@@ -27,11 +27,13 @@ from shared.errors import (
     ObjectMissing,
     RunNotFound,
 )
-from shared.experience.spaces import EnvironmentDescription
-from shared.printable import JSON_OBJECT
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.printable import JSON_OBJECT
 
 if TYPE_CHECKING:
-    from shared.storage.object_store import ObjectStore  # a program that only acts with a policy has no S3 client
+    from stagecoach.shared.storage.object_store import (
+        ObjectStore,  # a program that only acts with a policy has no S3 client
+    )
 
 T = TypeVar("T")
 FORMAT = 2

@@ -7,10 +7,10 @@ if it is one of the best, and deletes this object.
 
 import numpy as np
 
-from shared.errors import CheckpointDamaged, FragmentError
-from shared.experience import tensor_blob
-from shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_version, describe_objects
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.errors import CheckpointDamaged, FragmentError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_version, describe_objects
+from stagecoach.shared.storage.object_store import ObjectStore
 
 _FOLDER = "evaluations/"
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import CheckpointDamaged, ObjectMissing
-from shared.storage.checkpoint_store import CheckpointStore, StoredObject, stored
+from stagecoach.shared.errors import CheckpointDamaged, ObjectMissing
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, StoredObject, stored
 
 RECORD, FILE = "export.json", "policy.onnx"
 FORMAT = 1

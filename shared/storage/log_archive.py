@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.errors import ArchiveIncomplete, FragmentError, ObjectMissing
-from shared.experience import fragment, tensor_blob
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START, LogEntry, id_order
-from shared.storage.object_store import ObjectStore, open_folder
+from stagecoach.shared.errors import ArchiveIncomplete, FragmentError, ObjectMissing
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import START, LogEntry, id_order
+from stagecoach.shared.storage.object_store import ObjectStore, open_folder
 
 EXPERIENCE = "experience/"
 FORMAT = 1

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shared.errors import FragmentError, MetricsDamaged, ObjectMissing
-from shared.experience import tensor_blob
-from shared.experience.spaces import Array
+from stagecoach.shared.errors import FragmentError, MetricsDamaged, ObjectMissing
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.spaces import Array
 
 if TYPE_CHECKING:
-    from shared.storage.object_store import ObjectStore
+    from stagecoach.shared.storage.object_store import ObjectStore
 
 TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"

@@ -22,8 +22,8 @@ import botocore.parsers
 import botocore.session
 import urllib3.exceptions
 
-from shared.config.services import StoreConfig
-from shared.errors import (
+from stagecoach.shared.config.services import StoreConfig
+from stagecoach.shared.errors import (
     CredentialsRefused,
     DeletionRefused,
     ObjectMissing,
@@ -31,9 +31,9 @@ from shared.errors import (
     StoreError,
     StoreUnavailable,
 )
-from shared.protocol.redis_client import Address, s3_keys
-from shared.runtime import tls
-from shared.storage.local_disk import folders_of, lacks_room, sync
+from stagecoach.shared.protocol.redis_client import Address, s3_keys
+from stagecoach.shared.runtime import tls
+from stagecoach.shared.storage.local_disk import folders_of, lacks_room, sync
 
 FAILURES = (
     boto.ClientError, boto.BotoCoreError, boto.HTTPClientError, botocore.parsers.ResponseParserError,

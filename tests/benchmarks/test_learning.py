@@ -21,7 +21,7 @@ from benchmarks.learning.report import verdict, write_report
 from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import Mode, Task, load_tasks
-from shared.config.loading import parse_config
+from stagecoach.shared.config.loading import parse_config
 from tests.support.command_line import CommandLine
 
 TINY = {

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.rehearsal.rehearsal import Measured, Rehearsal, arguments, rehearsal, rows, verdict
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
 
 pytestmark = pytest.mark.timeout(240)
 SMALL = (

@@ -25,12 +25,12 @@ from benchmarks.suite.native import AIM, Alone, Sizes
 from benchmarks.suite.pinning import two_cores
 from benchmarks.suite.scale import network_config, observation_config, slowest
 from benchmarks.suite.tuning import SETTINGS
-from coordinator.lifecycle.validation import check
-from shared.config.loading import parse_config
-from shared.policies.registry import build_policies
-from trainer_node.learning.algorithms import on_policy, sac
-from trainer_node.learning.building_blocks.compilation import has_compiler
-from trainer_node.learning.building_blocks.optimization import Adam
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.algorithms import on_policy, sac
+from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
 
 pytestmark = pytest.mark.timeout(400)
 Measure = Callable[..., Result]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.experience import fragment
-from shared.protocol.events import emit
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.support.own_redis import OwnRedis
 from tests.support.runs import RedisServer, folder_address, make_run
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, small_config

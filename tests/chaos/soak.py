@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.services.embedded import process_stat
+from stagecoach.coordinator.services.embedded import process_stat
 from tests.support.command_line import CommandLine
 from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from shared.config.run_config import Config
-from shared.league.players import PLAYERS
-from shared.protocol.payload_shards import named_bodies
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.league.players import PLAYERS
+from stagecoach.shared.protocol.payload_shards import named_bodies
+from stagecoach.trainer_node.checkpointing import checkpoint_writer
+from stagecoach.trainer_node.metrics import recorder
+from stagecoach.trainer_node.replay import replay
 from tests.conftest import RedisServer
 from tests.support.crash_points import Life, Run
 from tests.support.environments import CHASE, CHASE_POLICIES
@@ -21,9 +24,6 @@ from tests.support.game import small
 from tests.support.games import MODULE, NIM
 from tests.support.groups import thinned
 from tests.support.runs import shard_fields
-from trainer_node.checkpointing import checkpoint_writer
-from trainer_node.metrics import recorder
-from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
 LEAGUE_OF_NIM: dict[str, Any] = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shared.errors import ArchiveIncomplete, UserError
-from shared.experience.log_entry import id_order
-from shared.protocol.experience_log import PushReply
-from shared.storage.log_archive import Archive
+from stagecoach.shared.errors import ArchiveIncomplete, UserError
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.experience_log import PushReply
+from stagecoach.shared.storage.log_archive import Archive
 from tests.support import own_redis
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_run import FaultRun

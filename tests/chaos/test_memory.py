@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import DropReason
-from shared.protocol.ledger import read_accounting
+from stagecoach.shared.errors import DropReason
+from stagecoach.shared.protocol.ledger import read_accounting
 from tests.chaos.memory import new_role, pump
 from tests.conftest import RedisServer
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.checkpoint_operations import promote, prune_checkpoints, withdraw
-from coordinator.lifecycle.preparation import prepare_resume
-from rollout_worker.evaluator import Evaluator
-from shared.config.run_config import Config
-from shared.config.sections import CheckpointConfig
-from shared.errors import DeletionRefused
-from shared.protocol.events import read_evaluations
-from shared.storage.checkpoint_store import FINISHED
-from shared.storage.due_evaluations import due_evaluations
+from stagecoach.coordinator.catalog.checkpoint_operations import promote, prune_checkpoints, withdraw
+from stagecoach.coordinator.lifecycle.preparation import prepare_resume
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.errors import DeletionRefused
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.shared.storage.due_evaluations import due_evaluations
 from tests.conftest import RedisServer
 from tests.support import store_faults as faults
 from tests.support.game import Game, balanced

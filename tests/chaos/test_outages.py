@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.status import live_status
-from shared.config.run_config import Config
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import outage
+from stagecoach.coordinator.catalog.status import live_status
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import outage
 from tests.support import store_faults as faults
 from tests.support.command_line import check_ledger
 from tests.support.game import small
@@ -27,7 +27,11 @@ pytestmark = pytest.mark.timeout(300)
 DEADLINE_SECONDS = 8
 """Roles that start together need to find each other within it, on a busy machine as well."""
 OUTAGE_SECONDS = 1.75 * DEADLINE_SECONDS
-ROLES = (("trainer_node",), ("rollout_worker", "--index", "0"), ("rollout_worker", "--evaluator"))
+ROLES = (
+    ("stagecoach.trainer_node",),
+    ("stagecoach.rollout_worker", "--index", "0"),
+    ("stagecoach.rollout_worker", "--evaluator"),
+)
 
 
 def patient_in_outages_only(**sections: Any) -> Config:
@@ -90,7 +94,7 @@ def test_an_outage_beyond_its_deadline_ends_the_role(away: tuple[OwnRedis, Store
     redis = here.config.redis.model_copy(update={"retry_seconds": 2.0})
     here.config = here.config.model_copy(update={"redis": redis})
     role = here.open()
-    process = start_process(role, tmp_path, "trainer_node")
+    process = start_process(role, tmp_path, "stagecoach.trainer_node")
     try:
         eventually(lambda: role.flow.read().version == 0)
         server.kill()

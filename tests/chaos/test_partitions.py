@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.lifecycle.preparation import prepare_new
-from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET
-from shared.config.loading import load_config
-from shared.protocol.flow_control import RunState
-from shared.protocol.ledger import read_accounting
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED
+from stagecoach.coordinator.lifecycle.preparation import prepare_new
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.support import lockstep_run
 from tests.support.command_line import CommandLine, OwnServers, check_ledger, command_line, own_servers
 from tests.support.fault_proxy import FaultProxy
@@ -113,8 +113,8 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed_run(network: Network) -> None:
-    trainer = network.start("trainer", "trainer_node")
-    worker = network.start("worker", "rollout_worker", "--index", "0")
+    trainer = network.start("trainer", "stagecoach.trainer_node")
+    worker = network.start("worker", "stagecoach.rollout_worker", "--index", "0")
     version = network.until_after(0)
     for link in network.links.values():
         for fault in FAULTS.values():
@@ -128,12 +128,12 @@ def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed
 
 def test_a_trainer_that_was_cut_off_and_comes_back_writes_nothing_more(network: Network) -> None:
     """The network drops what it sends and receives; its connections stay. Another trainer is started meanwhile."""
-    old = network.start("old", "trainer_node")
-    worker = network.start("worker", "rollout_worker", "--index", "0", direct=True)
+    old = network.start("old", "stagecoach.trainer_node")
+    worker = network.start("worker", "stagecoach.rollout_worker", "--index", "0", direct=True)
     version = network.until_after(6)
     network.links["old Redis"].black_hole()
     network.links["old store"].black_hole()
-    new = network.start("new", "trainer_node", direct=True)
+    new = network.start("new", "stagecoach.trainer_node", direct=True)
     version = network.until_after(version + 4)
     assert old.poll() is None, "the old one is there, and waits"
     epoch = network.role.flow.read().epoch

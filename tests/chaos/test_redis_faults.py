@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 import redis
 
-from rollout_worker.worker import Worker
-from shared.errors import RedisUnavailable
-from shared.protocol.events import emit, read_evaluations, record_evaluation
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.policy_board import PolicyBoard
-from shared.protocol.scripts import INCARNATIONS_KEPT, source
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.errors import RedisUnavailable
+from stagecoach.shared.protocol.events import emit, read_evaluations, record_evaluation
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, source
+from stagecoach.trainer_node.log_consumer import RedisAccounting
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
 from tests.support.game import Game, asks, balanced, push_garbage, small
 from tests.support.own_redis import OwnRedis
 from tests.support.speed import stretched
 from tests.support.waiting import eventually, meanwhile
-from trainer_node.log_consumer import RedisAccounting
 
 # The server goes away and comes back with all it had
 

@@ -24,11 +24,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollout_worker.worker import Worker
-from shared.errors import WorkerSuperseded
-from shared.experience.fragment import Fragment
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Ledger, read_accounting
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.errors import WorkerSuperseded
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Ledger, read_accounting
 from tests.support.game import Game, make_game, small
 from tests.support.own_redis import OwnRedis
 

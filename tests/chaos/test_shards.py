@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.catalog.status import bottleneck, live_status
-from coordinator.diagnostics.doctor import examine
-from coordinator.lifecycle.preparation import prepare_resume
-from coordinator.lifecycle.validation import check_services
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.errors import RedisUnavailable, UserError, WaitTimeout
-from shared.policies.serialization import state_arrays
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.payload_shards import named_bodies
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED
+from stagecoach.coordinator.catalog.status import bottleneck, live_status
+from stagecoach.coordinator.diagnostics.doctor import examine
+from stagecoach.coordinator.lifecycle.preparation import prepare_resume
+from stagecoach.coordinator.lifecycle.validation import check_services
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import RedisUnavailable, UserError, WaitTimeout
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.payload_shards import named_bodies
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, run_beside
 from tests.support.game import Game, balanced, push_garbage, replayed
 from tests.support.own_redis import OwnRedis

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.keys import RunKeys
 from tests.chaos import soak
 from tests.chaos.soak import NotThrough, Soak, verdict
 from tests.conftest import MakeRole

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.lifecycle.preparation import prepare_resume
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
-from shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT, MANIFEST
+from stagecoach.coordinator.lifecycle.preparation import prepare_resume
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT, MANIFEST
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
 from tests.support import store_faults as faults
 from tests.support.command_line import check_ledger
@@ -24,8 +26,6 @@ from tests.support.game import Game, asks, balanced, make_game
 from tests.support.store_fault_run import PATIENCE_SECONDS, VERSIONS, StoreFaultRun, short_run
 from tests.support.store_faults import Fault
 from tests.support.waiting import Background, eventually
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 
 OBJECT, READ_BACK = ("PUT", "policy.safetensors"), ("GET", "policy.safetensors")
 NEW_MANIFEST, MANIFEST_READ, LISTING = ("PUT", MANIFEST), ("GET", MANIFEST), ("GET", "list-type")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shared.protocol.heartbeat import Beat
+from stagecoach.shared.protocol.heartbeat import Beat
 from tests.support.cluster.hosts import Host, Network
 from tests.support.cluster.observed_run import ObservedRun, write_config
 from tests.support.cluster.ray_cluster import RayCluster

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.services.redis_servers import redis_binary
+from stagecoach.coordinator.services.redis_servers import redis_binary
 from tests.support.cluster.hosts import HOME, SOURCE, Network
 from tests.support.cluster.observed_run import ObservedRun, write_config
 from tests.support.cluster.ray_cluster import CLUSTER_FILE, RayCluster, until

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.cli.app import main
-from coordinator.run import Run
-from shared.config.run_config import Config
+from stagecoach.coordinator.cli.app import main
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import CONFIG, Ended, Stagecoach
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.fleet.autoscaler import Autoscale, Decision, Scaling, Window
-from shared.protocol.events import read_events
-from shared.protocol.heartbeat import Beat
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.fleet.autoscaler import Autoscale, Decision, Scaling, Window
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.heartbeat import Beat
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 
 WINDOW = 10.0

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from coordinator.catalog.checkpoint_lookup import evaluate, find_checkpoint
-from coordinator.catalog.checkpoint_operations import (
+from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, find_checkpoint
+from stagecoach.coordinator.catalog.checkpoint_operations import (
     Removed,
     export,
     list_checkpoints,
@@ -21,14 +21,14 @@ from coordinator.catalog.checkpoint_operations import (
     verify,
     withdraw,
 )
-from coordinator.lifecycle.launcher import first_policies
-from coordinator.run import Run
-from rollout_worker.environments.description import describe_environment
-from shared.config.sections import CheckpointConfig
-from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
-from shared.policies.deployed import load_policy
-from shared.policies.serialization import decode_policy, encode_policy
-from shared.storage.checkpoint_store import (
+from stagecoach.coordinator.lifecycle.launcher import first_policies
+from stagecoach.coordinator.run import Run
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
+from stagecoach.shared.policies.deployed import load_policy
+from stagecoach.shared.policies.serialization import decode_policy, encode_policy
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     MANIFEST,
     POINTER,
@@ -37,11 +37,11 @@ from shared.storage.checkpoint_store import (
     CheckpointStore,
     describe_objects,
 )
-from shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune
 from tests.conftest import minimal_config
 from tests.support.checkpoints import key_of
 from tests.support.command_line import contents, until
-from trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]
@@ -55,7 +55,7 @@ Copy = Callable[[ObjectStore], CheckpointStore]
 @pytest.fixture
 def copied(ended_run: Run, monkeypatch: pytest.MonkeyPatch) -> Copy:
     """Copies the run's checkpoints into a store, where a test may spoil them; what is damaged is not read again."""
-    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+    monkeypatch.setattr("stagecoach.shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
 
     def copy(store: ObjectStore) -> CheckpointStore:
         source = ended_run.checkpoint_store().store

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.run import Run
-from coordinator.services.embedded import BUCKET
-from shared.storage.checkpoint_store import MARKS
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.storage.checkpoint_store import MARKS
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_refused, contents
 

@@ -14,9 +14,9 @@ import pytest
 import typer.main
 import yaml
 
-from coordinator.cli.app import app
-from coordinator.cli.checkpoints import app as checkpoints
-from coordinator.services.embedded import BUCKET
+from stagecoach.coordinator.cli.app import app
+from stagecoach.coordinator.cli.checkpoints import app as checkpoints
+from stagecoach.coordinator.services.embedded import BUCKET
 from tests.support.command_line import Stagecoach, check_refused, contents
 
 ENVIRONMENTS = "tests.support.environments"
@@ -143,7 +143,9 @@ def test_every_command_helps_with_an_example(stagecoach: Stagecoach, monkeypatch
         assert f"Example: stagecoach {command.replace('list', 'my-run')}" in told.replace("`", ""), told
 
 
-@pytest.mark.parametrize(("module", "command"), [("coordinator.cli.app", ["runs"]), ("torch", ["train", "cartpole"])])
+@pytest.mark.parametrize(
+    ("module", "command"), [("stagecoach.coordinator.cli.app", ["runs"]), ("torch", ["train", "cartpole"])]
+)
 def test_ctrl_c_while_it_imports_is_told_in_one_word(module: str, command: list[str], tmp_path: Path) -> None:
     """The signal comes just as `module` is looked for."""
     code = f"""
@@ -154,7 +156,7 @@ class Finder(importlib.abc.MetaPathFinder):
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 sys.argv = ["stagecoach", *{command}]
-from coordinator.__main__ import main
+from stagecoach.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

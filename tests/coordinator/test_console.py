@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.run_folder import RunFolder
-from coordinator.catalog.status import Status, bottleneck, summarize_fleet
-from coordinator.cli.live_view import ledger_line, print_status, print_summary, scores_of_note
-from coordinator.cli.options import PrintableConsole
-from coordinator.fleet.managed_actor import cause
-from coordinator.lifecycle.supervisor import Outcome
-from coordinator.run import Run
-from shared.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
-from shared.printable import figure
-from shared.protocol.heartbeat import Beat
-from shared.protocol.ledger import Count, LedgerLine
-from shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.catalog.status import Status, bottleneck, summarize_fleet
+from stagecoach.coordinator.cli.live_view import ledger_line, print_status, print_summary, scores_of_note
+from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.fleet.managed_actor import cause
+from stagecoach.coordinator.lifecycle.supervisor import Outcome
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
+from stagecoach.shared.printable import figure
+from stagecoach.shared.protocol.heartbeat import Beat
+from stagecoach.shared.protocol.ledger import Count, LedgerLine
+from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
 from tests.conftest import minimal_config
 
 LINE = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0)).as_dict()

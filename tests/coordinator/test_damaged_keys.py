@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.status import is_supervised, live_status
-from coordinator.lifecycle.preparation import create_flow, prepare_resume
-from coordinator.lifecycle.run_lease import RunLease
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.errors import StagecoachError
-from shared.experience.log_entry import before
-from shared.protocol.flow_control import KeyDamaged
-from shared.protocol.keys import TYPES, RunKeys, key_name, key_type
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.catalog.status import is_supervised, live_status
+from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_resume
+from stagecoach.coordinator.lifecycle.run_lease import RunLease
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.experience.log_entry import before
+from stagecoach.shared.protocol.flow_control import KeyDamaged
+from stagecoach.shared.protocol.keys import TYPES, RunKeys, key_name, key_type
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
 from tests.support.command_line import CommandLine, check_ledger, check_refused, redis_of
 from tests.support.game import Game, make_game, small
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 
 NAMES = sorted(TYPES.keys() - {"bodies", "action_trace", "heartbeats"})
 GARBAGE = b"\xff garbage\x1b"

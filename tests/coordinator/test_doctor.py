@@ -12,11 +12,11 @@ import boto3
 import pytest
 import redis
 
-from coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
-from coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
-from coordinator.services.ray_internals import LOOPBACK_VARIABLE
-from shared.config.loading import dump_config
-from shared.config.run_config import Config
+from stagecoach.coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
+from stagecoach.coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
+from stagecoach.coordinator.services.ray_internals import LOOPBACK_VARIABLE
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.acl_server import ROLES, acl_server
 from tests.support.command_line import CommandLine, Stagecoach

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
-from coordinator.catalog.checkpoint_lookup import evaluate, named_code
-from coordinator.run import Run
-from shared.errors import CheckpointNotFound, EnvironmentUnusable
+from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, named_code
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support import games
 from tests.support.command_line import Stagecoach, check_refused, contents

@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.catalog.status import Status
-from coordinator.run import Run
-from coordinator.services.ray_head import RayHead
-from shared.config.run_config import Config
-from shared.errors import UserError
-from shared.protocol.flow_control import Flow
-from shared.protocol.keys import RunKeys
-from shared.runtime.launch import LOGS
+from stagecoach.coordinator.catalog.status import Status
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.launch import LOGS
 from tests.conftest import minimal_config
 from tests.support import ray_head
 from tests.support.command_line import redis_of, until
@@ -225,7 +225,7 @@ def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
 def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or_they_are_called_back(
     config: MakeConfig, running: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.fleet.fleet._OTHERS_FIRST_SECONDS", 120.0)
+    monkeypatch.setattr("stagecoach.coordinator.fleet.fleet._OTHERS_FIRST_SECONDS", 120.0)
     run = start(config(**slow(0.02), rollout={"fragments_per_update": 4}), running)
     process_of(run, "evaluator")
     logs = run.folder.path / LOGS

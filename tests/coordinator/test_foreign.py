@@ -12,25 +12,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.catalog.status import is_supervised, live_status
-from coordinator.cli.live_view import metrics_table, one_line, print_status
-from coordinator.cli.options import PrintableConsole
-from coordinator.fleet.autoscaler import Scaling
-from coordinator.lifecycle.preparation import create_flow, prepare_resume
-from coordinator.page.totals import Totals
-from coordinator.page.view import jsonable
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.sampling import action_trace
-from shared.protocol import events
-from shared.protocol.heartbeat import Beat, Heartbeat, read_heartbeats
-from shared.protocol.keys import BEATING, RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.catalog.status import is_supervised, live_status
+from stagecoach.coordinator.cli.live_view import metrics_table, one_line, print_status
+from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.fleet.autoscaler import Scaling
+from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_resume
+from stagecoach.coordinator.page.totals import Totals
+from stagecoach.coordinator.page.view import jsonable
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.shared.protocol import events
+from stagecoach.shared.protocol.heartbeat import Beat, Heartbeat, read_heartbeats
+from stagecoach.shared.protocol.keys import BEATING, RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import checkpoint_in_evaluation
+from stagecoach.trainer_node.distributed.leader import Rendezvous
+from stagecoach.trainer_node.metrics.fleet_metrics import FleetMetrics
+from stagecoach.trainer_node.metrics.recorder import Recorder, evaluation_row
 from tests.conftest import MakeRole, minimal_config
-from trainer_node.checkpointing.checkpoint_writer import checkpoint_in_evaluation
-from trainer_node.distributed.leader import Rendezvous
-from trainer_node.metrics.fleet_metrics import FleetMetrics
-from trainer_node.metrics.recorder import Recorder, evaluation_row
 
 NAMES = sorted({field.name for field in fields(Beat)} | {
     "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "capacity", "evaluating", "fragments",
@@ -205,7 +205,7 @@ def test_hostile_progress_fields_end_no_reader(role: RunContext, name: str) -> N
 def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
     role: RunContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.printable._told", set())
+    monkeypatch.setattr("stagecoach.shared.printable._told", set())
     keys = RunKeys(role.run_id)
     Heartbeat(role.redis, role.run_id, "trainer", "trainer").start()
     in_heartbeats(role, b"worker-3", b"1234567890.000000 {}")
@@ -234,7 +234,7 @@ def test_accounting_that_somebody_has_spoilt_do_not_balance(role: RunContext) ->
 def test_much_garbage_is_counted_and_only_some_of_it_is_named(
     role: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("shared.printable._told", set())
+    monkeypatch.setattr("stagecoach.shared.printable._told", set())
     for number in range(300):
         role.redis.hset(RunKeys(role.run_id).heartbeats("worker"), f"worker-{number}", b"{")
     for _ in range(2):

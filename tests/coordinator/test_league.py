@@ -15,24 +15,24 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from coordinator.catalog.league import league_of, match
-from coordinator.catalog.run_folder import RunFolder
-from coordinator.cli.league import _matrix
-from coordinator.diagnostics.doctor import examine
-from coordinator.lifecycle import launcher, preparation
-from coordinator.lifecycle.fixed_players import with_fixed_players
-from coordinator.lifecycle.supervisor import Coordinator
-from coordinator.page.server import serve
-from coordinator.run import Run
-from rollout_worker.environments.description import describe_environment
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from shared.league.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
-from shared.league.table import MatchTable, player_hash
-from shared.policies.deployed import load_policy
-from shared.policies.serialization import decode_policy
-from shared.printable import figure
-from shared.storage.checkpoint_store import CheckpointStore, Pointer
+from stagecoach.coordinator.catalog.league import league_of, match
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.cli.league import _matrix
+from stagecoach.coordinator.diagnostics.doctor import examine
+from stagecoach.coordinator.lifecycle import launcher, preparation
+from stagecoach.coordinator.lifecycle.fixed_players import with_fixed_players
+from stagecoach.coordinator.lifecycle.supervisor import Coordinator
+from stagecoach.coordinator.page.server import serve
+from stagecoach.coordinator.run import Run
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from stagecoach.shared.league.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
+from stagecoach.shared.league.table import MatchTable, player_hash
+from stagecoach.shared.policies.deployed import load_policy
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.printable import figure
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.groups import some_quick

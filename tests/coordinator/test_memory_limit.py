@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.lifecycle.validation import memory_bytes
+from stagecoach.coordinator.lifecycle.validation import memory_bytes
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from coordinator.catalog.run_metrics import all_rows, last_row
-from coordinator.cli.curves.metrics import Stream
-from coordinator.run import Run
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.protocol.redis_client import Address, RoleName
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.metric_log import STREAMS, TRAIN, MetricStream
-from shared.storage.object_store import FileStore
+from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
+from stagecoach.coordinator.cli.curves.metrics import Stream
+from stagecoach.coordinator.run import Run
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.redis_client import Address, RoleName
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.metric_log import STREAMS, TRAIN, MetricStream
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import StepResult, Trainer
 from tests.conftest import minimal_config
 from tests.support.command_line import Stagecoach, check_refused, until
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import StepResult, Trainer
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.run import Run
-from shared.config.run_config import Config
-from shared.errors import DatasetError, UserError
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import DatasetError, UserError
 from tests.support.cartpole_data import played, write_played
 from tests.support.command_line import Stagecoach, check_refused
 

@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 import yaml
 
-from coordinator.run import Run
-from coordinator.services.embedded import BUCKET
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import BUCKET
 from tests.conftest import minimal_config
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import CONFIG, Stagecoach, check_refused
@@ -106,10 +106,10 @@ def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Pa
 def test_without_the_extra_it_says_what_to_install(
     stagecoach: Stagecoach, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_node.export.onnx_translation._PACKAGES", ("onnx", "no-such-package"))
+    monkeypatch.setattr("stagecoach.trainer_node.export.onnx_translation._PACKAGES", ("onnx", "no-such-package"))
     assert stagecoach("checkpoints", "export", "a", "latest", "copied", "--onnx").code == 0  # it is there already
     (upload_in(run / LATEST) / "export.json").unlink()
-    words = ("needs no-such-package: pip install", "stagecoach[onnx]")
+    words = ("needs no-such-package: pip install", "stagecoach-rl[onnx]")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), *words)
     check_refused(stagecoach("train", "config.yaml", "--inline", "--set", "checkpoint.export=onnx"), *words)
 
@@ -121,7 +121,7 @@ def test_the_example_on_the_page_acts(stagecoach: Stagecoach, run: Path, tmp_pat
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(example.strip().splitlines()) <= 15
     assert stagecoach("checkpoints", "export", "a", "latest", "exported", "--onnx").code == 0
-    alone = "\nimport sys\nassert not {'torch', 'shared', 'onnx'} & set(sys.modules)\n"
+    alone = "\nimport sys\nassert not {'torch', 'stagecoach', 'onnx'} & set(sys.modules)\n"
     done = subprocess.run(
         [sys.executable, "-c", example + alone], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

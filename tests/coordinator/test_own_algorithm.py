@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import yaml
 
-from coordinator.lifecycle.validation import check
-from coordinator.run import Run
-from coordinator.services.embedded import BUCKET
-from shared.config.loading import load_config
-from shared.errors import UserError
-from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+from stagecoach.shared.runtime.user_code import SOURCE
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import CONFIG, Ended, Stagecoach, check_refused
 from tests.support.own_algorithm import TEXT
@@ -243,14 +243,14 @@ def test_own_network_is_exported_by_the_class_of_its_config(
     told = stagecoach("checkpoints", "export", "own", "onnx", "--onnx")
     assert "no class for policies of kind" not in told.out + told.err and MODULE in sys.modules
     monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setattr("coordinator.catalog.run_folder.RunFolder.made_here", False)
+    monkeypatch.setattr("stagecoach.coordinator.catalog.run_folder.RunFolder.made_here", False)
     check_refused(stagecoach("checkpoints", "export", "own", "other"), f"{MODULE}:Bandit", "--trust-config")
     assert MODULE not in sys.modules
 
 
 def forget_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not imported it."""
-    monkeypatch.setattr("shared.policies.registry._registered", {})
+    monkeypatch.setattr("stagecoach.shared.policies.registry._registered", {})
     for name in ("my_pkg", MODULE):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

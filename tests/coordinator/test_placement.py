@@ -12,12 +12,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from coordinator.fleet.capacity import Additions, Machines, additions, worker_capacity
-from coordinator.fleet.worker_pool import Places
-from coordinator.run import Run
-from coordinator.services.embedded import new_secret
-from coordinator.services.ray_internals import reread_settings
-from shared.errors import UserError
+from stagecoach.coordinator.fleet.capacity import Additions, Machines, additions, worker_capacity
+from stagecoach.coordinator.fleet.worker_pool import Places
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import new_secret
+from stagecoach.coordinator.services.ray_internals import reread_settings
+from stagecoach.shared.errors import UserError
 from tests.conftest import minimal_config
 from tests.support import ray_head
 from tests.support.waiting import eventually

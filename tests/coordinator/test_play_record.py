@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
-from rollout_worker.environments.description import describe_environment
-from shared.config.loading import load_config
-from shared.config.recorded import DemonstrationsConfig
-from shared.datasets.read import read_dataset
-from shared.datasets.recording import Episode
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.config.recorded import DemonstrationsConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.datasets.recording import Episode
 from tests.support.command_line import Stagecoach, check_refused
 
 pytest.importorskip("pygame")

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from coordinator.catalog.run_comparison import interval
-from coordinator.run import Run
-from shared.storage.metric_log import TRAIN, MetricStream
+from stagecoach.coordinator.catalog.run_comparison import interval
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.storage.metric_log import TRAIN, MetricStream
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.ended_runs import copies
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.diagnostics.preflight import difference, examine_machine, versions
-from coordinator.lifecycle import validation
-from coordinator.lifecycle.validation import check
-from shared.errors import PACKAGES, ConfigError
-from shared.protocol.redis_client import Address
-from shared.runtime.launch import RoleLaunch
+from stagecoach.coordinator.diagnostics.preflight import difference, examine_machine, versions
+from stagecoach.coordinator.lifecycle import validation
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE as BROKEN
 
@@ -63,9 +63,11 @@ def test_other_versions_are_named_on_both_sides() -> None:
 
 
 def test_code_that_was_changed_has_another_digest(tmp_path: Path) -> None:
-    for package in PACKAGES:
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "a.py").write_text("1")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "folder" / "a.py").write_text("1")
+    (tmp_path / "package" / "shared").symlink_to("../folder")  # as a checkout has it
+    tmp_path /= "package"
     before = versions(tmp_path)["Stagecoach's code"]
     assert versions(tmp_path)["Stagecoach's code"] == before
     (tmp_path / "shared" / "a.py").write_text("2")
@@ -96,7 +98,7 @@ def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(tr
 
 
 def test_an_evaluation_with_other_spaces_is_refused() -> None:
-    wrapper = {"path": "rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
+    wrapper = {"path": "stagecoach.rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
     check(minimal_config(evaluation={"wrappers": [wrapper]}))
     for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):
         with pytest.raises(ConfigError, match=r"evaluation\.wrappers.* has other spaces than the one of training"):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.live_view import in_one_line
-from coordinator.cli.profile_and_bench import read_profile
-from coordinator.run import Run
-from shared.errors import UserError
-from shared.storage.checkpoint_store import CheckpointStore
-from shared.storage.object_store import FileStore
+from stagecoach.coordinator.cli.live_view import in_one_line
+from stagecoach.coordinator.cli.profile_and_bench import read_profile
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore
+from stagecoach.shared.storage.object_store import FileStore
 from tests.support.command_line import Stagecoach
 
 ROLES = {"trainer / training", "trainer / publishing", "worker-0 / acting", "evaluator / evaluating"}

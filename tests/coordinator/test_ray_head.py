@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 DIES = """
 import gc, os, shutil, signal, sys, threading, time
 from pathlib import Path
-from coordinator.services.ray_head import RayHead
+from stagecoach.coordinator.services.ray_head import RayHead
 from tests.conftest import minimal_config
 
 head = RayHead(minimal_config(), Path(sys.argv[1]))
@@ -60,8 +60,8 @@ def test_a_driver_outlives_its_dead_ray_although_the_collector_finds_references_
 
 TWO_RUNS = """
 import os, signal, sys, threading
-from coordinator.run import Run
-from coordinator.services import ray_head
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services import ray_head
 from tests.conftest import minimal_config
 from tests.support.command_line import until
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from coordinator.services.ray_internals import MONITORS
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.services.ray_internals import MONITORS
+from stagecoach.shared.runtime.user_code import SOURCE
 
 USED = (
     "ray._raylet.AuthenticationTokenLoader.instance", "ray._raylet.Config.initialize", "ray._raylet.GcsClient",

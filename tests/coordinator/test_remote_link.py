@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
-from coordinator.lifecycle.fixed_players import find_player
-from coordinator.lifecycle.launcher import first_policies
-from coordinator.lifecycle.ray_job import JobServer
-from coordinator.lifecycle.run_lease import RunLease
-from coordinator.run import Run
-from rollout_worker.environments.description import describe_environment
-from shared.config.run_config import Config
-from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
-from shared.protocol.heartbeat import Wait, poll
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import open_run_context
+from stagecoach.coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
+from stagecoach.coordinator.lifecycle.fixed_players import find_player
+from stagecoach.coordinator.lifecycle.launcher import first_policies
+from stagecoach.coordinator.lifecycle.ray_job import JobServer
+from stagecoach.coordinator.lifecycle.run_lease import RunLease
+from stagecoach.coordinator.run import Run
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import open_run_context
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.groups import some_quick
@@ -222,7 +222,7 @@ def test_two_that_take_a_run_at_once_are_told_apart(far: Run) -> None:
 _OTHER_MACHINE = """
 import socket, sys, time, redis
 socket.gethostname = lambda: "other"
-from shared.protocol.heartbeat import Heartbeat
+from stagecoach.shared.protocol.heartbeat import Heartbeat
 client = redis.Redis.from_url(sys.argv[1], password=sys.stdin.readline())
 Heartbeat(client, sys.argv[2], "coordinator", "coordinator").start()
 print("at work", flush=True)
@@ -249,11 +249,11 @@ def _process(code: str, told: str, *arguments: str) -> Iterator[subprocess.Popen
 
 _OTHER_COORDINATOR = """
 import json, sys, time
-from coordinator.lifecycle import run_lease
-from rollout_worker.environments.description import describe_environment
-from shared.config.run_config import Config
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import open_run_context
+from stagecoach.coordinator.lifecycle import run_lease
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import open_run_context
 told = json.load(sys.stdin)
 if told["where"] == "elsewhere":
     run_lease._machine = lambda: "another"

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import redis
 
-from coordinator.lifecycle.preparation import create_flow
-from coordinator.services.embedded import Service
-from coordinator.services.restarter import Restarter
-from shared.protocol.events import read_events
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
-from shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.coordinator.services.embedded import Service
+from stagecoach.coordinator.services.restarter import Restarter
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from tests.conftest import minimal_config
 from tests.support.command_line import own_servers
 from tests.support.waiting import eventually
@@ -144,8 +144,8 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Cal
 def test_the_log_of_a_service_is_rotated_while_it_writes(
     keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.runtime.launch._LOG_BYTES", 4000)
-    monkeypatch.setattr("coordinator.services.restarter._ROTATE_SECONDS", 0.1)
+    monkeypatch.setattr("stagecoach.shared.runtime.launch._LOG_BYTES", 4000)
+    monkeypatch.setattr("stagecoach.coordinator.services.restarter._ROTATE_SECONDS", 0.1)
     kept = keep()
     logs = [tmp_path / f"redis.log{suffix}" for suffix in ("", ".1", ".2", ".3")]
     kept.role.redis.config_set("loglevel", "verbose")  # so that each connection is a line

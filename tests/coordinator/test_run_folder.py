@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.catalog.run_files import run_paths
-from coordinator.catalog.run_folder import RunFolder
-from coordinator.services.embedded import BUCKET
-from shared.config.run_config import Config
-from shared.errors import RunExists, RunNotFound, UserError
-from shared.protocol.redis_client import Address
+from stagecoach.coordinator.catalog.run_files import run_paths
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import RunExists, RunNotFound, UserError
+from stagecoach.shared.protocol.redis_client import Address
 from tests.conftest import minimal_config
 from tests.support.command_line import contents
 
@@ -76,7 +76,7 @@ def test_a_folder_that_exists_or_cannot_be_made_is_explained_and_nothing_is_chan
 def test_somebody_who_only_looks_does_not_hold_it(
     folder: RunFolder, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.catalog.run_folder._LOCK_TRIES", 200)
+    monkeypatch.setattr("stagecoach.coordinator.catalog.run_folder._LOCK_TRIES", 200)
     folder.unlock()
     looking = os.open(runs / "a" / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)

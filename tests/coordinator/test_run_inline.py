@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 from rich.panel import Panel
 
-from coordinator.catalog.status import Status
-from coordinator.cli.live_view import LiveView, print_status, print_summary
-from coordinator.cli.options import PrintableConsole
-from coordinator.lifecycle.supervisor import Coordinator, Outcome
-from coordinator.run import Run
-from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
-from shared.protocol.heartbeat import Wait, poll
-from shared.storage.checkpoint_store import Checkpoint, checkpoint_name, checkpoint_version
-from shared.storage.due_evaluations import read_due_evaluation
-from shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
-from shared.storage.object_store import ObjectStore
+from stagecoach.coordinator.catalog.status import Status
+from stagecoach.coordinator.cli.live_view import LiveView, print_status, print_summary
+from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
+from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, checkpoint_name, checkpoint_version
+from stagecoach.shared.storage.due_evaluations import read_due_evaluation
+from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
+from stagecoach.shared.storage.object_store import ObjectStore
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
 from tests.support.games import MODULE, Nim
@@ -47,7 +47,7 @@ def _no_run_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         started.append(Coordinator(*arguments))
         return started[-1]
 
-    monkeypatch.setattr("coordinator.lifecycle.launcher.Coordinator", launched)
+    monkeypatch.setattr("stagecoach.coordinator.lifecycle.launcher.Coordinator", launched)
     yield
     for run in started:
         run.abandon()
@@ -154,7 +154,7 @@ def test_inline_all_that_is_due_is_played_before_the_end(
             raise CheckpointDamaged("it is empty")
         return read_due_evaluation(store, name)
 
-    monkeypatch.setattr("rollout_worker.evaluator.read_due_evaluation", torn_at_first)
+    monkeypatch.setattr("stagecoach.rollout_worker.evaluator.read_due_evaluation", torn_at_first)
     run = Run.start(
         config(evaluation={"episodes": 1, "every": every}, checkpoint={"every": "9 updates"}), "a", inline=True
     )
@@ -263,7 +263,7 @@ def test_ctrl_c_is_said_to_end_the_watching_where_it_does(
     """In a terminal; the run goes on, which `train`'s own view would end."""
     made, screen = config(stop_at=FOR_EVER), io.StringIO()
     terminal = PrintableConsole(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr("coordinator.cli.foreground.console", terminal)
+    monkeypatch.setattr("stagecoach.coordinator.cli.foreground.console", terminal)
     run = Run.start(made, "a", inline=True)
     shown = LiveView.panel
 

@@ -18,16 +18,16 @@ from typing import NoReturn
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.run_list import list_runs, row_from_servers
-from coordinator.cli import foreground
-from coordinator.cli.app import app
-from coordinator.run import Run
-from coordinator.services.embedded import BUCKET
-from shared.config.run_config import Config
-from shared.errors import RunLive
-from shared.protocol.keys import RunKeys
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.run_list import list_runs, row_from_servers
+from stagecoach.coordinator.cli import foreground
+from stagecoach.coordinator.cli.app import app
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import RunLive
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.user_code import SOURCE
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import Stagecoach, check_refused, contents
 from tests.support.store_faults import StoreFaults, refusal
@@ -63,7 +63,7 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
 
 PROGRAM = f"""
 import contextlib, io, json, os, sys
-from coordinator.__main__ import main
+from stagecoach.__main__ import main
 printed = []
 for arguments, environ in json.load(sys.stdin):
     os.environ |= environ
@@ -180,11 +180,8 @@ def test_presets_are_the_examples_by_name(stagecoach: Stagecoach) -> None:
     check_refused(stagecoach("train", "cartpool"), "no file cartpool", "presets: ", "cartpole")
 
 
-def test_the_wheel_carries_them_and_the_version_is_the_installed_ones(stagecoach: Stagecoach) -> None:
+def test_version_is_the_projects(stagecoach: Stagecoach) -> None:
     content = tomllib.loads((SOURCE / "pyproject.toml").read_text())
-    wheel = content["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["force-include"]["examples"] == "coordinator/presets"
-    assert (SOURCE / "examples" / "cartpole.yaml").is_file()
     assert stagecoach("--version").out == f"stagecoach {content['project']['version']}\n"
 
 

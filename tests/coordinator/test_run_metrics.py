@@ -8,11 +8,11 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.catalog import run_metrics
-from coordinator.catalog.run_metrics import Bins, Curves, Recorded, Series, all_rows
-from shared.protocol.events import record_evaluation
-from shared.protocol.metric_tail import append_row
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION, MetricStream, Rows
+from stagecoach.coordinator.catalog import run_metrics
+from stagecoach.coordinator.catalog.run_metrics import Bins, Curves, Recorded, Series, all_rows
+from stagecoach.shared.protocol.events import record_evaluation
+from stagecoach.shared.protocol.metric_tail import append_row
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION, MetricStream, Rows
 from tests.conftest import MakeRole
 from tests.support.memory_store import MemoryStore
 

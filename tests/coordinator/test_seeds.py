@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli import seeds as module
-from coordinator.cli.seeds import parse_seeds
-from coordinator.run import Run
-from shared.errors import UserError
+from stagecoach.coordinator.cli import seeds as module
+from stagecoach.coordinator.cli.seeds import parse_seeds
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import UserError
 from tests.support.command_line import CommandLine, Stagecoach, check_refused
 from tests.support.ended_runs import copies
 

@@ -19,10 +19,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.services import embedded
-from coordinator.services.embedded import BUCKET, new_secret, start_redis
-from coordinator.services.redis_servers import redis_binary
-from shared.errors import UserError
+from stagecoach.coordinator.services import embedded
+from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis
+from stagecoach.coordinator.services.redis_servers import redis_binary
+from stagecoach.shared.errors import UserError
 from tests.support.command_line import own_servers
 from tests.support.waiting import eventually
 
@@ -98,7 +98,7 @@ def test_stop_ends_what_ignores_the_first_signal(tmp_path: Path) -> None:
 STARTER = """
 import sys, time
 from pathlib import Path
-from coordinator.services.embedded import start_redis, start_s3
+from stagecoach.coordinator.services.embedded import start_redis, start_s3
 folder = Path(sys.argv[1])
 print(start_redis(folder / "redis", folder / "redis.log", "secret").process.pid)
 print(start_s3(folder / "s3", folder / "s3.log", "a", "b").process.pid, flush=True)
@@ -118,7 +118,7 @@ def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 RAY_STARTER = """
 import sys, time
 from pathlib import Path
-from coordinator.services.embedded import RayService
+from stagecoach.coordinator.services.embedded import RayService
 head = RayService(Path(sys.argv[1]), 1, "ab" * 32, loopback=True).wait()
 print("serves", flush=True)
 time.sleep(600)
@@ -165,7 +165,7 @@ def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_it
         os.mkfifo(fake / "owner")  # whoever opened it to read would wait for ever
         os.chown(fake, 65534, 65534)
         assert not (tmp_path / "ray").exists()
-        for name in ("coordinator", "click", "redis", "yaml"):  # in a folder whose modules have names that it uses
+        for name in ("shared", "click", "redis", "yaml"):  # in a folder whose modules have names that it uses
             (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
         monkeypatch.chdir(tmp_path)
         head = embedded.RayService(log, 1, new_secret(), loopback=True).wait()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.status import bottleneck, ended_status, live_status
-from coordinator.lifecycle.preparation import create_flow
-from shared.errors import RunNotFound
-from shared.protocol.events import record_evaluation
-from shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
-from shared.protocol.keys import RunKeys
-from shared.storage.checkpoint_store import FINISHED, STATUS, CheckpointStore
-from shared.storage.object_store import FileStore
+from stagecoach.coordinator.catalog.status import bottleneck, ended_status, live_status
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.protocol.events import record_evaluation
+from stagecoach.shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.storage.checkpoint_store import FINISHED, STATUS, CheckpointStore
+from stagecoach.shared.storage.object_store import FileStore
 from tests.conftest import MakeRole, minimal_config
 
 
@@ -147,7 +147,7 @@ ENDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", ENDED)
 def test_an_ended_run_is_read_from_its_sync_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A status file that is damaged is as one that is lost: the next checkpoint makes it anew."""
-    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+    monkeypatch.setattr("stagecoach.shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     store = CheckpointStore(FileStore(tmp_path, "a"), "a")
     markers, expected = ENDED[case]
     for name, content in markers.items():

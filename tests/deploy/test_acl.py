@@ -17,41 +17,41 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.catalog.status import live_status
-from coordinator.lifecycle.preparation import create_flow, prepare_new, prepare_resume, record_failure
-from coordinator.lifecycle.validation import check, check_services
-from coordinator.run import Run
-from coordinator.services.embedded import free_port
-from coordinator.services.redis_servers import redis_binary
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.config.loading import dump_config
-from shared.config.run_config import Config
-from shared.errors import RedisUnavailable
-from shared.experience.counters import Phase, PhaseCounters
-from shared.policies.serialization import VersionHeader
-from shared.protocol import events
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, forget_heartbeat
-from shared.protocol.keys import BEATING, TYPES, RunKeys
-from shared.protocol.ledger import Ledger, fast_forward, read_accounting
-from shared.protocol.payload_shards import named_bodies
-from shared.protocol.policy_board import PolicyBoard
-from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from shared.runtime.failure import Failure, FailureKind, RunEnd
-from shared.runtime.launch import RoleLaunch
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED, READY
+from stagecoach.coordinator.catalog.status import live_status
+from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_new, prepare_resume, record_failure
+from stagecoach.coordinator.lifecycle.validation import check, check_services
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import free_port
+from stagecoach.coordinator.services.redis_servers import redis_binary
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import RedisUnavailable
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.policies.serialization import VersionHeader
+from stagecoach.shared.protocol import events
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat, forget_heartbeat
+from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys
+from stagecoach.shared.protocol.ledger import Ledger, fast_forward, read_accounting
+from stagecoach.shared.protocol.payload_shards import named_bodies
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
+from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED, READY
+from stagecoach.trainer_node.distributed.leader import Rendezvous
+from stagecoach.trainer_node.distributed.process_group import Invitation
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
 from tests.support.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
 from tests.support.certificate_authority import Authority
 from tests.support.command_line import check_ledger
 from tests.support.waiting import eventually
-from trainer_node.distributed.leader import Rendezvous
-from trainer_node.distributed.process_group import Invitation
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 
 RUN = "run"
 KEYS = RunKeys(RUN)
@@ -261,8 +261,9 @@ def test_each_process_has_its_own_password_and_no_other(server: AclServer, confi
     prepare_new(roles.coordinator, check(config))
     (tmp_path / "config.yaml").write_text(dump_config(config))
     kinds: tuple[tuple[RoleName, str, list[str]], ...] = (
-        ("worker", "rollout_worker", ["--index", "0"]), ("worker", "rollout_worker", ["--index", "1"]),
-        ("evaluator", "rollout_worker", ["--evaluator"]), ("trainer", "trainer_node", []),
+        ("worker", "stagecoach.rollout_worker", ["--index", "0"]),
+        ("worker", "stagecoach.rollout_worker", ["--index", "1"]),
+        ("evaluator", "stagecoach.rollout_worker", ["--evaluator"]), ("trainer", "stagecoach.trainer_node", []),
     )  # fmt: skip
     clean = {name: value for name, value in os.environ.items() if not name.startswith("STAGECOACH_")}
     command = ["apart", "--redis", server.url, "--store", config.store.url, "--config", str(tmp_path / "config.yaml")]

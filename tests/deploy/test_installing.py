@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.errors import PACKAGES
 from tests.support.groups import some_quick
 from tests.support.installation import download_build_system, make_environment, write_pip_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
-TRAVELING: list[str] = BUILD["sdist"]["only-include"]
 CLUSTER_FILES = ("local.yaml", "aws.yaml", "gcp.yaml")
+LINKED = sorted(path.name for path in (ROOT / "stagecoach").iterdir() if path.is_symlink())
+TRAVELING: list[str] = [*BUILD["sdist"]["only-include"], *LINKED]
 ROLES = ("WORKER", "EVALUATOR", "TRAINER", "COORDINATOR", "VIEWER")
 _INSTALLED = """
 import importlib.metadata as metadata, json
-print(json.dumps([str(path) for path in metadata.distribution("stagecoach").files]))
+print(json.dumps([str(path) for path in metadata.distribution("stagecoach-rl").files]))
 """
 
 
@@ -115,7 +115,8 @@ def build_context() -> Iterator[Path]:
     for path, folders, files in os.walk(ROOT):
         here = Path(path).relative_to(ROOT)
         folders[:] = [name for name in folders if kept(here / name)]
-        yield from (here / name for name in files if kept(here / name))
+        links = [name for name in folders if (ROOT / here / name).is_symlink()]
+        yield from (here / name for name in (*files, *links) if kept(here / name))
 
 
 def by_slurm(machine: Machine) -> Path:
@@ -139,8 +140,10 @@ def by_ssh(machine: Machine) -> None:
 def copy(name: str, target: Path) -> None:
     """Copies a file or folder of this checkout."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if (ROOT / name).is_dir():
-        shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+    if (ROOT / name).is_symlink():
+        target.symlink_to((ROOT / name).readlink())
+    elif (ROOT / name).is_dir():
+        shutil.copytree(ROOT / name, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     else:
         shutil.copy(ROOT / name, target)
 
@@ -164,13 +167,14 @@ def test_deployment_installs_everything_by_its_own_commands(way: str, tmp_path: 
     carried = WAYS[way](machine)
     python = machine.environment / "bin" / "python"
     installed = set(json.loads(machine.run(f"{python} -c {shlex.quote(_INSTALLED)}")))
-    places = {name: name for name in PACKAGES} | BUILD["wheel"]["force-include"]
+    places = {"stagecoach": "stagecoach"} | {name: f"stagecoach/{name}" for name in LINKED}
+    places["examples"] = "stagecoach/coordinator/presets"
     needed = {
         f"{place}/{path.relative_to(ROOT / name)}" for name, place in places.items()
         for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }  # fmt: skip
     assert needed - installed == set()
-    assert str(machine.environment) in machine.run(f"cd / && {python} -c 'import shared; print(shared.__file__)'")
+    assert str(machine.environment) in machine.run(f"cd / && {python} -c 'import stagecoach as at; print(at.__file__)'")
     assert "id: CartPole-v1" in machine.run("stagecoach config cartpole")
     if carried is not None:
         passwords = {f"STAGECOACH_{role}_REDIS_PASSWORD": f"{role}-0123456789" for role in ROLES}
@@ -179,12 +183,13 @@ def test_deployment_installs_everything_by_its_own_commands(way: str, tmp_path: 
 
 def test_traveling_files_are_those_of_a_source_distribution() -> None:
     ignore = (ROOT / ".dockerignore").read_text().split()
-    assert ignore == ["*", *(f"!{name}" for name in TRAVELING), "**/__pycache__"]
+    assert sorted(ignore[1:-1]) == sorted(f"!{name}" for name in TRAVELING)
+    assert (ignore[0], ignore[-1]) == ("*", "**/__pycache__")
     for file in CLUSTER_FILES:
         mounts = yaml.safe_load((DEPLOY / file).read_text())["file_mounts"]
         secrets = {"~/stagecoach.env": "~/stagecoach.env", "~/.ray/auth_token": "~/.ray/auth_token"}
         assert mounts == secrets | {f"~/stagecoach/{name}": name for name in TRAVELING}, file
-    assert tuple(BUILD["wheel"]["packages"]) == PACKAGES, "a Ray job takes these along"
+    assert BUILD["wheel"]["packages"] == ["stagecoach"], "a Ray job takes it along"
 
 
 def test_files_that_deployments_name_travel() -> None:

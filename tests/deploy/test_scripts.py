@@ -18,13 +18,13 @@ import pytest
 import redis
 import yaml
 
-from coordinator.services.embedded import free_port, new_secret
-from shared.config.loading import load_config
-from shared.protocol.flow_control import Flow, RunState
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import Address
-from shared.storage.checkpoint_store import FINISHED, CheckpointStore
-from shared.storage.object_store import open_store
+from stagecoach.coordinator.services.embedded import free_port, new_secret
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.protocol.flow_control import Flow, RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from stagecoach.shared.storage.object_store import open_store
 from tests.support.command_line import DEADLINE_SECONDS, check_ledger
 from tests.support.waiting import eventually
 

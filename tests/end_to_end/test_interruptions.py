@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.catalog.status import Status
+from stagecoach.coordinator.catalog.status import Status
 from tests.support.command_line import SOURCE, CommandLine, check_ledger, check_refused
 from tests.support.environments import MODULE, OWL_CHASE
 from tests.support.lockstep_run import final_weights
@@ -64,7 +64,7 @@ def test_a_killed_run_of_ppo_beside_sac_beside_a_frozen_policy_ends_with_the_wei
     sections |= {"rollout": {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2}}
 
     def run(command: str, *arguments: str | Path) -> subprocess.Popen[str]:
-        return terminal.module("coordinator", command, *arguments, "--inline", environ=AT_HOME)
+        return terminal.module("stagecoach", command, *arguments, "--inline", environ=AT_HOME)
 
     path = terminal.write_config(**sections, stop_at=FOR_EVER)
     process = run("train", path, "--run-id", RUN)
@@ -128,7 +128,7 @@ def test_an_environment_that_hangs_in_the_one_process_is_named_and_left_by_a_thi
 ) -> None:
     hangs = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(terminal.folder / "tally"), "times": 1}}
     path = terminal.write_config(environment=hangs, stop_at=FOR_EVER)
-    process = terminal.module("coordinator", "train", path, "--run-id", RUN, "--inline", environ=AT_HOME)
+    process = terminal.module("stagecoach", "train", path, "--run-id", RUN, "--inline", environ=AT_HOME)
     terminal.wait_until("the environment to hang", lambda: (terminal.folder / "tally").exists())
     for answer in ("Ctrl-C again", "it does not end: it is at "):
         process.send_signal(signal.SIGINT)
@@ -204,7 +204,7 @@ def test_an_environment_that_ends_the_only_process_is_told_of(
 ) -> None:
     environment = {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 2}}
     config = terminal.write_config(environment=environment, algorithm={"minibatch_size": 8})
-    done = terminal.ended(terminal.module("coordinator", "train", config, "--inline", environ=AT_HOME))
+    done = terminal.ended(terminal.module("stagecoach", "train", config, "--inline", environ=AT_HOME))
     assert (done.code, words in done.err, "support/environments.py" in done.err) == (code, True, True), done
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.diagnostics.doctor import open_ray
-from coordinator.services.embedded import new_secret
+from stagecoach.coordinator.diagnostics.doctor import open_ray
+from stagecoach.coordinator.services.embedded import new_secret
 from tests.support.command_line import CommandLine, OwnServers, check_ledger, check_refused, own_servers
 from tests.support.lockstep_run import ENVIRONMENT
 from tests.support.ray_head import DashboardHead

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import redis
 
-from coordinator.catalog.status import Status
-from shared.errors import PACKAGES
+from stagecoach.coordinator.catalog.status import Status
 from tests.support.command_line import SOURCE, CommandLine
 from tests.support.speed import stretched
 
@@ -132,7 +131,7 @@ def test_a_second_run_works_beside_it_in_a_folder_with_modules_of_our_names(
     terminal: CommandLine, tmp_path: Path
 ) -> None:
     other = CommandLine(tmp_path)
-    for name in PACKAGES:
+    for name in ("shared", "coordinator", "rollout_worker", "trainer_node"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the module of the user')\n")
     for name in ("own_environment.py", "own_environment.yaml"):

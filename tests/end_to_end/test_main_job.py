@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.protocol.events import confirmed_return
+from stagecoach.shared.protocol.events import confirmed_return
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import SOURCE, CommandLine, Ended, check_ledger
 
@@ -148,10 +148,11 @@ def test_nothing_runs_any_more_and_no_temporary_folder_is_left(terminal: Command
 
 DEPLOYMENT = """
 import sys
-absent = ("ray", "redis", "boto3", "botocore", "gymnasium", "coordinator", "rollout_worker", "trainer_node")
+absent = ["ray", "redis", "boto3", "botocore", "gymnasium"]
+absent += [f"stagecoach.{name}" for name in ("coordinator", "rollout_worker", "trainer_node")]
 for name in absent:
     sys.modules[name] = None
-from shared.policies.deployed import load_policy
+from stagecoach.shared.policies.deployed import load_policy
 policy = load_policy(sys.argv[1])
 for name in absent:
     del sys.modules[name]

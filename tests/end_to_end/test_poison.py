@@ -19,7 +19,7 @@ import signal
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from own_algorithm import Reinforce, ReinforceConfig
-from trainer_node.learning.building_blocks.interface import side_by_side
+from stagecoach.trainer_node.learning.building_blocks.interface import side_by_side
 
 
 class Once(CartPoleEnv):

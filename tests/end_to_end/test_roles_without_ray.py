@@ -19,7 +19,7 @@ def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> No
     run = terminal.start("train", config, "--run-id", RUN, "--inline")
     terminal.until(RUN, "training", lambda status: status.live and status.version > 0)
 
-    joined = terminal.module("rollout_worker", RUN, "--index", "7")
+    joined = terminal.module("stagecoach.rollout_worker", RUN, "--index", "7")
     status = terminal.until(
         RUN, "fragments of worker-7 learned from",
         lambda now: "worker-7" in now.ledger and now.ledger["worker-7"]["consumed"]["fragments"] > 2,
@@ -43,6 +43,6 @@ def test_what_a_role_lacks_is_named(terminal: CommandLine) -> None:
         ("nobody", "--redis", "redis://127.0.0.1:1"): "--redis also needs --store and --config",
         ("no body",): "run id 'no body'",
     }
-    started = [terminal.module("rollout_worker", *arguments, "--index", "7") for arguments in cases]
+    started = [terminal.module("stagecoach.rollout_worker", *arguments, "--index", "7") for arguments in cases]
     for process, text in zip(started, cases.values(), strict=True):
         check_refused(terminal.ended(process), text)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.learning.results import Result
 from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task
-from shared.config.loading import parse_yaml
+from stagecoach.shared.config.loading import parse_yaml
 from tests.support.cartpole_data import played, write_played
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,20 +18,20 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
-from rollout_worker.environments.factory import (
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
+from stagecoach.rollout_worker.environments.factory import (
     evaluation_environment,
     is_factory,
     make_environment,
     make_native,
     make_vector,
 )
-from rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
-from shared.config.run_config import Config
-from shared.errors import EnvironmentFailure, EnvironmentUnusable
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import EnvironmentFailure, EnvironmentUnusable
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 

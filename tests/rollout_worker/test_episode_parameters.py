@@ -8,17 +8,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.playing import evaluate_policies
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.parameters import table_at
-from shared.errors import ConfigError, EnvironmentUnusable
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.parameters import table_at
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
 from tests.support.lessons import MODULE, Open
 from tests.support.levels import THREE, corridor
@@ -131,7 +131,7 @@ def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
 
 
 def test_a_game_that_continues_from_life_to_life_takes_no_parameters() -> None:
-    wrapped = {"wrappers": [{"path": "rollout_worker.wrappers:EpisodicLife"}]}
+    wrapped = {"wrappers": [{"path": "stagecoach.rollout_worker.wrappers:EpisodicLife"}]}
     with pytest.raises(ConfigError, match=r"environment\.wrappers has EpisodicLife.*leave one of them out"):
         describe_environment(minimal_config(environment=CORRIDOR | LENGTH | wrapped))
 

@@ -12,29 +12,36 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import evaluation_environment
-from rollout_worker.environments.seeding import episode_seed
-from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.playing import evaluate_policies, play_sides
-from rollout_worker.watchdog import Watchdog
-from shared.config.run_config import Config
-from shared.config.sections import CheckpointConfig
-from shared.errors import ConfigError, EnvironmentFailure
-from shared.experience.fragment import EpisodeRecord
-from shared.league.table import PlayerRef
-from shared.policies.actor_critic import RecurrentActorCritic
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
-from shared.policies.serialization import encode_policy
-from shared.protocol.events import confirmed_return, ranking, read_evaluations, read_events, record_evaluation, solves
-from shared.protocol.heartbeat import Heartbeat
-from shared.protocol.keys import RunKeys
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, checkpoint_name, describe_objects
-from shared.storage.due_evaluations import write_due_evaluation
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import evaluation_environment
+from stagecoach.rollout_worker.environments.seeding import episode_seed
+from stagecoach.rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.playing import evaluate_policies, play_sides
+from stagecoach.rollout_worker.watchdog import Watchdog
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.errors import ConfigError, EnvironmentFailure
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.league.table import PlayerRef
+from stagecoach.shared.policies.actor_critic import RecurrentActorCritic
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.protocol.events import (
+    confirmed_return,
+    ranking,
+    read_evaluations,
+    read_events,
+    record_evaluation,
+    solves,
+)
+from stagecoach.shared.protocol.heartbeat import Heartbeat
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, checkpoint_name, describe_objects
+from stagecoach.shared.storage.due_evaluations import write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
 from tests.support.checkpoints import manifest_of
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
@@ -374,8 +381,8 @@ def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPat
 def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
     make_role: MakeRole, new_evaluator: NewEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_worker.evaluator._POLL_SECONDS", 0.01)
-    monkeypatch.setattr("rollout_worker.evaluator._POSTPONED_SECONDS", 1.0)
+    monkeypatch.setattr("stagecoach.rollout_worker.evaluator._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("stagecoach.rollout_worker.evaluator._POSTPONED_SECONDS", 1.0)
     config = minimal_config(environment=LUCK, evaluation=EVERY)
     role, evaluator = make_role(config), new_evaluator(config)
     bad, torn, good = store_due(role, 1), checkpoint_name(2, 128), store_due(role, 3)

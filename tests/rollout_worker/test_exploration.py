@@ -11,15 +11,15 @@ import torch
 from gymnasium import spaces
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling
-from rollout_worker.exploration.discrete import EpsilonGreedy
-from rollout_worker.exploration.noise import ParameterNoise, TruncatedGaussianNoise
-from shared.config.exploration import ExplorationField, NoiseField
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
-from shared.policies.policy import Policy
-from shared.policies.serialization import state_arrays
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling
+from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
+from stagecoach.rollout_worker.exploration.noise import ParameterNoise, TruncatedGaussianNoise
+from stagecoach.shared.config.exploration import ExplorationField, NoiseField
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import state_arrays
 from tests.support.environments import ACTIONS
 from tests.support.policies import SIGHT, built_policy, generator
 

@@ -15,25 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout_worker.environments.description import check_new, describe_environment
-from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.exploration.base import Acted, Exploration, Tensors
-from rollout_worker.sampling import action_trace
-from shared.config.recorded import DatasetConfig
-from shared.datasets.read import read_dataset
-from shared.errors import ConfigError, EnvironmentFailure
-from shared.experience import fragment
-from shared.experience.fragment import Fragment, kept_rows
-from shared.experience.spaces import Columns
-from shared.policies.actor_critic import RecurrentActorCritic
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.policy import Policy
+from stagecoach.rollout_worker.environments.description import check_new, describe_environment
+from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.shared.config.recorded import DatasetConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import ConfigError, EnvironmentFailure
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import Fragment, kept_rows
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.actor_critic import RecurrentActorCritic
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.trainer_node.learning.building_blocks.batch import forward_pass, log_probs
+from stagecoach.trainer_node.learning.learner import make_learner, turns_lost
 from tests.conftest import minimal_config
 from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
 from tests.support.stage import Stage, same
-from trainer_node.learning.building_blocks.batch import forward_pass, log_probs
-from trainer_node.learning.learner import make_learner, turns_lost
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}

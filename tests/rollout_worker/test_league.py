@@ -12,28 +12,28 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Greedy, Sampling, act_for
-from rollout_worker.league import opponents, stacked
-from rollout_worker.league.casting import Casting, _compared
-from rollout_worker.league.opponents import Opponents
-from rollout_worker.league.stacked import Stacked, likeness
-from rollout_worker.playing import evaluate_policies
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.sampler import Sample, Sampler
-from shared.errors import EnvironmentFailure, PlayerUnusable
-from shared.experience.fragment import MatchRecord
-from shared.league.players import PLAYERS, read_player, write_player
-from shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
-from shared.policies.registry import build_policies
-from shared.policies.serialization import encode_policy
-from shared.storage.object_store import FileStore
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for
+from stagecoach.rollout_worker.league import opponents, stacked
+from stagecoach.rollout_worker.league.casting import Casting, _compared
+from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.league.stacked import Stacked, likeness
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
+from stagecoach.shared.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.experience.fragment import MatchRecord
+from stagecoach.shared.league.players import PLAYERS, read_player, write_player
+from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM
 from tests.support.stage import same
-from trainer_node.learning.building_blocks.team import with_team
 
 CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 

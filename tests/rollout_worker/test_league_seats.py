@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from coordinator.lifecycle.validation import check
-from rollout_worker.environments.description import check_new, describe_environment
-from shared.errors import ConfigError
-from shared.experience.counters import Counters
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.registry import build_policies
 from stagecoach import DQN, DQNConfig
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.rollout_worker.environments.description import check_new, describe_environment
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.league import League
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, Chase
 from tests.support.games import MODULE
-from trainer_node.learning.league import League
 
 POLICIES = CHASE_POLICIES["policies"] | {"exploiter": {}}
 FROZEN = {name: {"trainable": False} for name in ("hunter", "prey")}

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator.diagnostics.environment_trial import try_environment
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_environment
-from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
-from rollout_worker.exploration.discrete import EpsilonGreedy
-from rollout_worker.exploration.noise import GaussianNoise
-from rollout_worker.playing import evaluate_policies
-from shared.errors import ConfigError
-from shared.experience.spaces import Array, Columns
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.policy import Policy
+from stagecoach.coordinator.diagnostics.environment_trial import try_environment
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_environment
+from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
+from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
+from stagecoach.rollout_worker.exploration.noise import GaussianNoise
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.policy import Policy
 from tests.conftest import minimal_config
 from tests.support.levels import CORRIDOR, THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options
 from tests.support.stage import Stage, same

@@ -11,11 +11,16 @@ import gymnasium as gym
 import pytest
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.environments.factory import evaluation_environment, is_factory, make_environment, make_native
-from shared.config.environment import EnvironmentConfig
-from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
-from shared.experience.spaces import EnvironmentDescription
+from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
+from stagecoach.rollout_worker.environments.factory import (
+    evaluation_environment,
+    is_factory,
+    make_environment,
+    make_native,
+)
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
+from stagecoach.shared.experience.spaces import EnvironmentDescription
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, MODULE, AddOne, Counting
 

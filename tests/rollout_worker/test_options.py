@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.diagnostics.environment_trial import try_environment
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_environment
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Acted, Exploration, Tensors
-from rollout_worker.playing import evaluate_policies
-from shared.errors import ConfigError, EnvironmentUnusable
-from shared.experience.spaces import Columns
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.policy import Policy
+from stagecoach.coordinator.diagnostics.environment_trial import try_environment
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_environment
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.policy import Policy
 from tests.conftest import minimal_config
 from tests.support.levels import CORRIDOR, PlainOptions, listed, recorded, with_options
 from tests.support.stage import Stage, same

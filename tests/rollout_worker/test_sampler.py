@@ -11,16 +11,16 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
-from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.exploration.base import Exploration, RandomActing, Sampling
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.dataset_sampler import DatasetSampler
-from rollout_worker.sampling.sampler import Sample
-from shared.datasets.recording import Recording, Recordings
-from shared.errors import EnvironmentFailure
-from shared.experience.counters import Phase
-from shared.experience.spaces import Columns
-from shared.policies.actor_critic import Heads, RecurrentActorCritic
+from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
+from stagecoach.rollout_worker.exploration.base import Exploration, RandomActing, Sampling
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
+from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.shared.datasets.recording import Recording, Recordings
+from stagecoach.shared.errors import EnvironmentFailure
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.actor_critic import Heads, RecurrentActorCritic
 from tests.support import environments
 from tests.support.datasets import described, episodes
 from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS

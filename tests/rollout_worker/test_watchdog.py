@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
-from shared.config.run_config import Config
-from shared.protocol.heartbeat import Heartbeat, Wait, poll, read_heartbeats
-from shared.protocol.ledger import read_accounting
-from shared.runtime.failure import FailureKind
-from shared.runtime.process import last_words
-from shared.runtime.run_context import RunContext
+from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.heartbeat import Heartbeat, Wait, poll, read_heartbeats
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.failure import FailureKind
+from stagecoach.shared.runtime.process import last_words
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
 from tests.support.game import published
@@ -38,7 +38,7 @@ def hanging(tally: Path, place: str, **fields: Any) -> Config:
 
 @pytest.fixture
 def run_worker(make_role: MakeRole, tmp_path: Path) -> RunWorker:
-    """`python -m rollout_worker` on a run of this config, until it ends; and what a test sees of the run."""
+    """`python -m stagecoach.rollout_worker` on a run of this config, until it ends; and what a test sees of the run."""
 
     def run(config: Config, *arguments: str) -> tuple[RunContext, subprocess.CompletedProcess[str]]:
         role = make_role(config)

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.sampling.sampler import Sample, Sampler
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.errors import ConfigError, DropReason, EnvironmentFailure, WorkerSuperseded
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START
-from shared.protocol import heartbeat
-from shared.protocol.events import read_events
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Beat, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.runtime.run_context import RunContext
+from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ConfigError, DropReason, EnvironmentFailure, WorkerSuperseded
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import START
+from stagecoach.shared.protocol import heartbeat
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
 from tests.support.game import published

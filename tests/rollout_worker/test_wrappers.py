@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import yaml
 
-from coordinator.lifecycle.validation import check
-from rollout_worker.environments.factory import evaluation_environment, make_environment
-from rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
-from shared.config.environment import EnvironmentConfig
-from shared.config.loading import load_config
-from shared.config.sections import PolicyConfig
-from shared.errors import EnvironmentUnusable
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
+from stagecoach.rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import EnvironmentUnusable
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, BREAKOUT = (ROOT / "docs" / "FILTERS.md").read_text(), ROOT / "examples" / "breakout.yaml"
@@ -184,7 +184,7 @@ def test_the_limit_of_an_episode_counts_the_agents_steps(id_: str, wrappers: lis
 
 def breakout(config: EnvironmentConfig, **changes: Any) -> Any:
     """The example's environment; ALE's own frames, where opencv is not there to make them small."""
-    wrappers = [wrapper for wrapper in config.wrappers if wrapper.path.startswith("rollout_worker.")]
+    wrappers = [wrapper for wrapper in config.wrappers if wrapper.path.startswith("stagecoach.rollout_worker.")]
     kwargs = config.kwargs | {"frameskip": 4}
     return make_environment(config.model_copy(update={"wrappers": tuple(wrappers), "kwargs": kwargs} | changes))
 

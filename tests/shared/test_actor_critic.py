@@ -13,16 +13,16 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.distributions import Normal
 
-from rollout_worker.environments.description import describe_space
-from rollout_worker.environments.vector_env import pick
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.config.sections import PolicyConfig
-from shared.errors import ConfigError, UserError
-from shared.experience.spaces import PolicySpaces
-from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stateful, with_states
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.registry import build_policies
-from shared.policies.serialization import state_arrays
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.rollout_worker.environments.vector_env import pick
+from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import ConfigError, UserError
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stateful, with_states
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import state_arrays
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import SIGHT, batch_of, built_policy, generator
 

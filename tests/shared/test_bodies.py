@@ -11,13 +11,13 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
-from shared.experience.log_entry import BodyPlace
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
-from shared.protocol.payload_shards import Bodies, bytes_by_shard
-from shared.protocol.redis_client import shard_clients
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
+from stagecoach.shared.experience.log_entry import BodyPlace
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.payload_shards import Bodies, bytes_by_shard
+from stagecoach.shared.protocol.redis_client import shard_clients
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
 from tests.support.own_redis import OwnRedis
 from tests.support.runs import shard_fields

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from shared.storage.checkpoint_store import (
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     FINISHED,
     MANIFEST,
@@ -31,11 +31,11 @@ from shared.storage.checkpoint_store import (
     checkpoint_name,
     checkpoint_version,
 )
-from shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.trainer_node.checkpointing.retention import take_inventory
 from tests.support.checkpoints import manifest_of
 from tests.support.strategies import JSON_VALUES
 from tests.support.waiting import Background
-from trainer_node.checkpointing.retention import take_inventory
 
 RUN = "the-run"
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.config.sections import PolicyConfig
-from shared.errors import CheckpointDamaged
-from shared.experience import tensor_blob
-from shared.experience.counters import Counters, Phase, PhaseCounters
-from shared.experience.spaces import Columns, PolicySpaces
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.serialization import (
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import CheckpointDamaged
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
+from stagecoach.shared.experience.spaces import Columns, PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.serialization import (
     VersionHeader,
     decode_board,
     decode_policy,

@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from shared.errors import FragmentError
-from shared.experience import column_codec, tensor_blob
-from shared.experience.column_codec import Compression
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.errors import FragmentError
+from stagecoach.shared.experience import column_codec, tensor_blob
+from stagecoach.shared.experience.column_codec import Compression
+from stagecoach.shared.experience.spaces import Array, Columns
 from tests.support.strategies import TEXTS, json_values
 
 COMPRESSIONS = ("none", "lz4", "zstd")

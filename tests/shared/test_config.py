@@ -11,14 +11,14 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.loading import dump_config, parse_config
-from shared.config.run_config import Config
-from shared.config.section import Schedule
-from shared.config.validation import sections_in
-from shared.errors import ConfigError
-from shared.experience.counters import Duration
+from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.loading import dump_config, parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.config.validation import sections_in
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Duration
 from tests.conftest import minimal_config
 
 ROOT = Path(__file__).parent.parent.parent

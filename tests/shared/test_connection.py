@@ -18,11 +18,18 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.config.loading import dump_config
-from shared.errors import ConfigError, RedisUnavailable, RunNotFound, UserError
-from shared.protocol.flow_control import Flow
-from shared.protocol.redis_client import Address, Credentials, RoleName, check_redis, connect_redis, credentials
-from shared.runtime.launch import RoleLaunch
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.errors import ConfigError, RedisUnavailable, RunNotFound, UserError
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.redis_client import (
+    Address,
+    Credentials,
+    RoleName,
+    check_redis,
+    connect_redis,
+    credentials,
+)
+from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import RedisServer, minimal_config
 from tests.support.own_redis import OwnRedis
 
@@ -345,7 +352,7 @@ def test_a_process_with_a_wrong_password_ends_with_one_line(
     environment(TRAINER_REDIS_PASSWORD=SECRET, TRAINER_REDIS_USERNAME="default")
     (tmp_path / "config.yaml").write_text(dump_config(WITHOUT_RETRIES))
     where = ["--redis", redis_server.url, "--store", f"file://{tmp_path}", "--config", str(tmp_path / "config.yaml")]
-    command = [sys.executable, "-m", "trainer_node", "run", *where]
+    command = [sys.executable, "-m", "stagecoach.trainer_node", "run", *where]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     said = [line for line in ended.stderr.splitlines() if not line.endswith("trainer begins")]
     assert (ended.returncode, len(said)) == (2, 1), ended.stderr

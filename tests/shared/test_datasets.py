@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.recorded import DatasetConfig
-from shared.datasets.read import read_dataset
-from shared.datasets.recording import Episode, Recording
-from shared.errors import DatasetError, UserError
-from shared.experience import fragment
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.config.recorded import DatasetConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.datasets.recording import Episode, Recording
+from stagecoach.shared.errors import DatasetError, UserError
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from tests.support.datasets import (
     BOX,
     CHOICE,

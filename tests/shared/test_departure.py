@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.services.embedded import BUCKET, start_s3
-from shared.config.run_config import Config
-from shared.protocol.heartbeat import read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import FINISHED
+from stagecoach.coordinator.services.embedded import BUCKET, start_s3
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.heartbeat import read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.conftest import RedisServer, minimal_config
 from tests.support.environments import MODULE
 from tests.support.role_processes import ended, events, start_process
@@ -169,7 +169,7 @@ def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
 
 SCRIPT = """
 import os, signal, sys, time
-from shared.runtime.launch import shutdown_on_signal
+from stagecoach.shared.runtime.launch import shutdown_on_signal
 before = signal.getsignal(signal.SIGTERM)
 try:
     with shutdown_on_signal(lambda: os.write(1, b"asked\\n"), grace_seconds=float(sys.argv[1]) or None):

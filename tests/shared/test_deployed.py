@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments.description import describe_space
-from shared.config.sections import PolicyConfig
-from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.experience.spaces import PolicySpaces
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.policies.q_network import QNetwork, RecurrentQNetwork, unscaled
-from shared.policies.serialization import encode_policy
-from shared.storage.checkpoint_store import (
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork, unscaled
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     MANIFEST,
     POINTER,
     PROMOTED,
     CheckpointStore,
 )
-from shared.storage.object_store import FileStore
+from stagecoach.shared.storage.object_store import FileStore
 from tests.support.checkpoints import manifest_of
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import built_policy

@@ -21,10 +21,10 @@ from torch.distributions import (
     kl_divergence,
 )
 
-from rollout_worker.environments.description import describe_space
-from shared.errors import UnsupportedSpace
-from shared.policies.continuous import BoundedActions, SquashedGaussian
-from shared.policies.distributions import ActionDistribution
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.policies.continuous import BoundedActions, SquashedGaussian
+from stagecoach.shared.policies.distributions import ActionDistribution
 from tests.support.policies import SIGHT, built_policy, generator
 
 ROWS = 7

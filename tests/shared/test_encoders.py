@@ -11,10 +11,10 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.environments.description import describe_space
-from shared.config.sections import PolicyConfig
-from shared.errors import ConfigError, UnsupportedSpace
-from shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import ConfigError, UnsupportedSpace
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
 from tests.conftest import minimal_config
 from tests.support.environments import OBSERVATIONS
 from tests.support.policies import batch_of

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shared.experience.log_entry import START, STRANGERS
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import KeyDamaged, RunState
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Count, read_accounting
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.experience.log_entry import START, STRANGERS
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import KeyDamaged, RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Count, read_accounting
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
 

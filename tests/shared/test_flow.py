@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import redis
 
-from coordinator.lifecycle.preparation import create_flow
-from shared.errors import RunNotFound, WorkerSuperseded
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Claim, Flow, KeyDamaged, RunState
-from shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
-from shared.protocol.scripts import NAMES, Script, source
-from shared.runtime.run_context import RunContext
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.errors import RunNotFound, WorkerSuperseded
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import Claim, Flow, KeyDamaged, RunState
+from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
+from stagecoach.shared.protocol.scripts import NAMES, Script, source
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
 from tests.support.small_run import SmallTrainer, SmallWorker, begin, in_redis, small_config
 from tests.support.waiting import Background

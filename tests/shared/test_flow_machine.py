@@ -26,23 +26,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from coordinator.lifecycle.preparation import create_flow
-from coordinator.services.embedded import new_secret
-from rollout_worker.environments.description import describe_environment
-from shared.errors import Fenced, WorkerSuperseded
-from shared.experience import fragment
-from shared.protocol.flow_control import Flow
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.payload_shards import Bodies, named_bodies
-from shared.protocol.redis_client import Address
-from shared.protocol.scripts import Script
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore
-from shared.storage.object_store import open_store
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.coordinator.services.embedded import new_secret
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.errors import Fenced, WorkerSuperseded
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.payload_shards import Bodies, named_bodies
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore
+from stagecoach.shared.storage.object_store import open_store
+from stagecoach.trainer_node.log_consumer import Committed
 from tests.conftest import RedisServer
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
-from trainer_node.log_consumer import Committed
 
 PAST_MS = 1
 

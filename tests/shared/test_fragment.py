@@ -13,12 +13,12 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import DropReason, FragmentError
-from shared.experience import fragment, tensor_blob
-from shared.experience.column_codec import Compression
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment
-from shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.column_codec import Compression
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
+from stagecoach.shared.experience.spaces import EnvironmentDescription
 from tests.support.fragments import (
     COLUMNS,
     HEADERS,

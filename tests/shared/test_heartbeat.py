@@ -14,10 +14,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from shared.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
-from shared.protocol import heartbeat
-from shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
-from shared.protocol.heartbeat import (
+from stagecoach.shared.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
+from stagecoach.shared.protocol import heartbeat
+from stagecoach.shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
+from stagecoach.shared.protocol.heartbeat import (
     DEAD_AFTER_SECONDS,
     Beat,
     Heartbeat,
@@ -27,7 +27,7 @@ from shared.protocol.heartbeat import (
     read_heartbeats,
     retry_until_deadline,
 )
-from shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.keys import RunKeys
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from shared.config.league import first_learner
-from shared.config.loading import dump_config, parse_config
-from shared.errors import ConfigError
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.fragment import EpisodeRecord, MatchRecord
-from shared.league.matchmaking import draw
-from shared.league.table import Learner, MatchTable, PlayerRef
-from shared.policies.serialization import VersionHeader, decode_board, encode_board
+from stagecoach.shared.config.league import first_learner
+from stagecoach.shared.config.loading import dump_config, parse_config
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.league.matchmaking import draw
+from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef
+from stagecoach.shared.policies.serialization import VersionHeader, decode_board, encode_board
 from tests.support.fragments import SIMPLE, zero_fragment
 from tests.support.league import league_config, league_of
 

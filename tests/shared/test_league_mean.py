@@ -9,12 +9,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from shared.config.sections import PolicyConfig
-from shared.errors import CheckpointDamaged, CheckpointNotFound
-from shared.league.mean import decode_mixture, encode_mixture, is_mixture, mean_of, member
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.deployed import DeployedMixture, load_policy
-from shared.policies.serialization import encode_policy
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound
+from stagecoach.shared.league.mean import decode_mixture, encode_mixture, is_mixture, mean_of, member
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.deployed import DeployedMixture, load_policy
+from stagecoach.shared.policies.serialization import encode_policy
 from tests.support.fragments import describe
 
 SPACES = describe({"main": (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(3))}).policies["main"]

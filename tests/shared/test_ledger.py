@@ -8,14 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import DropReason, Fenced
-from shared.experience.log_entry import STRANGERS
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Count, Ledger, LedgerLine, WorkerAccount, fast_forward, read_accounting, read_ledger
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.experience.log_entry import STRANGERS
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import (
+    Count,
+    Ledger,
+    LedgerLine,
+    WorkerAccount,
+    fast_forward,
+    read_accounting,
+    read_ledger,
+)
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.log_consumer import Committed
 from tests.conftest import MakeRole
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
-from trainer_node.log_consumer import Committed
 
 counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
 accounts = st.builds(

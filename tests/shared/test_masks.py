@@ -16,20 +16,20 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.action_masks import from_info, marked
-from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors
-from rollout_worker.exploration.own import make_own_exploration
-from shared.config.exploration import OwnExploration
-from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
-from shared.experience.counters import Counters
-from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.distributions import ActionDistribution
-from shared.policies.masks import ILLEGAL, masked
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.environments.action_masks import from_info, marked
+from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
+from stagecoach.rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors
+from stagecoach.rollout_worker.exploration.own import make_own_exploration
+from stagecoach.shared.config.exploration import OwnExploration
+from stagecoach.shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.distributions import ActionDistribution
+from stagecoach.shared.policies.masks import ILLEGAL, masked
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.support.games import NIM, Nim
 from tests.support.stage import Stage

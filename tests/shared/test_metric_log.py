@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared.errors import MetricsDamaged, StoreError
-from shared.storage import metric_log
-from shared.storage.metric_log import (
+from stagecoach.shared.errors import MetricsDamaged, StoreError
+from stagecoach.shared.storage import metric_log
+from stagecoach.shared.storage.metric_log import (
     ENV_STEPS,
     EPISODES,
     EVALUATIONS,
@@ -26,7 +26,7 @@ from shared.storage.metric_log import (
     read,
     segments,
 )
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.storage.object_store import ObjectStore
 from tests.support.memory_store import MemoryStore
 
 RUN = "run-1"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
-from shared.protocol.keys import RunKeys
-from shared.protocol.metric_tail import append_row, newest_row, read_rows
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.metric_tail import append_row, newest_row, read_rows
 
 
 def test_rows_are_read_as_they_were_written_and_only_those_behind_what_is_known(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config.parameters import evaluated_table, table_at
-from shared.config.run_config import Config
-from shared.errors import ConfigError
-from shared.experience.parameters import ParameterTable
+from stagecoach.shared.config.parameters import evaluated_table, table_at
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.parameters import ParameterTable
 from tests.conftest import minimal_config
 
 LESSONS: list[Any] = [{"value": 0, "until": {"return": 1.0}}, {"value": 1}]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.checkpoint_lookup import named_code
-from shared.config.loading import dump_config, parse_config, parse_yaml
-from shared.errors import ConfigError
+from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
+from stagecoach.shared.config.loading import dump_config, parse_config, parse_yaml
+from stagecoach.shared.errors import ConfigError
+from stagecoach.trainer_node.checkpointing.fork import beginnings
 from tests.conftest import minimal_config
-from trainer_node.checkpointing.fork import beginnings
 
 TWO: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "agents": {"*": "a", "b_*": "b"}}
 

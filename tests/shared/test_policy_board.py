@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import Fenced
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.spaces import Columns
-from shared.policies.registry import build_policies
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Ledger, read_ledger
-from shared.protocol.policy_board import PolicyBoard
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import Fenced
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Ledger, read_ledger
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
 from tests.support.small_run import SmallWorker, begin, in_redis, small_config
 

@@ -19,15 +19,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.options import PrintableConsole
-from coordinator.lifecycle.preparation import create_flow
-from shared.errors import PACKAGES
-from shared.printable import complain, counted, printable, printable_data, score_in_words
-from shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat, read_heartbeats
-from shared.runtime.launch import LOGS, log_to_file
-from shared.runtime.user_code import SOURCE
+from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.errors import PACKAGE
+from stagecoach.shared.printable import complain, counted, printable, printable_data, score_in_words
+from stagecoach.shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from stagecoach.shared.runtime.launch import LOGS, log_to_file
 from tests.conftest import MakeRole, minimal_config
 
 LOGGER = logging.getLogger("stagecoach.test")
@@ -153,7 +152,7 @@ def test_one_is_no_plural() -> None:
     assert [counted(number, "episode") for number in numbers] == [
         "0 episodes", "1 episode", "2 episodes", "1,200 episodes", "– episodes",
     ]  # fmt: skip
-    products = [path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")]
+    products = [path for folder in PACKAGE.iterdir() for path in folder.rglob("*.py")]
     plural = [f"{path.name}: {found}" for path in products for found in COUNTED.findall(path.read_text())]
     assert [line for line in plural if not line.startswith(("deployed.py", "recording.py"))] == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.protocol import scripts
+from stagecoach.shared.protocol import scripts
 from tests.conftest import MakeRole
 from tests.support.protocol_search import Search, Violation
 from tests.support.random_walks import Server, walk

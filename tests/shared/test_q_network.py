@@ -9,9 +9,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from shared.errors import UnsupportedSpace
-from shared.policies.q_network import NoisyLinear, QNetwork
-from shared.policies.serialization import state_arrays
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.policies.q_network import NoisyLinear, QNetwork
+from stagecoach.shared.policies.serialization import state_arrays
 from tests.support.policies import Q_NETWORKS, SIGHT, built_policy, generator
 
 every_kind = pytest.mark.parametrize("fields", Q_NETWORKS, ids=str)

@@ -12,10 +12,10 @@ from gymnasium import spaces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.environments.description import describe_space
-from shared.errors import UnsupportedSpace
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from tests.support.strategies import boxes, gymnasium_spaces
 
 NOTHING_WITHIN = spaces.Dict({"nothing": spaces.Dict({}), "something": spaces.Discrete(2)})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.stage_timer import OTHER, Interval, Profile, StageTimer
-from shared.storage.object_store import FileStore
+from stagecoach.shared.runtime.stage_timer import OTHER, Interval, Profile, StageTimer
+from stagecoach.shared.storage.object_store import FileStore
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("shared.runtime.stage_timer.time.perf_counter_ns", lambda: clock.now)
+    monkeypatch.setattr("stagecoach.shared.runtime.stage_timer.time.perf_counter_ns", lambda: clock.now)
     return clock
 
 

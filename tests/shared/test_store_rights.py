@@ -16,15 +16,15 @@ from typing import Any
 import boto3
 import pytest
 
-from coordinator.diagnostics.doctor import examine
-from coordinator.diagnostics.store_trial import try_store
-from coordinator.lifecycle.validation import check_services
-from coordinator.services.embedded import BUCKET, free_port
-from shared.config.run_config import Config
-from shared.errors import CredentialsRefused, DeletionRefused, OperationRefused, StoreError, StoreUnavailable
-from shared.protocol.redis_client import Address
-from shared.storage import s3_store
-from shared.storage.object_store import ObjectStore, open_store
+from stagecoach.coordinator.diagnostics.doctor import examine
+from stagecoach.coordinator.diagnostics.store_trial import try_store
+from stagecoach.coordinator.lifecycle.validation import check_services
+from stagecoach.coordinator.services.embedded import BUCKET, free_port
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CredentialsRefused, DeletionRefused, OperationRefused, StoreError, StoreUnavailable
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.storage import s3_store
+from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import minimal_config
 from tests.support import store_faults as faults
 from tests.support.store_faults import Answer, Fault, StoreFaults

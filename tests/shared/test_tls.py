@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.services.embedded import BUCKET, new_secret
-from shared.config.loading import dump_config
-from shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
-from shared.protocol.redis_client import Address, connect_redis
-from shared.runtime.launch import launch_from_arguments, role_arguments
-from shared.storage.object_store import ObjectStore, open_store
+from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
+from stagecoach.shared.protocol.redis_client import Address, connect_redis
+from stagecoach.shared.runtime.launch import launch_from_arguments, role_arguments
+from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config
 from tests.support.certificate_authority import Authority, tls_before
 
@@ -126,7 +126,7 @@ def test_no_url_turns_verification_off(query: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(minimal_config()))
     words = ["run", "--redis", url, "--store", "file:///x", "--config", str(tmp_path / "config.yaml")]
     with pytest.raises(ConfigError, match="always verified"):
-        launch_from_arguments(role_arguments("trainer_node", "").parse_args(words))
+        launch_from_arguments(role_arguments("stagecoach.trainer_node", "").parse_args(words))
 
 
 def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
@@ -134,7 +134,9 @@ def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
     words = ["run", "--redis", f"redis://:{KEY}@127.0.0.1:1", "--store", "file:///x"]
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         launch_from_arguments(
-            role_arguments("trainer_node", "").parse_args([*words, "--config", str(tmp_path / "config.yaml")])
+            role_arguments("stagecoach.trainer_node", "").parse_args(
+                [*words, "--config", str(tmp_path / "config.yaml")]
+            )
         )
     assert KEY not in str(caught.value)
 

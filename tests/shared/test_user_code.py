@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.catalog.checkpoint_lookup import require_recorder
-from coordinator.cli.curves.plot import require_matplotlib
-from coordinator.lifecycle.ray_job import job_client
-from rollout_worker.environments.factory import make_environment
-from shared.config.environment import EnvironmentConfig
-from shared.config.sections import MetricsConfig
-from shared.datasets.read import read_hdf5
-from shared.errors import ConfigError, UserError
-from shared.experience.spaces import EnvironmentDescription
-from shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
-from trainer_node.export.onnx_translation import require_onnx
-from trainer_node.metrics.writers import check_writers
+from stagecoach.coordinator.catalog.checkpoint_lookup import require_recorder
+from stagecoach.coordinator.cli.curves.plot import require_matplotlib
+from stagecoach.coordinator.lifecycle.ray_job import job_client
+from stagecoach.rollout_worker.environments.factory import make_environment
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.sections import MetricsConfig
+from stagecoach.shared.datasets.read import read_hdf5
+from stagecoach.shared.errors import ConfigError, UserError
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
+from stagecoach.trainer_node.export.onnx_translation import require_onnx
+from stagecoach.trainer_node.metrics.writers import check_writers
 
 NOTHING = EnvironmentDescription({}, {})
 
@@ -112,21 +112,6 @@ def test_the_users_folders_come_last_and_once_wherever_they_stood(
     extend_imports([str(tmp_path)])
     assert sys.path[-1] == str(tmp_path)
     assert [entry for entry in sys.path if Path(entry or ".").resolve() == tmp_path] == [str(tmp_path)]
-    before = list(sys.path)
-    extend_imports([str(SOURCE)])
-    assert sys.path == before, "a source checkout keeps its place"
-
-
-def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "__init__.py").write_text("")
-    (tmp_path / "shared" / "physics.py").write_text("def make(): ...")
-    (tmp_path / "robot.py").write_text("from shared.physics import make")
-    extend_imports([str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"'shared\.physics'.* own called shared; rename yours in ") as error:
-        import_object("robot:make", "environment.id")
-    assert "\n" not in str(error.value)
-    sys.modules.pop("robot", None)
 
 
 @pytest.mark.parametrize(

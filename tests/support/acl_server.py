@@ -16,9 +16,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.services.embedded import free_port, new_secret
-from coordinator.services.redis_servers import redis_binary
-from shared.protocol.redis_client import RoleName
+from stagecoach.coordinator.services.embedded import free_port, new_secret
+from stagecoach.coordinator.services.redis_servers import redis_binary
+from stagecoach.shared.protocol.redis_client import RoleName
 from tests.support.certificate_authority import Authority
 from tests.support.own_redis import wait_ready
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 
-from shared.datasets.recording import Episode
-from shared.experience.spaces import Array
+from stagecoach.shared.datasets.recording import Episode
+from stagecoach.shared.experience.spaces import Array
 from tests.support.datasets import recorded, write_recorded
 
 RULE = np.array([0.1, 0.3, 1.0, 1.0])

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shared.storage.checkpoint_store import MANIFEST, CheckpointStore, Manifest, checkpoint_name, describe_objects
+from stagecoach.shared.storage.checkpoint_store import (
+    MANIFEST,
+    CheckpointStore,
+    Manifest,
+    checkpoint_name,
+    describe_objects,
+)
 
 
 def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:

@@ -22,12 +22,12 @@ from typing import Any
 import redis
 import yaml
 
-from coordinator.catalog.status import Status
-from coordinator.run import Run
-from coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
-from shared.errors import StagecoachError
-from shared.protocol.heartbeat import Wait
-from shared.protocol.redis_client import Address, connect_redis
+from stagecoach.coordinator.catalog.status import Status
+from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.protocol.heartbeat import Wait
+from stagecoach.shared.protocol.redis_client import Address, connect_redis
 from tests.support.speed import stretched
 
 SOURCE = Path(__file__).parent.parent.parent
@@ -78,7 +78,7 @@ class CommandLine:
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """`stagecoach` in the background."""
-        return self.module("coordinator", *arguments)
+        return self.module("stagecoach", *arguments)
 
     def module(self, name: str, *arguments: str | Path, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """`python -m name` in the background; its output goes to files, which `ended` and `output` read."""

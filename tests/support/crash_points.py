@@ -19,31 +19,31 @@ from typing import Any
 
 import redis
 
-from rollout_worker.evaluator import Evaluator
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, CheckpointNotFound, Fenced, WaitTimeout
-from shared.experience.log_entry import id_order
-from shared.protocol.events import read_evaluations, record_evaluation
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import Flow
-from shared.protocol.heartbeat import forget_heartbeat
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.payload_shards import Bodies
-from shared.protocol.redis_client import shard_clients
-from shared.protocol.scripts import NAMES, source
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED, READY, CheckpointStore
-from shared.storage.due_evaluations import due_evaluations
-from shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS, TRAIN, VERSION
-from shared.storage.object_store import ObjectStore
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, Fenced, WaitTimeout
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.events import read_evaluations, record_evaluation
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.heartbeat import forget_heartbeat
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.payload_shards import Bodies
+from stagecoach.shared.protocol.redis_client import shard_clients
+from stagecoach.shared.protocol.scripts import NAMES, source
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED, READY, CheckpointStore
+from stagecoach.shared.storage.due_evaluations import due_evaluations
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS, TRAIN, VERSION
+from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 from tests.support.checkpoints import key_of
 from tests.support.metric_rows import recorded
 from tests.support.runs import RedisServer, folder_address, make_run
 from tests.support.speed import stretched
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 
 _SCRIPTS = {source(name).sha: name for name in NAMES}
 _READS = {

@@ -10,14 +10,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollout_worker.environments.description import describe_environment
-from shared.datasets.recording import Episode
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, encode
-from shared.experience.log_entry import LogEntry
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from shared.storage.log_archive import Archive
-from shared.storage.object_store import FileStore
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.datasets.recording import Episode
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, encode
+from stagecoach.shared.experience.log_entry import LogEntry
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.shared.storage.object_store import FileStore
 from tests.conftest import minimal_config
 
 BOX = SpaceSpec((Leaf("", "box", (3,), "float32", low=(-9.0,), high=(9.0,)),), 0)

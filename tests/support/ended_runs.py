@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.run import Run
-from shared.config.loading import dump_config
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.config.loading import dump_config
 
 
 def copies(run: Run, runs_dir: Path, made: Mapping[str, Mapping[str, Any]]) -> list[Run]:

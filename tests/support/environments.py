@@ -31,7 +31,7 @@ Told = tuple[Any, float, bool, bool, dict[str, Any]]
 """What `step` returns."""
 Ends = Literal["terminated", "truncated", "never"]
 MODULE = "tests.support.environments"
-TRIED = "rollout_worker.environments.checking.check" in sys.orig_argv
+TRIED = "stagecoach.rollout_worker.environments.checking.check" in sys.orig_argv
 """In the process that tries an environment before a run starts: there they behave, so that they fail in the run."""
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.runtime.failure import RoleEnd
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.runtime.failure import RoleEnd
 from tests.support.fault_proxy import FaultProxy
 from tests.support.game import Game, balanced, make_game, small
 from tests.support.own_redis import OwnRedis

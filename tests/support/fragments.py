@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.experience import fragment, tensor_blob
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
-from shared.experience.spaces import Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
+from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription, PolicySpaces
 
 RECORD = EpisodeRecord(12.5, 30, True, {"a": 10.0, "b": 2.5}, {"height": 1.5})
 _EPISODE = dataclasses.asdict(RECORD)

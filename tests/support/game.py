@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.sampling.dataset_sampler import DatasetSampler
-from rollout_worker.sampling.sampler import Sampler
-from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.experience.spaces import Columns
-from shared.policies.serialization import decode_policy, state_arrays
-from shared.protocol.events import read_events
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.policy_board import PolicyBoard
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED
+from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.serialization import decode_policy, state_arrays
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.replay import Replayed, replay
+from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer, minimal_config
 from tests.support.checkpoints import key_of
 from tests.support.runs import folder_address, make_run
-from trainer_node.incarnation import Incarnation
-from trainer_node.replay import Replayed, replay
-from trainer_node.trainer import Trainer
 
 POLICY = "default/policy.safetensors"
 STEPS_PER_UPDATE = 8 * 4 * 2

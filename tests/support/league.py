@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.experience.counters import Counters
-from shared.experience.fragment import EpisodeRecord, MatchRecord
-from shared.league.matchmaking import draw
-from shared.league.table import MatchTable
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.league.matchmaking import draw
+from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.league import League
 from tests.support.fragments import describe
-from trainer_node.learning.league import League
 
 _SPACES = (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
 EXPLOITED: dict[str, Any] = {

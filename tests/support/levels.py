@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.learning.mazes import PointMaze
-from rollout_worker.environments.seeding import episode_seed
-from shared.experience.spaces import Array, Columns
+from stagecoach.rollout_worker.environments.seeding import episode_seed
+from stagecoach.shared.experience.spaces import Array, Columns
 
 THREE: list[dict[str, Any]] = [
     {"policy": "top", "reward": "sparse", "threshold": 0.5},

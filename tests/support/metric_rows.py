@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.storage.metric_log import read
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.storage.metric_log import read
+from stagecoach.shared.storage.object_store import ObjectStore
 
 CLOCKS = ("time/unix_seconds", "time/fps", "train/learn_seconds", "rollout/acting_seconds")
 SHAPED = "rollout/ep_shaped_rew"

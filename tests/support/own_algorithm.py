@@ -4,12 +4,12 @@ TEXT = '''
 import torch
 from torch import nn
 
-from shared.config.algorithms.base import AlgorithmConfig
-from shared.policies.distributions import ActionDistribution
-from shared.policies.policy import Policy
-from shared.policies.registry import register_policy
-from trainer_node.learning.building_blocks.interface import side_by_side
-from trainer_node.learning.building_blocks.interface import Shard
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
+from stagecoach.shared.policies.distributions import ActionDistribution
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import register_policy
+from stagecoach.trainer_node.learning.building_blocks.interface import side_by_side
+from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 
 
 @register_policy

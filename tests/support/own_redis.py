@@ -15,8 +15,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.services.embedded import free_port, new_secret
-from coordinator.services.redis_servers import redis_binary
+from stagecoach.coordinator.services.embedded import free_port, new_secret
+from stagecoach.coordinator.services.redis_servers import redis_binary
 from tests.conftest import RedisServer
 from tests.support.speed import stretched
 

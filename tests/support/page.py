@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.run import Run
-from shared.protocol.heartbeat import Wait, poll
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.speed import stretched
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import PolicySpaces
-from shared.policies.registry import build_policies
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.registry import build_policies
 
 SIGHT = spaces.Box(-1.0, 1.0, (3,), np.float32)
 Q_NETWORKS: list[dict[str, Any]] = [

@@ -11,13 +11,13 @@ from typing import Any
 
 import redis
 
-from coordinator.run import Run
-from shared.errors import StagecoachError
-from shared.protocol.flow_control import Flow
-from shared.protocol.heartbeat import read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import LedgerLine, read_accounting
-from shared.protocol.redis_client import connect_redis, without_retries
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.heartbeat import read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
+from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from tests.support.command_line import CommandLine
 
 _SERVICES = {

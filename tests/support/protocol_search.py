@@ -19,19 +19,19 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from shared.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.log_entry import START, STRANGERS, LogEntry, id_order
-from shared.policies.serialization import VersionHeader
-from shared.protocol.flow_control import Claim
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
-from shared.protocol.policy_board import PolicyBoard
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.log_entry import START, STRANGERS, LogEntry, id_order
+from stagecoach.shared.policies.serialization import VersionHeader
+from stagecoach.shared.protocol.flow_control import Claim
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.log_consumer import Committed, LogConsumer, RedisAccounting
 from tests.support.fragments import zero_fragment
 from tests.support.small_run import ENVS, STEPS
-from trainer_node.log_consumer import Committed, LogConsumer, RedisAccounting
 
 PAST_MS = 1
 _LEASE_SECONDS = 1e9

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from tests.support.own_redis import OwnRedis
 from tests.support.protocol_search import Image, Next, Search, Violation, World
 from tests.support.runs import folder_address, make_run

@@ -20,8 +20,8 @@ from typing import Any
 
 import ray
 
-from coordinator.services.embedded import free_port
-from shared.runtime.process import end_with_parent
+from stagecoach.coordinator.services.embedded import free_port
+from stagecoach.shared.runtime.process import end_with_parent
 from tests.support.speed import stretched
 
 _SECONDS = 120.0

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shared.config.loading import dump_config
-from shared.protocol.events import read_events
-from shared.protocol.redis_client import credentials, s3_keys
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.redis_client import credentials, s3_keys
+from stagecoach.shared.runtime.run_context import RunContext
 
 
 def start_process(role: RunContext, folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import redis
 
-from coordinator.services.embedded import new_secret
-from rollout_worker.environments.description import describe_environment
-from shared.config.run_config import Config
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import Address, shard_clients
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import ENVIRONMENT
+from stagecoach.coordinator.services.embedded import new_secret
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import Address, shard_clients
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def folder_address(server: RedisServer, folder: Path, run_id: str | None = None)
 
 def make_run(config: Config, address: Address) -> RunContext:
     """The run exists from here on: its flow is in Redis, its environment's description in the store."""
-    from coordinator.lifecycle.preparation import create_flow  # it imports torch
+    from stagecoach.coordinator.lifecycle.preparation import create_flow  # it imports torch
 
     role = open_run_context(config, address)
     create_flow(role)

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from shared.experience import fragment
-from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.fragment import Fragment
-from shared.policies.serialization import VersionHeader
-from shared.protocol.flow_control import Claim
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import LedgerLine, read_accounting
-from shared.protocol.policy_board import PolicyBoard, Published
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase, PhaseCounters
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.policies.serialization import VersionHeader
+from stagecoach.shared.protocol.flow_control import Claim
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
+from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
 from tests.conftest import minimal_config
 from tests.support.fragments import zero_fragment
-from trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Exploration
-from rollout_worker.sampling import action_trace
-from rollout_worker.sampling.sampler import Sample, Sampler
-from shared.experience import fragment
-from shared.experience.counters import Counters, Phase
-from shared.experience.fragment import Fragment, FragmentHeader
-from shared.policies.registry import build_policies
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Counters, Phase
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 
 

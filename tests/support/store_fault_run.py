@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coordinator.catalog.status import Status, live_status
-from coordinator.services.embedded import BUCKET, new_secret
-from shared.config.run_config import Config
-from shared.errors import CheckpointNotFound
-from shared.protocol.redis_client import Address
-from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import CHECKPOINTS, FINISHED, MANIFEST, CheckpointStore
-from shared.storage.object_store import open_store
+from stagecoach.coordinator.catalog.status import Status, live_status
+from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointNotFound
+from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.runtime.run_context import RunContext, open_run_context
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, FINISHED, MANIFEST, CheckpointStore
+from stagecoach.shared.storage.object_store import open_store
 from tests.conftest import RedisServer, minimal_config
 from tests.support.game import POLICY, Game, small
 from tests.support.runs import make_run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config.run_config import Config
+from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer
 from tests.support.cartpole_data import played, write_played
 from tests.support.game import Game, NewGame, make_game

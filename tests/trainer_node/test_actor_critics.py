@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, PolicySpaces
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, PolicySpaces
+from stagecoach.trainer_node.learning.building_blocks.optimization import state_of
 from tests.support.learning.algorithms import make, move_apart, noted, older, on_both_spaces
 from tests.support.learning.experience import acted, advantage_batch, received
 from tests.support.learning.slow_returns import case_of
-from trainer_node.learning.building_blocks.optimization import state_of
 
 against_both = pytest.mark.parametrize("against", ["behavior", "target"])
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.lifecycle.preparation import create_flow
-from shared.config.sections import ArchiveConfig
-from shared.errors import ArchiveIncomplete, StoreError
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.keys import RunKeys
-from shared.storage.log_archive import Archive, read_experience
-from shared.storage.object_store import FileStore
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.config.sections import ArchiveConfig
+from stagecoach.shared.errors import ArchiveIncomplete, StoreError
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.storage.log_archive import Archive, read_experience
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import Archiver
 from tests.conftest import MakeRole
 from tests.support.game import NewGame, archived, balanced, replayed, restore_redis
-from trainer_node.checkpointing.checkpoint_writer import Archiver
 
 ALL = ArchiveConfig(keep="all")
 

@@ -11,18 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config.sections import PolicyConfig
-from shared.errors import ConfigError
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
-from shared.policies.critic import MASK, NUMBER, ValueScale
-from shared.policies.serialization import decode_policy, encode_policy
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.policies.critic import MASK, NUMBER, ValueScale
+from stagecoach.shared.policies.serialization import decode_policy, encode_policy
+from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY, SEEN, bits, make, weights
 from tests.support.learning.cases import team
 from tests.support.learning.experience import acted, received, update_batch
 from tests.support.learning.slow_returns import Case
-from trainer_node.learning.building_blocks.team import with_team
 
 AGENTS = 3
 every = pytest.mark.parametrize("name", ON_POLICY)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments.description import describe_environment
-from shared.config.recorded import DemonstrationsConfig
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import DatasetError
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.recorded import DemonstrationsConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import DatasetError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.trainer_node.learning.building_blocks.interface import Shard
+from stagecoach.trainer_node.learning.learner import Learner
 from tests.support.cartpole_data import played
 from tests.support.game import NewGame, small
 from tests.support.learning.learners import learner_of
-from trainer_node.learning.building_blocks.interface import Shard
-from trainer_node.learning.learner import Learner
 
 ANNEALED = {"kind": "linear", "start": 0.5, "end": 0.0, "over": "4 updates"}
 

@@ -18,20 +18,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.lifecycle.validation import check
-from rollout_worker.environments.description import describe_environment
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.errors import ConfigError
-from shared.experience.counters import Counters
+from stagecoach.coordinator.lifecycle.validation import check
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.trainer_node.learning.building_blocks.compilation import (
+    check_compiling,
+    compiled,
+    equal_parts,
+    has_compiler,
+)
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard
+from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
 from tests.conftest import minimal_config
 from tests.support.game import NewGame, goes_on_exactly, small
 from tests.support.learning.algorithms import make
 from tests.support.learning.cases import config_of
 from tests.support.learning.experience import random_fragment, weights_after_updates
 from tests.support.learning.learners import Side
-from trainer_node.learning.building_blocks.compilation import check_compiling, compiled, equal_parts, has_compiler
-from trainer_node.learning.building_blocks.interface import Setting, Shard
-from trainer_node.learning.learner import make_learner, set_up_torch
 
 ELSEWHERE = {
     "ray": {"address": "auto"}, "redis": {"url": "redis://there"}, "store": {"url": "s3://there"},
@@ -103,7 +108,7 @@ def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPa
         seen.append((setting.transitions, setting.compile, sizes))
         return loss
 
-    monkeypatch.setattr("trainer_node.learning.algorithms.on_policy.compiled", noted)
+    monkeypatch.setattr("stagecoach.trainer_node.learning.algorithms.on_policy.compiled", noted)
     make_learner(config, describe_environment(config))
     assert seen == [(120, True, {40})]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.exploration.base import RandomActing
-from shared.errors import ConfigError
-from shared.experience.counters import Phase
+from stagecoach.rollout_worker.acting_policies import make_exploration
+from stagecoach.rollout_worker.exploration.base import RandomActing
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Phase
 from tests.conftest import minimal_config
 from tests.support.environments import MODULE
 from tests.support.game import NewGame, archived, balanced, die, die_in_a_fragment, replace_worker, replayed

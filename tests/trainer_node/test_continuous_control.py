@@ -10,13 +10,13 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.errors import UnsupportedSpace
-from shared.experience.counters import Counters
-from shared.experience.spaces import PolicySpaces
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.trainer_node.learning.building_blocks.optimization import state_of
 from tests.support.learning.algorithms import BOXES, CHOICE, HIGH, LOW, make, move_apart
 from tests.support.learning.experience import minibatch
-from trainer_node.learning.building_blocks.optimization import state_of
 
 
 def test_the_critics_losses_leave_the_targets_and_the_policy_alone() -> None:

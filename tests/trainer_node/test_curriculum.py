@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.environments.description import describe_environment
-from shared.config.run_config import Config
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, MatchRecord
-from shared.experience.spaces import EnvironmentDescription
-from shared.storage.metric_log import TRAIN
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, MatchRecord
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.storage.metric_log import TRAIN
+from stagecoach.trainer_node.checkpointing.snapshot import read_state
+from stagecoach.trainer_node.learning.curriculum import Curriculum
+from stagecoach.trainer_node.metrics.update_metrics import of_policies
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, goes_on_exactly
 from tests.support.lessons import MODULE
 from tests.support.metric_rows import recorded
-from trainer_node.checkpointing.snapshot import read_state
-from trainer_node.learning.curriculum import Curriculum
-from trainer_node.metrics.update_metrics import of_policies
 
 LESSONS: list[dict[str, Any]] = [
     {"value": 2, "until": {"success": 0.75, "episodes": 4}},

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
-from shared.policies.serialization import state_arrays
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence, project
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from tests.support.learning.algorithms import make_dqn, move_apart
 from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import PLAIN, streamed
-from trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence, project
-from trainer_node.learning.algorithms.off_policy import Minibatch
 
 HEADS: list[dict[str, Any]] = [
     {"head": "expected"},

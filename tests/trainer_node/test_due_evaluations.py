@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.lifecycle.preparation import prepare_resume
-from rollout_worker.evaluator import Evaluator
-from shared.config.run_config import Config
-from shared.errors import StoreUnavailable
-from shared.protocol.events import record_evaluation
-from shared.protocol.heartbeat import Heartbeat
-from shared.storage.checkpoint_store import (
+from stagecoach.coordinator.lifecycle.preparation import prepare_resume
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import StoreUnavailable
+from stagecoach.shared.protocol.events import record_evaluation
+from stagecoach.shared.protocol.heartbeat import Heartbeat
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     MANIFEST,
     POINTER,
@@ -24,16 +24,16 @@ from shared.storage.checkpoint_store import (
     Checkpoint,
     checkpoint_version,
 )
-from shared.storage.due_evaluations import due_evaluations
-from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
-from shared.storage.object_store import FileStore
+from stagecoach.shared.storage.due_evaluations import due_evaluations
+from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
+from stagecoach.trainer_node.metrics.writers import WrittenRun
+from stagecoach.trainer_node.trainer import Trainer
 from tests.support import metric_rows
 from tests.support.game import KEEP, Death, Game, NewGame, small
 from tests.support.waiting import eventually
-from trainer_node.incarnation import Incarnation
-from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
-from trainer_node.metrics.writers import WrittenRun
-from trainer_node.trainer import Trainer
 
 
 def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
@@ -131,7 +131,7 @@ def test_a_trainer_that_dies_loses_and_doubles_no_row_and_no_evaluation(
 def test_the_trainer_waits_by_name_once_too_many_wait_for_a_store_that_is_away(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_node.trainer_state._MOST_DUE", 3)
+    monkeypatch.setattr("stagecoach.trainer_node.trainer_state._MOST_DUE", 3)
     game = new_game(due("1 updates", checkpoint={"every": "100 updates"}))
     put, away = FileStore.put, [True]
     waits: list[Any] = []
@@ -180,7 +180,7 @@ def test_the_end_waits_for_an_evaluator_in_place_of_one_that_died(
             looks.append(1)
             Scoring(game).play_all()
 
-    monkeypatch.setattr("trainer_node.trainer.poll", polled)
+    monkeypatch.setattr("stagecoach.trainer_node.trainer.poll", polled)
     game.trainer.finish("exhausted")
     assert looks == [1]
     assert versions(label for label, _ in recorded(game, EVALUATIONS)) == [2, 4, 6]

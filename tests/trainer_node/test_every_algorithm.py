@@ -18,24 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import RandomActing, Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.experience.counters import Counters
-from shared.experience.spaces import PolicySpaces
-from shared.policies.encoders import Encoder, RunningMoments
-from shared.policies.registry import build_policies
-from shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import RandomActing, Sampling
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.encoders import Encoder, RunningMoments
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
+from stagecoach.trainer_node.learning.demonstrations import Pairs
+from stagecoach.trainer_node.learning.learner import make_algorithm
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.learning.algorithms import BOXES, CHOICE, CPU, ON_POLICY, make, move_apart
 from tests.support.learning.experience import advantage_batch, minibatch, random_fragment
-from trainer_node.learning.building_blocks.interface import Experience, Setting
-from trainer_node.learning.demonstrations import Pairs
-from trainer_node.learning.learner import make_algorithm
 
 Checked = list[tuple[Callable[[], Tensor], nn.Module]]
 """Losses, each with the network that it moves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.keys import RunKeys
 from tests.conftest import RedisServer
 from tests.support.environments import MODULE
 from tests.support.game import NewGame, balanced, die, die_in_a_fragment, make_game, replace_worker, small

@@ -13,14 +13,14 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from coordinator.catalog.checkpoint_operations import verify
-from shared.storage.checkpoint_store import CHECKPOINTS
-from shared.storage.export_record import RECORD, Export, read_export, read_file
+from stagecoach.coordinator.catalog.checkpoint_operations import verify
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
+from stagecoach.shared.storage.export_record import RECORD, Export, read_export, read_file
+from stagecoach.trainer_node.export import background_exporter as exporter
 from tests.support import waiting
 from tests.support.checkpoints import key_of
 from tests.support.game import Game, NewGame, replayed, small
 from tests.support.own_algorithm import TEXT
-from trainer_node.export import background_exporter as exporter
 
 eventually = partial(waiting.eventually, seconds=200.0)
 pytestmark = pytest.mark.timeout(300)
@@ -42,7 +42,7 @@ def exporting_process() -> int | None:
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             child = f"\nPPid:\t{os.getpid()}\n" in status.read_text()
-            if child and "trainer_node.export.export_process" in status.with_name("cmdline").read_text():
+            if child and "stagecoach.trainer_node.export.export_process" in status.with_name("cmdline").read_text():
                 return int(status.parent.name)
     return None
 

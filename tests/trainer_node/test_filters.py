@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.sections import PolicyConfig
-from shared.errors import ConfigError
-from shared.experience.spaces import Columns
-from trainer_node.learning.learner import ExperienceFilter
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.trainer_node.learning.learner import ExperienceFilter
 
 MODULE = "tests.trainer_node.test_filters"
 

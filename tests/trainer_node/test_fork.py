@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.policies.registry import build_policies
-from shared.policies.serialization import encode_policy
-from shared.storage.checkpoint_store import Checkpoint, Manifest
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
+from stagecoach.trainer_node.checkpointing.fork import Source, take_over
 from tests.conftest import minimal_config
 from tests.support.fragments import SIMPLE
-from trainer_node.checkpointing.fork import Source, take_over
 
 
 def policy_of(**sections: Any) -> Any:

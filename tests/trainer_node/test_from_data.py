@@ -14,21 +14,21 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollout_worker.environments.description import describe_space
-from rollout_worker.evaluator import scores_of
-from rollout_worker.playing import evaluate_policies
-from shared.experience.counters import Counters
-from shared.experience.spaces import PolicySpaces
-from shared.policies.serialization import state_arrays
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.rollout_worker.evaluator import scores_of
+from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.algorithms.cql import CQL
+from stagecoach.trainer_node.learning.algorithms.iql import IQL
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
 from tests.conftest import minimal_config
 from tests.support.cartpole_data import played, write_played
 from tests.support.game import NewGame
 from tests.support.learning.algorithms import BOXES, SEEN, make, move_apart, on_both_spaces
 from tests.support.learning.experience import minibatch, random_fragment
-from trainer_node.learning.algorithms.cql import CQL
-from trainer_node.learning.algorithms.iql import IQL
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.building_blocks.interface import Experience
 
 CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
 BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shared.experience import fragment, tensor_blob
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.trainer_node.metrics.update_metrics import UpdateMetrics
 from tests.support.fragments import zero_fragment
 from tests.support.game import Game, NewGame, balanced, small
-from trainer_node.metrics.update_metrics import UpdateMetrics
 
 HUGE = 10**400
 VALUES: list[Any] = [

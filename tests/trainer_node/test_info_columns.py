@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns
-from shared.protocol.metric_tail import newest_row
-from shared.storage.log_archive import read_experience
+from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.protocol.metric_tail import newest_row
+from stagecoach.shared.storage.log_archive import read_experience
+from stagecoach.trainer_node.learning.algorithms.ppo import PPO
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 from tests.support.game import NewGame, archived, goes_on_exactly, small
-from trainer_node.learning.algorithms.ppo import PPO
-from trainer_node.learning.building_blocks.interface import Experience
 
 HERE = "tests.trainer_node.test_info_columns"
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from shared.errors import DropReason, Fenced
-from shared.experience import fragment, tensor_blob
-from shared.experience.counters import Phase
-from shared.experience.log_entry import STRANGERS, LogEntry
-from shared.protocol.events import read_events
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import Count, Ledger, LedgerLine, fast_forward, read_accounting, read_ledger
-from shared.runtime.run_context import RunContext
+from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.log_entry import STRANGERS, LogEntry
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import Count, Ledger, LedgerLine, fast_forward, read_accounting, read_ledger
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.log_consumer import Committed
 from tests.conftest import MakeRole
 from tests.support.small_run import (
     BAD,
@@ -34,7 +35,6 @@ from tests.support.small_run import (
     ledger_lines,
     small_config,
 )
-from trainer_node.log_consumer import Committed
 
 Begun = Callable[..., tuple[SmallTrainer, SmallWorker, RunContext]]
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openskill.models import PlackettLuce
 
-from shared.experience.counters import Counters
-from shared.experience.fragment import EpisodeRecord, MatchRecord
-from shared.league.table import MatchTable, player_hash
-from shared.policies.serialization import decode_policy, finite_weights
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.league.table import MatchTable, player_hash
+from stagecoach.shared.policies.serialization import decode_policy, finite_weights
+from stagecoach.trainer_node.learning.league import League, Rating, standings, wilson
 from tests.support.league import EXPLOITED, change, league_config, league_of, record, season
-from trainer_node.learning.league import League, Rating, standings, wilson
 
 RESULTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=40)
 OFTEN: dict[str, Any] = {

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.checkpoint_operations import verify
-from coordinator.catalog.league import league_of
-from coordinator.catalog.run_metrics import last_row
-from rollout_worker.evaluator import Evaluator
-from shared.errors import PlayerUnusable, StoreUnavailable
-from shared.experience.counters import Phase
-from shared.league.mean import decode_mixture, read_mean
-from shared.league.players import LEAGUE, PLAYERS, read_player, write_player
-from shared.league.table import MatchTable, player_hash
-from shared.protocol.events import read_evaluations
-from shared.protocol.policy_board import PolicyBoard, version_of
-from shared.storage.metric_log import TRAIN
-from shared.storage.object_store import FileStore
+from stagecoach.coordinator.catalog.checkpoint_operations import verify
+from stagecoach.coordinator.catalog.league import league_of
+from stagecoach.coordinator.catalog.run_metrics import last_row
+from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.shared.errors import PlayerUnusable, StoreUnavailable
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.league.mean import decode_mixture, read_mean
+from stagecoach.shared.league.players import LEAGUE, PLAYERS, read_player, write_player
+from stagecoach.shared.league.table import MatchTable, player_hash
+from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.policy_board import PolicyBoard, version_of
+from stagecoach.shared.storage.metric_log import TRAIN
+from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.trainer_node.checkpointing.snapshot import POLICY
+from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
-from trainer_node.checkpointing.snapshot import POLICY
-from trainer_node.metrics.recorder import evaluation_row
 
 LEAGUE_OF_TWO: dict[str, Any] = {
     "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},

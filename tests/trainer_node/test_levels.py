@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.exploration.base import RandomActing
-from shared.config.replay_buffer import HindsightReplay as Section
-from shared.errors import ConfigError
-from shared.experience.spaces import Columns
+from stagecoach.rollout_worker.exploration.base import RandomActing
+from stagecoach.shared.config.replay_buffer import HindsightReplay as Section
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.replay_buffers.hindsight import BELOW, DESIRED
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
 from tests.support.learning.streams import GOALS
 from tests.support.levels import CORRIDOR, THREE, corridor, off_policy, with_options
 from tests.support.stage import Stage
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.replay_buffers.hindsight import BELOW, DESIRED
 
 
 def transitions(columns: Columns) -> dict[bytes, dict[str, Any]]:

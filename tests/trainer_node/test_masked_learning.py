@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
-from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
-from shared.policies.continuous import Actor
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.policy import Policy
-from shared.policies.q_network import QNetwork
-from shared.policies.serialization import decode_policy, encode_policy
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
+from stagecoach.shared.policies.continuous import Actor
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.q_network import QNetwork
+from stagecoach.shared.policies.serialization import decode_policy, encode_policy
+from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
 from tests.support.learning.algorithms import make, move_apart
 from tests.support.learning.experience import weights_after_updates
-from trainer_node.export.onnx_translation import compare, random_observations, to_onnx
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.building_blocks.batch import Batch
 
 CHOICES, ROWS = 5, 40
 ONE = (Leaf("", "discrete", (), "int64", nvec=(CHOICES,), start=(0,)),)

@@ -13,24 +13,19 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_environment, describe_space
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import RandomActing, Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.algorithms.q_learning import DQNConfig
-from shared.config.sections import PolicyConfig
-from shared.datasets.read import read_dataset
-from shared.experience.fragment import WIRE_VERSION
-from shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.registry import build_policies
-from tests.conftest import minimal_config
-from tests.support.cartpole_data import RULE, played, write_played
-from tests.support.datasets import fragment_of, swung, write_archive, write_recorded
-from tests.support.environments import MODULE
-from tests.support.learning.algorithms import make
-from trainer_node.learning.off_policy_evaluation import (
+from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import RandomActing, Sampling
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.algorithms.q_learning import DQNConfig
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.experience.fragment import WIRE_VERSION
+from stagecoach.shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.off_policy_evaluation import (
     DataEvaluation,
     Evidence,
     FittedQ,
@@ -45,6 +40,11 @@ from trainer_node.learning.off_policy_evaluation import (
     sequential_dr,
     wis,
 )
+from tests.conftest import minimal_config
+from tests.support.cartpole_data import RULE, played, write_played
+from tests.support.datasets import fragment_of, swung, write_archive, write_recorded
+from tests.support.environments import MODULE
+from tests.support.learning.algorithms import make
 
 Estimator = Callable[[Evidence], float]
 GAMMA = 0.9

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from shared.config.loading import parse_config
-from shared.config.recorded import DatasetConfig
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import DatasetError
-from shared.experience import fragment
-from shared.experience.counters import Phase
-from shared.experience.log_entry import START
-from shared.storage.log_archive import Archive
-from shared.storage.metric_log import TRAIN, read
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.recorded import DatasetConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import DatasetError
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.log_entry import START
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.shared.storage.metric_log import TRAIN, read
 from tests.support.game import NewGame, balanced, small
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns
 from tests.support.game import NewGame, balanced, small
 from tests.support.learning.algorithms import ON_POLICY, make, weights
 from tests.support.learning.cases import ON_POLICY_FIELDS

@@ -14,19 +14,19 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollout_worker.environments.description import describe_space
-from rollout_worker.league.opponents import Exported
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import Columns, PolicySpaces
-from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
-from shared.policies.continuous import Actor, Deterministic
-from shared.policies.deployed import DeployedPolicy
-from shared.policies.policy import Policy
-from shared.policies.q_network import QNetwork, RecurrentQNetwork
-from shared.policies.serialization import encode_policy
-from shared.storage.checkpoint_store import Manifest
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.rollout_worker.league.opponents import Exported
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import Columns, PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
+from stagecoach.shared.policies.continuous import Actor, Deterministic
+from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.storage.checkpoint_store import Manifest
+from stagecoach.trainer_node.export.onnx_translation import compare, described, exported, random_observations, to_onnx
 from tests.support.groups import some_quick
-from trainer_node.export.onnx_translation import compare, described, exported, random_observations, to_onnx
 
 SEEN = spaces.Dict(
     {

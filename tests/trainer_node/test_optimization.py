@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, autocast
 from tests.support.learning.algorithms import make
 from tests.support.learning.experience import weights_after_updates
-from trainer_node.learning.building_blocks.optimization import Adam, autocast
 
 
 def network(seed: int) -> nn.Module:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shared.errors import CheckpointNotFound, Fenced, StoreError
-from shared.protocol.events import read_events, record_evaluation
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.keys import RunKeys
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import (
+from stagecoach.shared.errors import CheckpointNotFound, Fenced, StoreError
+from stagecoach.shared.protocol.events import read_events, record_evaluation
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     MANIFEST,
     POINTER,
@@ -31,13 +31,13 @@ from shared.storage.checkpoint_store import (
     checkpoint_version,
     describe_objects,
 )
-from shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.shared.storage.object_store import FileStore, ObjectStore
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
+from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
 from tests.conftest import MakeRole, minimal_config
 from tests.support.checkpoints import key_of
 from tests.support.speed import stretched
 from tests.support.waiting import eventually
-from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from trainer_node.checkpointing.snapshot import Snapshot
 
 PATIENCE = stretched(60.0)
 NEWEST_ONLY = {"every": "1 updates", "keep_last": 1}
@@ -222,7 +222,7 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
 
 @pytest.mark.parametrize("key", [STATUS, POINTER, READY])
 def test_a_lost_or_damaged_sync_file_is_made_anew(start: Start, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+    monkeypatch.setattr("stagecoach.shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     here = start()
     names = here.publish(1)
     for version, content in enumerate((None, b"garbage", b"[]", b"{}", b'{"surprise": 1}'), start=2):

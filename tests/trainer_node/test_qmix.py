@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.trainer_node.learning.algorithms.qmix import QMIX
+from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch, TeamReplayBuffer
 from tests.support.game import NewGame, archived, goes_on_exactly
 from tests.support.learning.algorithms import make, make_dqn, move_apart, weights
 from tests.support.learning.experience import acted, random_fragment, received
 from tests.support.learning.streams import PLAIN
-from trainer_node.learning.algorithms.qmix import QMIX
-from trainer_node.learning.replay_buffers.uniform import Batch, TeamReplayBuffer
 
 AGENTS = 3
 both = pytest.mark.parametrize("name", ["vdn", "qmix"])

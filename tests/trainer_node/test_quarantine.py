@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.lifecycle.preparation import prepare_resume
-from shared.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
-from shared.experience import fragment
-from shared.experience.fragment import Fragment
-from shared.protocol.keys import RunKeys
-from shared.protocol.quarantine import DEATHS
+from stagecoach.coordinator.lifecycle.preparation import prepare_resume
+from stagecoach.shared.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.quarantine import DEATHS
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.trainer import Trainer
 from tests.support.game import Death, Game, NewGame, archived, balanced, replayed, small
-from trainer_node.incarnation import Incarnation
-from trainer_node.learning.learner import Learner
-from trainer_node.trainer import Trainer
 
 LAGGING = {"rollout": {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}}
 

@@ -10,24 +10,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.discrete import EpsilonGreedy
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.algorithms.q_learning import R2D2Config
-from shared.config.replay_buffer import PrioritizedReplay
-from shared.config.section import Schedule
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
-from shared.policies.q_network import rescaled, unscaled
-from shared.policies.registry import build_policies
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.algorithms.q_learning import R2D2Config
+from stagecoach.shared.config.replay_buffer import PrioritizedReplay
+from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.policies.q_network import rescaled, unscaled
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
+from stagecoach.trainer_node.learning.learner import make_algorithm
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.learning.algorithms import make, move_apart, weights
 from tests.support.learning.experience import acted, received
-from trainer_node.learning.building_blocks.interface import Experience, Setting
-from trainer_node.learning.learner import make_algorithm
 
 STEPS, SLOTS, HELD, GAMMA = 5, 3, 3, 0.9
 PRIORITIZED = {"kind": "prioritized", "capacity": HELD * STEPS * SLOTS}

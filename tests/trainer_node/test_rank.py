@@ -15,26 +15,26 @@ from typing import Any
 
 import pytest
 
-from coordinator.catalog.status import bottleneck
-from rollout_worker.worker import Worker
-from shared.config.loading import dump_config
-from shared.config.run_config import Config
-from shared.errors import Fenced
-from shared.protocol.events import read_events
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Beat, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.runtime.run_context import open_run_context
-from shared.storage.checkpoint_store import FINISHED
+from stagecoach.coordinator.catalog.status import bottleneck
+from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import Fenced
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.runtime.run_context import open_run_context
+from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.trainer_node.distributed.leader import Rendezvous
+from stagecoach.trainer_node.distributed.process_group import Invitation
+from stagecoach.trainer_node.replay import replay
 from tests.conftest import RedisServer
 from tests.support.game import POLICY, small
 from tests.support.learning.cases import DRAWING
 from tests.support.runs import folder_address, make_run
 from tests.support.speed import stretched
-from trainer_node.distributed.leader import Rendezvous
-from trainer_node.distributed.process_group import Invitation
-from trainer_node.replay import replay
 
 pytestmark = pytest.mark.timeout(600)
 _DEADLINE_SECONDS = stretched(150.0)
@@ -55,7 +55,7 @@ class Crew:
 
     def start(self, *ranks: int) -> None:
         for rank in ranks:
-            command = [sys.executable, "-m", "trainer_node", *self._command, "--rank", str(rank)]
+            command = [sys.executable, "-m", "stagecoach.trainer_node", *self._command, "--rank", str(rank)]
             with (self._folder / f"rank-{rank}.log").open("a") as log:
                 self.processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
 

@@ -17,22 +17,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.config.run_config import Config
-from shared.errors import WeightsNotFinite
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import WeightsNotFinite
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.distributed import local_followers as local
+from stagecoach.trainer_node.distributed.leader import RanksDiffer
+from stagecoach.trainer_node.distributed.local_followers import local_ranks
+from stagecoach.trainer_node.distributed.process_group import Group, GroupBroken, RankShard
+from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.groups import some_quick
 from tests.support.learning.cases import CASES as ALGORITHMS
 from tests.support.learning.cases import ON_POLICY_FIELDS, config_of
 from tests.support.learning.learners import Side, copies, experience, have_the_same_gradients, learn
-from trainer_node.checkpointing import snapshot
-from trainer_node.distributed import local_followers as local
-from trainer_node.distributed.leader import RanksDiffer
-from trainer_node.distributed.local_followers import local_ranks
-from trainer_node.distributed.process_group import Group, GroupBroken, RankShard
-from trainer_node.learning.building_blocks.compilation import has_compiler
 
 pytestmark = pytest.mark.timeout(180)
 COMPILING = [

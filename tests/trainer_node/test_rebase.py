@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.lifecycle.preparation import create_flow
-from shared.errors import ConfigError
-from shared.experience import tensor_blob
-from shared.experience.spaces import Columns
-from shared.policies.serialization import decode_policy, state_arrays
-from shared.storage.checkpoint_store import Checkpoint
+from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.serialization import decode_policy, state_arrays
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
+from stagecoach.trainer_node.checkpointing.fork import Source, forked, rolled_back
+from stagecoach.trainer_node.learning.building_blocks.optimization import part
 from tests.support.game import (
     KEEP,
     POLICY,
@@ -29,8 +31,6 @@ from tests.support.game import (
     small,
 )
 from tests.support.learning.cases import config_of
-from trainer_node.checkpointing.fork import Source, forked, rolled_back
-from trainer_node.learning.building_blocks.optimization import part
 
 
 def go_back(game: Game, version: int) -> Checkpoint:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shared.protocol.keys import RunKeys
-from shared.storage.checkpoint_store import MANIFEST, POINTER, READY, STATUS
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.storage.checkpoint_store import MANIFEST, POINTER, READY, STATUS
 from tests.support.game import (
     POLICY,
     NewGame,

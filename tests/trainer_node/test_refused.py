@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import ConfigError
+from stagecoach.shared.errors import ConfigError
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY
 

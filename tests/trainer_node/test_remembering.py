@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.run_config import Config
-from shared.errors import ArchiveIncomplete, StoreUnavailable
-from shared.experience import tensor_blob
-from shared.experience.log_entry import id_order
-from shared.protocol.keys import RunKeys
-from shared.storage.log_archive import Archive
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import ArchiveIncomplete, StoreUnavailable
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import Archiver
+from stagecoach.trainer_node.checkpointing.fork import rolled_back
 from tests.conftest import RedisServer
 from tests.support.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small
 from tests.support.waiting import eventually
-from trainer_node.checkpointing.checkpoint_writer import Archiver
-from trainer_node.checkpointing.fork import rolled_back
 
 FRAGMENT = 32
 """Transitions of one: 8 steps × 4 environments."""

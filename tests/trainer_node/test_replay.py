@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shared.errors import ArchiveIncomplete, UserError
-from shared.protocol.keys import RunKeys
-from shared.storage.log_archive import Archive, read_experience
+from stagecoach.shared.errors import ArchiveIncomplete, UserError
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.storage.log_archive import Archive, read_experience
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.replay import replay
 from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
-from trainer_node.checkpointing import snapshot
-from trainer_node.replay import replay
 
 
 def play_durably(game: Game) -> None:

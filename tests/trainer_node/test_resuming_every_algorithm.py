@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.experience import fragment
-from shared.experience.fragment import LARGEST, Fragment
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import LARGEST, Fragment
 from tests.support.game import NewGame, balanced, goes_on_exactly
 from tests.support.learning.cases import CASES, config_of
 

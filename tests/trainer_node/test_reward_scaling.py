@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import (
+    RewardAverage,
+    RewardFilter,
+    RewardScaling,
+)
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 from tests.support.learning.algorithms import make_dqn
 from tests.support.learning.streams import PLAIN, Stream, fill, known, numbers, streamed
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 GAMMA = 0.9
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.experience.counters import Counters, Phase, PhaseCounters
+from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
+from stagecoach.trainer_node.checkpointing.snapshot import phase_at
+from stagecoach.trainer_node.trainer_state import RunSchedule
 from tests.conftest import minimal_config
-from trainer_node.checkpointing.snapshot import phase_at
-from trainer_node.trainer_state import RunSchedule
 
 
 def counters(*, heatup: int = 0, heatup_episodes: int = 0, **train: int) -> PhaseCounters:

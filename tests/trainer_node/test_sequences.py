@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.building_blocks.batch import Sequences
 from tests.support.learning.algorithms import gradients_are_differences, make
 from tests.support.learning.experience import acted, received, update_batch
 from tests.support.learning.slow_returns import Case
-from trainer_node.learning.building_blocks.batch import Sequences
 
 STEPS, SLOTS, GAMMA, LAMBDA = 8, 5, 0.9, 0.8
 CORES = pytest.mark.parametrize("core", ["lstm", "gru"])
@@ -144,7 +144,7 @@ def test_many_slots_are_valued_in_pieces_as_one(monkeypatch: pytest.MonkeyPatch)
     ppo = recurrent()
     columns = experience(ppo, 5)
     whole = update_batch(ppo, columns)
-    monkeypatch.setattr("trainer_node.learning.building_blocks.batch.CHUNK", 2 * STEPS)
+    monkeypatch.setattr("stagecoach.trainer_node.learning.building_blocks.batch.CHUNK", 2 * STEPS)
     pieces = update_batch(ppo, columns)
     torch.testing.assert_close(whole.value, pieces.value)
     torch.testing.assert_close(whole.advantage, pieces.advantage)

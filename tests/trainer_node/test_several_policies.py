@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config.recorded import DatasetConfig
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import ConfigError
-from shared.experience import fragment, tensor_blob
-from shared.experience.counters import Phase
-from shared.policies.deployed import load_policy
-from shared.policies.serialization import decode_policy, state_arrays
-from shared.storage.log_archive import Archive
-from shared.storage.metric_log import TRAIN
+from stagecoach.shared.config.recorded import DatasetConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.policies.deployed import load_policy
+from stagecoach.shared.policies.serialization import decode_policy, state_arrays
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.shared.storage.metric_log import TRAIN
+from stagecoach.trainer_node.checkpointing.fork import Source, forked
+from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
 from tests.conftest import minimal_config
 from tests.support.environments import OWL_CHASE
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
 from tests.support.games import MODULE
 from tests.support.learning.cases import DRAWING, changing
 from tests.support.metric_rows import recorded
-from trainer_node.checkpointing.fork import Source, forked
-from trainer_node.export.onnx_translation import compare, random_observations, to_onnx
 
 PPO = {"name": "ppo", "minibatch_size": 20, "epochs": 2, "learning_rate": changing(3e-3, 1e-4)}
 SMALL = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}

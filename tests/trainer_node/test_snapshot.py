@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, DropReason
-from shared.experience.fragment import Fragment
-from shared.policies.serialization import encode_policy
-from shared.protocol.ledger import Ledger
-from shared.storage.checkpoint_store import Checkpoint, describe_objects
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, DropReason
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, describe_objects
+from stagecoach.trainer_node.checkpointing.snapshot import Parent, Progress, Snapshot, restore, take
+from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.log_consumer import Committed
 from tests.conftest import minimal_config
 from tests.support.learning.learners import Side, experience, learn
-from trainer_node.checkpointing.snapshot import Parent, Progress, Snapshot, restore, take
-from trainer_node.learning.learner import Learner
-from trainer_node.log_consumer import Committed
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 OPTIMIZER, REWARDS = "trainer/default.algorithm.safetensors", "trainer/default.rewards.safetensors"

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
-from shared.experience.log_entry import LogEntry
-from shared.policies.serialization import decode_policy, state_arrays
-from shared.protocol.events import record_evaluation
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.flow_control import RunState
-from shared.protocol.keys import RunKeys
-from shared.protocol.policy_board import PolicyBoard
-from shared.storage.checkpoint_store import CHECKPOINTS
+from stagecoach.shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
+from stagecoach.shared.experience.log_entry import LogEntry
+from stagecoach.shared.policies.serialization import decode_policy, state_arrays
+from stagecoach.shared.protocol.events import record_evaluation
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
 from tests.support.environments import MODULE
 from tests.support.game import (
@@ -30,8 +32,6 @@ from tests.support.game import (
     replayed,
     small,
 )  # fmt: skip
-from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 
 # Same log, same weights
 

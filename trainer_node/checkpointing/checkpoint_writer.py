@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import redis
 
-from shared.config.sections import ArchiveConfig
-from shared.errors import (
+from stagecoach.shared.config.sections import ArchiveConfig
+from stagecoach.shared.errors import (
     CheckpointDamaged,
     Fenced,
     ObjectMissing,
@@ -27,31 +27,31 @@ from shared.errors import (
     StoreUnavailable,
     WaitTimeout,
 )
-from shared.experience.log_entry import START, LogEntry, id_order
-from shared.printable import counted
-from shared.protocol.events import prune_evaluations, read_evaluations
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.heartbeat import growing_pauses, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.ledger import read_accounting
-from shared.protocol.redis_client import retries
-from shared.protocol.scripts import write_small
-from shared.runtime.run_context import RunContext
-from shared.runtime.stage_timer import StageTimer
-from shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
-from shared.storage.due_evaluations import (
+from stagecoach.shared.experience.log_entry import START, LogEntry, id_order
+from stagecoach.shared.printable import counted
+from stagecoach.shared.protocol.events import prune_evaluations, read_evaluations
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.heartbeat import growing_pauses, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.ledger import read_accounting
+from stagecoach.shared.protocol.redis_client import retries
+from stagecoach.shared.protocol.scripts import write_small
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.runtime.stage_timer import StageTimer
+from stagecoach.shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
+from stagecoach.shared.storage.due_evaluations import (
     delete_due_evaluation,
     due_evaluations,
     read_due_evaluation,
     write_due_evaluation,
 )
-from shared.storage.log_archive import Archive, Segment
-from trainer_node.checkpointing import retention
-from trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
-from trainer_node.checkpointing.retention import Inventory, unless_damaged
-from trainer_node.checkpointing.snapshot import Snapshot
-from trainer_node.export.background_exporter import Exporter
-from trainer_node.metrics.recorder import Recorder
+from stagecoach.shared.storage.log_archive import Archive, Segment
+from stagecoach.trainer_node.checkpointing import retention
+from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
+from stagecoach.trainer_node.checkpointing.retention import Inventory, unless_damaged
+from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
+from stagecoach.trainer_node.export.background_exporter import Exporter
+from stagecoach.trainer_node.metrics.recorder import Recorder
 
 
 class Archiver:

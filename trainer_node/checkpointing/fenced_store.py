@@ -1,8 +1,8 @@
 """The store as a trainer of one epoch has it: older trainers write nothing, and deleting comes after durability."""
 
-from shared.errors import Fenced
-from shared.protocol.flow_control import Flow
-from shared.storage.object_store import ObjectStore
+from stagecoach.shared.errors import Fenced
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.storage.object_store import ObjectStore
 
 
 class FencedStore:

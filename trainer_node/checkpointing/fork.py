@@ -9,22 +9,22 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
-from shared.experience import tensor_blob
-from shared.experience.log_entry import START
-from shared.league.players import PLAYERS
-from shared.policies.policy import Policy
-from shared.policies.serialization import decode_policy, load_state_arrays, state_arrays
-from shared.protocol.ledger import Ledger, read_ledger
-from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import Checkpoint, checkpoint_version
-from trainer_node.checkpointing import snapshot
-from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot
-from trainer_node.learning.algorithms.off_policy import OffPolicy
-from trainer_node.learning.learner import Learner, make_learner
-from trainer_node.log_consumer import Committed
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, ConfigError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.log_entry import START
+from stagecoach.shared.league.players import PLAYERS
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import decode_policy, load_state_arrays, state_arrays
+from stagecoach.shared.protocol.ledger import Ledger, read_ledger
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, checkpoint_version
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot
+from stagecoach.trainer_node.learning.algorithms.off_policy import OffPolicy
+from stagecoach.trainer_node.learning.learner import Learner, make_learner
+from stagecoach.trainer_node.log_consumer import Committed
 
 _NETWORK = (
     "hidden_sizes", "activation", "layer_norm", "cnn", "share_encoder", "core", "core_size", "normalize_observations",

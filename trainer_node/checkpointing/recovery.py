@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from shared.errors import (
+from stagecoach.shared.errors import (
     ArchiveIncomplete,
     BodyLost,
     CheckpointNotFound,
@@ -27,22 +27,22 @@ from shared.errors import (
     StoreUnavailable,
     VersionsDiverged,
 )
-from shared.experience import fragment
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START, LogEntry, before, id_order
-from shared.protocol.events import emit
-from shared.protocol.experience_log import ExperienceLog
-from shared.protocol.ledger import Forward, Ledger, fast_forward
-from shared.protocol.policy_board import Published
-from shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
-from shared.storage.log_archive import Archive
-from trainer_node.checkpointing.fork import rolled_back
-from trainer_node.checkpointing.retention import unless_damaged
-from trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, other_versions, restore
-from trainer_node.incarnation import Incarnation
-from trainer_node.learning.learner import Learner
-from trainer_node.log_consumer import RedisAccounting
-from trainer_node.trainer_state import TrainerState
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.ledger import Forward, Ledger, fast_forward
+from stagecoach.shared.protocol.policy_board import Published
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.trainer_node.checkpointing.fork import rolled_back
+from stagecoach.trainer_node.checkpointing.retention import unless_damaged
+from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, other_versions, restore
+from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.log_consumer import RedisAccounting
+from stagecoach.trainer_node.trainer_state import TrainerState
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 

@@ -9,12 +9,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shared.config.sections import CheckpointConfig
-from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, StoreUnavailable
-from shared.experience.log_entry import id_order
-from shared.league.players import PLAYERS
-from shared.protocol.events import confirmed_return
-from shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer, checkpoint_version
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    StoreError,
+    StoreUnavailable,
+)
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.league.players import PLAYERS
+from stagecoach.shared.protocol.events import confirmed_return
+from stagecoach.shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer, checkpoint_version
 
 T = TypeVar("T")
 

@@ -16,24 +16,24 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from shared.config.run_config import Config
-from shared.config.sections import TrainerConfig
-from shared.errors import CheckpointDamaged, FragmentError
-from shared.experience import tensor_blob
-from shared.experience.counters import Counters, Phase, PhaseCounters
-from shared.experience.fragment import EpisodeRecord
-from shared.experience.log_entry import START, id_order
-from shared.experience.spaces import Columns
-from shared.league.players import LEAGUE
-from shared.policies.policy import Policy
-from shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
-from shared.protocol.ledger import Ledger
-from shared.runtime.user_code import code_version
-from shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_name, describe_objects
-from trainer_node.learning.building_blocks.compilation import compiler_version
-from trainer_node.learning.building_blocks.interface import Algorithm
-from trainer_node.learning.learner import Learner
-from trainer_node.log_consumer import Committed
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import TrainerConfig
+from stagecoach.shared.errors import CheckpointDamaged, FragmentError
+from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
+from stagecoach.shared.experience.fragment import EpisodeRecord
+from stagecoach.shared.experience.log_entry import START, id_order
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.league.players import LEAGUE
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.shared.runtime.user_code import code_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_name, describe_objects
+from stagecoach.trainer_node.learning.building_blocks.compilation import compiler_version
+from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
+from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.log_consumer import Committed
 
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"

@@ -5,16 +5,16 @@ It reads neither the log nor the store; all it learns from comes from rank 0 (di
 
 import logging
 
-from shared.errors import WeightsNotFinite
-from shared.policies.registry import torch_device
-from shared.protocol.flow_control import RunState
-from shared.protocol.heartbeat import Heartbeat
-from shared.protocol.redis_client import retries
-from shared.runtime.failure import RoleEnd
-from shared.runtime.run_context import RunContext
-from trainer_node.distributed.leader import Call, Rendezvous, follow, rank_id
-from trainer_node.distributed.process_group import Group, GroupBroken, join
-from trainer_node.learning.learner import Learner, set_up_torch
+from stagecoach.shared.errors import WeightsNotFinite
+from stagecoach.shared.policies.registry import torch_device
+from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat
+from stagecoach.shared.protocol.redis_client import retries
+from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.distributed.leader import Call, Rendezvous, follow, rank_id
+from stagecoach.trainer_node.distributed.process_group import Group, GroupBroken, join
+from stagecoach.trainer_node.learning.learner import Learner, set_up_torch
 
 _LOGGER = logging.getLogger("stagecoach.rank")
 _POLL_SECONDS = 1.0

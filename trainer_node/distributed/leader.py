@@ -23,26 +23,33 @@ import redis
 import xxhash
 from pydantic import TypeAdapter
 
-from shared.config.run_config import Config
-from shared.config.sections import TrainerConfig
-from shared.datasets.read import read_dataset
-from shared.errors import Fenced, StagecoachError
-from shared.experience import fragment, tensor_blob
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment
-from shared.experience.log_entry import START, id_order, whole_number
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.registry import torch_device
-from shared.policies.serialization import state_arrays
-from shared.printable import foreign
-from shared.protocol.heartbeat import Wait, read_heartbeats
-from shared.protocol.keys import RunKeys
-from shared.protocol.redis_client import own_address
-from shared.protocol.scripts import Script
-from shared.storage.checkpoint_store import Checkpoint, Manifest
-from trainer_node.checkpointing.snapshot import Snapshot, restore
-from trainer_node.distributed.process_group import Group, GroupBroken, Invitation, Opening, RankShard, group_errors
-from trainer_node.learning.learner import Learner, make_learner
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import TrainerConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.errors import Fenced, StagecoachError
+from stagecoach.shared.experience import fragment, tensor_blob
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import START, id_order, whole_number
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.registry import torch_device
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.shared.printable import foreign
+from stagecoach.shared.protocol.heartbeat import Wait, read_heartbeats
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.redis_client import own_address
+from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
+from stagecoach.trainer_node.checkpointing.snapshot import Snapshot, restore
+from stagecoach.trainer_node.distributed.process_group import (
+    Group,
+    GroupBroken,
+    Invitation,
+    Opening,
+    RankShard,
+    group_errors,
+)
+from stagecoach.trainer_node.learning.learner import Learner, make_learner
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.05

@@ -1,6 +1,7 @@
 """The other ranks as processes of this machine, over loopback: for a replay, which has no trainer's group to join.
 
-`python -m trainer_node.distributed.local_followers` is such a process; it reads what it needs from its standard input.
+`python -m stagecoach.trainer_node.distributed.local_followers` is such a process; it reads what it needs from its
+standard input.
 """
 
 import contextlib
@@ -14,18 +15,18 @@ from dataclasses import asdict
 
 import torch
 
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.errors import StagecoachError, UserError
-from shared.experience.fragment import Fragment
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.registry import torch_device
-from shared.printable import complain
-from shared.runtime.process import child_environment
-from trainer_node.checkpointing.snapshot import Snapshot
-from trainer_node.distributed.leader import Leader, SingleProcess, follow
-from trainer_node.distributed.process_group import GroupBroken, Invitation, Opening, join
-from trainer_node.learning.learner import Learner, set_up_torch
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import StagecoachError, UserError
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.registry import torch_device
+from stagecoach.shared.printable import complain
+from stagecoach.shared.runtime.process import child_environment
+from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
+from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess, follow
+from stagecoach.trainer_node.distributed.process_group import GroupBroken, Invitation, Opening, join
+from stagecoach.trainer_node.learning.learner import Learner, set_up_torch
 
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 120.0

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from shared.errors import StagecoachError
-from trainer_node.learning.building_blocks.interface import Shard
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 
 _REACH_SECONDS, _POLL_SECONDS = 10.0, 0.02
 """For one connection to rank 0; between two looks whether the group has begun."""

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 import redis
 from pydantic import ValidationError
 
-from shared.config.run_config import Config
-from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable
-from shared.experience.log_entry import START, before
-from shared.protocol.events import emit
-from shared.protocol.experience_log import ExperienceLog
-from shared.runtime.process import child_environment, end_with_parent
-from shared.storage.checkpoint_store import CheckpointStore, Pointer
-from shared.storage.export_record import ExportedPolicy, read_export, write_export
-from trainer_node.export.export_process import Exported, Request, requested
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable
+from stagecoach.shared.experience.log_entry import START, before
+from stagecoach.shared.protocol.events import emit
+from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.runtime.process import child_environment, end_with_parent
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
+from stagecoach.shared.storage.export_record import ExportedPolicy, read_export, write_export
+from stagecoach.trainer_node.export.export_process import Exported, Request, requested
 
 _LOGGER = logging.getLogger("stagecoach.exporter")
 _DEADLINE_SECONDS = 1800.0
@@ -57,7 +57,7 @@ class _Child:
                 os.nice(_NICE)
 
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainer_node.export.export_process"],
+                [sys.executable, "-P", "-m", "stagecoach.trainer_node.export.export_process"],
                 stdin=told, stdout=self._out, stderr=self._errors, env=environ, preexec_fn=begin,
             )  # fmt: skip
         self._started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The process that exports the policies of one checkpoint: `python -m trainer_node.export.export_process`.
+"""The process that exports the policies of one checkpoint: `python -m stagecoach.trainer_node.export.export_process`.
 
 It reads a `Request` from its standard input and writes an `Exported` to its standard output. It knows neither Redis nor
 the store, and shares nothing with the trainer that started it: not Python's lock, not memory, not a crash.
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from shared.config.loading import parse_config
-from shared.errors import FragmentError
-from shared.experience import fragment
-from shared.experience.spaces import Columns
-from shared.policies.serialization import decode_policy
-from shared.storage.checkpoint_store import CheckpointStore, Manifest
-from shared.storage.export_record import Export
-from trainer_node.export.onnx_translation import exported, made_with, recorded_observations
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.errors import FragmentError
+from stagecoach.shared.experience import fragment
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest
+from stagecoach.shared.storage.export_record import Export
+from stagecoach.trainer_node.export.onnx_translation import exported, made_with, recorded_observations
 
 _POLICY = "/policy.safetensors"
 _MESSAGE = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")

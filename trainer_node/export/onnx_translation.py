@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.errors import UserError
-from shared.experience.fragment import Fragment
-from shared.experience.spaces import Array, Columns, Leaf, SpaceSpec
-from shared.policies.policy import Policy
-from shared.policies.serialization import decode_policy
-from shared.runtime.user_code import install
-from shared.storage.checkpoint_store import Manifest, stored
-from shared.storage.export_record import Comparison, ExportedPolicy
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.spaces import Array, Columns, Leaf, SpaceSpec
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.runtime.user_code import install
+from stagecoach.shared.storage.checkpoint_store import Manifest, stored
+from stagecoach.shared.storage.export_record import Comparison, ExportedPolicy
 
 PARAMETERS, STATE_IN, STATE_OUT = "parameters", "state_in", "state_out"
 """Names of what is no observation and no action."""

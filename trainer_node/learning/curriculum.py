@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from shared.config.parameters import CriterionConfig, LevelReplayConfig, table_at
-from shared.config.run_config import Config
-from shared.experience.fragment import EpisodeRecord, Fragment
-from shared.experience.parameters import ParameterTable, Sampler
-from shared.experience.spaces import Array, EnvironmentDescription
-from shared.league.table import returns_by_player, sides_of
+from stagecoach.shared.config.parameters import CriterionConfig, LevelReplayConfig, table_at
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
+from stagecoach.shared.experience.parameters import ParameterTable, Sampler
+from stagecoach.shared.experience.spaces import Array, EnvironmentDescription
+from stagecoach.shared.league.table import returns_by_player, sides_of
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shared.datasets.recording import Recordings
-from shared.experience.spaces import Columns
+from stagecoach.shared.datasets.recording import Recordings
+from stagecoach.shared.experience.spaces import Columns
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any
 
 from openskill.models import PlackettLuce
 
-from shared.config.league import first_learner
-from shared.config.run_config import Config
-from shared.experience.counters import Counters, Duration
-from shared.experience.fragment import EpisodeRecord, MatchRecord
-from shared.experience.spaces import EnvironmentDescription, PlainData
-from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
-from shared.policies.policy import Policy
-from shared.policies.serialization import encode_policy
+from stagecoach.shared.config.league import first_learner
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Counters, Duration
+from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.experience.spaces import EnvironmentDescription, PlainData
+from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import encode_policy
 
 _MODEL = PlackettLuce()
 _ELO, _ELO_SCALE = 1200.0, 400.0

@@ -9,27 +9,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.recorded import RecordedConfig
-from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig, TrainerConfig
-from shared.datasets.recording import DatasetReader, Recordings
-from shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
-from shared.experience.counters import Counters, Phase, PhaseCounters
-from shared.experience.fragment import EpisodeRecord, Fragment, holdable
-from shared.experience.spaces import Columns, EnvironmentDescription
-from shared.policies.policy import Policy
-from shared.policies.registry import build_policies, torch_device
-from shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
-from shared.runtime.user_code import import_object
-from trainer_node.learning.building_blocks.compilation import check_compiling
-from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
-from trainer_node.learning.building_blocks.optimization import part
-from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
-from trainer_node.learning.curriculum import Curriculum
-from trainer_node.learning.demonstrations import Demonstrations
-from trainer_node.learning.league import League
-from trainer_node.learning.shaped_returns import ShapedReturns
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
+from stagecoach.shared.config.recorded import RecordedConfig
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import PolicyConfig, TrainerConfig
+from stagecoach.shared.datasets.recording import DatasetReader, Recordings
+from stagecoach.shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
+from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, holdable
+from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import build_policies, torch_device
+from stagecoach.shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
+from stagecoach.shared.runtime.user_code import import_object
+from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
+from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import part
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import (
+    RewardAverage,
+    RewardFilter,
+    RewardScaling,
+)
+from stagecoach.trainer_node.learning.curriculum import Curriculum
+from stagecoach.trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.trainer_node.learning.league import League
+from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
 

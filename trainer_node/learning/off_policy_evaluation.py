@@ -24,19 +24,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig
-from shared.datasets.recording import DatasetReader, Episode, Recording, Recordings
-from shared.errors import StagecoachError
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
-from shared.policies.continuous import SquashedGaussian
-from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, ObservationNormalizer
-from shared.policies.policy import Policy
-from shared.policies.q_network import BestChoice
-from shared.policies.registry import borrowed_random_state
-from trainer_node.learning.building_blocks.batch import in_chunks
-from trainer_node.learning.building_blocks.optimization import Adam, to_device
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.datasets.recording import DatasetReader, Episode, Recording, Recordings
+from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.shared.policies.continuous import SquashedGaussian
+from stagecoach.shared.policies.distributions import ActionDistribution
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.q_network import BestChoice
+from stagecoach.shared.policies.registry import borrowed_random_state
+from stagecoach.trainer_node.learning.building_blocks.batch import in_chunks
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, to_device
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _EVERY_UPDATES = 100

@@ -7,8 +7,8 @@ from collections import deque
 
 import numpy as np
 
-from shared.experience.spaces import Array, Columns
-from trainer_node.learning.building_blocks.reward_normalization import of_other_workers
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import of_other_workers
 
 
 class ShapedReturns:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from shared.protocol.flow_control import FlowState
-from shared.protocol.heartbeat import Beat
+from stagecoach.shared.protocol.flow_control import FlowState
+from stagecoach.shared.protocol.heartbeat import Beat
 
 PAUSE_SECONDS = 5.0
 

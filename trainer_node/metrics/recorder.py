@@ -18,16 +18,16 @@ from typing import Any
 
 import redis
 
-from shared.config.run_config import Config
-from shared.errors import MetricsDamaged
-from shared.experience.log_entry import id_order
-from shared.printable import NAME_CHARACTERS, printable
-from shared.protocol.events import emit, read_events
-from shared.protocol.flow_control import Flow
-from shared.protocol.heartbeat import read_heartbeats
-from shared.protocol.metric_tail import append_row
-from shared.storage.checkpoint_store import checkpoint_env_steps
-from shared.storage.metric_log import (
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import MetricsDamaged
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.printable import NAME_CHARACTERS, printable
+from stagecoach.shared.protocol.events import emit, read_events
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.heartbeat import read_heartbeats
+from stagecoach.shared.protocol.metric_tail import append_row
+from stagecoach.shared.storage.checkpoint_store import checkpoint_env_steps
+from stagecoach.shared.storage.metric_log import (
     ENV_STEPS,
     EVALUATIONS,
     EVENTS,
@@ -41,10 +41,10 @@ from shared.storage.metric_log import (
     MetricStream,
     read,
 )
-from shared.storage.object_store import ObjectStore
-from trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
-from trainer_node.metrics.writer_thread import WriterThread
-from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
+from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
+from stagecoach.trainer_node.metrics.writer_thread import WriterThread
+from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 128

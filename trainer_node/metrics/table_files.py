@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shared.storage.local_disk import replacing
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS
-from trainer_node.metrics.writers import MetricWriter, WrittenRun
+from stagecoach.shared.storage.local_disk import replacing
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS
+from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _HEADER_BYTES = 1 << 20
 LABELS = {"evaluations": "checkpoint", "episodes": "worker"}

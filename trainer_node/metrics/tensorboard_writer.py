@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from shared.config.section import leaves
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION
-from trainer_node.metrics.table_files import append_bytes
-from trainer_node.metrics.writers import MetricWriter, WrittenRun
+from stagecoach.shared.config.section import leaves
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION
+from stagecoach.trainer_node.metrics.table_files import append_bytes
+from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _SHORT = 100
 """Bytes: an event that begins a file is shorter."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.config.section import leaves
-from shared.storage.metric_log import ENV_STEPS, EPISODES, UNIX_TIME
-from trainer_node.metrics.writers import MetricWriter, WrittenRun
+from stagecoach.shared.config.section import leaves
+from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, UNIX_TIME
+from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _PROJECT = "stagecoach"
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")

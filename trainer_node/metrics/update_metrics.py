@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.experience.fragment import INFO, EpisodeRecord, Fragment
-from shared.experience.spaces import Array, EnvironmentDescription
-from shared.league.table import returns_by_player, sides_of
-from shared.storage.metric_log import ENV_STEPS, VERSION
-from trainer_node.learning.learner import Learner
-from trainer_node.learning.off_policy_evaluation import DataEvaluation
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, Fragment
+from stagecoach.shared.experience.spaces import Array, EnvironmentDescription
+from stagecoach.shared.league.table import returns_by_player, sides_of
+from stagecoach.shared.storage.metric_log import ENV_STEPS, VERSION
+from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.learning.off_policy_evaluation import DataEvaluation
 
 _SMOOTHING = 0.9
 RETURN, LENGTH = "rollout/ep_rew", "rollout/ep_len"

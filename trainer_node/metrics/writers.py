@@ -6,18 +6,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shared.config.sections import MetricsConfig
-from shared.errors import ConfigError
-from shared.runtime.user_code import import_object, misfit, with_extra
-from shared.storage.metric_log import EVALUATIONS, TRAIN
+from stagecoach.shared.config.sections import MetricsConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.runtime.user_code import import_object, misfit, with_extra
+from stagecoach.shared.storage.metric_log import EVALUATIONS, TRAIN
 
 WRITERS = {
-    "csv": "trainer_node.metrics.table_files:CsvWriter",
-    "jsonl": "trainer_node.metrics.table_files:JsonlWriter",
-    "tensorboard": "trainer_node.metrics.tensorboard_writer:TensorBoardWriter",
-    "wandb": "trainer_node.metrics.trackers:WandbWriter",
-    "mlflow": "trainer_node.metrics.trackers:MlflowWriter",
-    "trackio": "trainer_node.metrics.trackers:TrackioWriter",
+    "csv": "stagecoach.trainer_node.metrics.table_files:CsvWriter",
+    "jsonl": "stagecoach.trainer_node.metrics.table_files:JsonlWriter",
+    "tensorboard": "stagecoach.trainer_node.metrics.tensorboard_writer:TensorBoardWriter",
+    "wandb": "stagecoach.trainer_node.metrics.trackers:WandbWriter",
+    "mlflow": "stagecoach.trainer_node.metrics.trackers:MlflowWriter",
+    "trackio": "stagecoach.trainer_node.metrics.trackers:TrackioWriter",
 }
 
 

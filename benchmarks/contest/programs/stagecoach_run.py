@@ -16,8 +16,8 @@ _END_SECONDS = 30.0
 
 def train(settings: dict[str, Any], tell: Teller) -> None:
     """Until it is ended from outside, or the run has ended."""
-    from coordinator.run import Run
-    from shared.config.loading import parse_config
+    from stagecoach.coordinator.run import Run
+    from stagecoach.shared.config.loading import parse_config
 
     config = parse_config({**settings["config"], "seed": settings["seed"], "runs_dir": settings["folder"]})
     run = Run.start(config, "contest", inline=settings.get("inline", False))

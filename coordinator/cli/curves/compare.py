@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example
-from shared.printable import figure
-from shared.runtime.failure import reason_in_words
+from stagecoach.coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example
+from stagecoach.shared.printable import figure
+from stagecoach.shared.runtime.failure import reason_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.catalog.run_comparison import RunResult
+    from stagecoach.coordinator.catalog.run_comparison import RunResult
 
 app = typer.Typer()
 
@@ -23,7 +23,7 @@ def compare(
     """Compare two runs: the fields of their configs that differ, scores, steps, time and throughput."""
     from rich.table import Table
 
-    from coordinator.catalog.run_comparison import config_fields, differences, result_of
+    from stagecoach.coordinator.catalog.run_comparison import config_fields, differences, result_of
 
     handles = [attached(name, runs_dir, endpoint_url=endpoint_url) for name in (run, other)]
     results = [result_of(handle) for handle in handles]

@@ -17,13 +17,23 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RedisUrl, RunsDir, attached, console, example
-from shared.errors import UserError
-from shared.printable import counted
+from stagecoach.coordinator.cli.options import (
+    RUNS,
+    EndpointUrl,
+    Json,
+    Place,
+    RedisUrl,
+    RunsDir,
+    attached,
+    console,
+    example,
+)
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.printable import counted
 
 if TYPE_CHECKING:
-    from coordinator.run import Run
-    from shared.storage.metric_log import Rows
+    from stagecoach.coordinator.run import Run
+    from stagecoach.shared.storage.metric_log import Rows
 
 app = typer.Typer()
 _STDOUT = "-"
@@ -88,7 +98,7 @@ def metrics(
 
 def metric_names(handle: "Run", stream: str) -> list[str]:
     """All that any row of a stream has; what orders the rows comes first."""
-    from shared.storage.metric_log import ENV_STEPS, UNIX_TIME, VERSION
+    from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME, VERSION
 
     found = {name for rows in handle.metrics(stream) for name in rows.columns}
     return sorted(found, key=lambda name: (name not in (ENV_STEPS, UNIX_TIME, VERSION), name))
@@ -105,7 +115,7 @@ def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> N
 
 def _labels(stream: Stream, labels: Sequence[str]) -> dict[str, list[str]]:
     """Names of the columns before the metrics → their cells."""
-    from trainer_node.metrics.table_files import LABELS
+    from stagecoach.trainer_node.metrics.table_files import LABELS
 
     if stream is Stream.EVENTS:
         parts = [label.partition("\t") for label in labels]
@@ -127,7 +137,7 @@ def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]
 
 def _write(path: str, write: Callable[[TextIO], int]) -> None:
     """To a file, whole or not at all, or to standard output, whose reader may stop early."""
-    from shared.storage.local_disk import replacing
+    from stagecoach.shared.storage.local_disk import replacing
 
     if path == _STDOUT:
         try:
@@ -178,9 +188,9 @@ def _write_jsonl(handle: "Run", stream: Stream, names: Sequence[str], file: Text
 
 
 def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> None:
-    from shared.storage.metric_log import ENV_STEPS
-    from trainer_node.metrics.tensorboard_writer import TensorBoardWriter
-    from trainer_node.metrics.writers import WrittenRun
+    from stagecoach.shared.storage.metric_log import ENV_STEPS
+    from stagecoach.trainer_node.metrics.tensorboard_writer import TensorBoardWriter
+    from stagecoach.trainer_node.metrics.writers import WrittenRun
 
     count = 0
     try:
@@ -204,6 +214,6 @@ def _chosen(rows: "Rows", names: Sequence[str]) -> Iterator[dict[str, float]]:
 
 
 def _with_axes(names: Sequence[str]) -> list[str]:
-    from shared.storage.metric_log import ENV_STEPS, UNIX_TIME
+    from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME
 
     return list(dict.fromkeys([ENV_STEPS, UNIX_TIME, *names]))

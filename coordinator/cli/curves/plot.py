@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.curves.metrics import Stream, check_metrics, metric_names
-from coordinator.cli.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, console, example, run_ids
-from shared.errors import UserError
-from shared.runtime.user_code import with_extra
+from stagecoach.coordinator.cli.curves.metrics import Stream, check_metrics, metric_names
+from stagecoach.coordinator.cli.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, console, example, run_ids
+from stagecoach.shared.errors import UserError
+from stagecoach.shared.runtime.user_code import with_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from coordinator.catalog.run_metrics import Bins
-    from coordinator.run import Run
-    from shared.experience.spaces import Array
+    from stagecoach.coordinator.catalog.run_metrics import Bins
+    from stagecoach.coordinator.run import Run
+    from stagecoach.shared.experience.spaces import Array
 
 app = typer.Typer()
 _FORMATS = (".png", ".svg")
@@ -57,7 +57,7 @@ def plot(
     """Draw curves of runs, with evaluations as dots; of runs that differ in their seed alone the mean, and its 95 %
     interval over seeds."""
     make_figure, style = require_matplotlib()
-    from coordinator.catalog.run_comparison import groups_by_seed
+    from stagecoach.coordinator.catalog.run_comparison import groups_by_seed
 
     handles = [attached(run, runs_dir, endpoint_url=endpoint_url) for run in dict.fromkeys(runs)]
     path = output or Path(f"{handles[0].run_id}.png")
@@ -107,8 +107,8 @@ class _Curve:
 
 def _bins(run: "Run", names: Sequence[str]) -> "dict[Stream, Bins]":
     """Of each stream these metrics, in at most some hundred points however long the run is; read once."""
-    from coordinator.catalog.run_metrics import Bins
-    from shared.storage.metric_log import ENV_STEPS, UNIX_TIME, Rows
+    from stagecoach.coordinator.catalog.run_metrics import Bins
+    from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME, Rows
 
     wanted = {ENV_STEPS, UNIX_TIME, _UPDATES, *names, *map(_score, names)}
     found = {stream: Bins(_POINTS) for stream in _STREAMS}
@@ -148,7 +148,7 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
     """A line for a run; of several seeds a thin one each, and mean and interval as far as all of them go."""
     import numpy as np
 
-    from coordinator.catalog.run_comparison import interval
+    from stagecoach.coordinator.catalog.run_comparison import interval
 
     color, style = f"C{number % 10}", ("-", "--", ":")[number // 10 % 3]
     for curve in curves:

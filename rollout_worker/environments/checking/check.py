@@ -21,23 +21,23 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
-from rollout_worker.environments import vector_env
-from rollout_worker.environments.action_masks import KEY, count_choices, from_info
-from rollout_worker.environments.checking.native import NativeTrial
-from rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report, Unsteppable
-from rollout_worker.environments.checking.values import check_outcome, check_value, shown
-from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
-from rollout_worker.environments.factory import is_factory, make_environment
-from rollout_worker.environments.pettingzoo_env import OneAtATime
-from rollout_worker.environments.seeding import SEEDS
-from rollout_worker.environments.vector_env import OUTCOME, pick
-from shared.config.loading import parse_config
-from shared.config.run_config import Config
-from shared.config.sections import RunPolicyConfig
-from shared.errors import OtherApi, StagecoachError, UserError
-from shared.experience.spaces import Array, EnvironmentDescription, PolicySpaces
-from shared.printable import counted
-from shared.runtime.process import tell_of_exits
+from stagecoach.rollout_worker.environments import vector_env
+from stagecoach.rollout_worker.environments.action_masks import KEY, count_choices, from_info
+from stagecoach.rollout_worker.environments.checking.native import NativeTrial
+from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report, Unsteppable
+from stagecoach.rollout_worker.environments.checking.values import check_outcome, check_value, shown
+from stagecoach.rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
+from stagecoach.rollout_worker.environments.factory import is_factory, make_environment
+from stagecoach.rollout_worker.environments.pettingzoo_env import OneAtATime
+from stagecoach.rollout_worker.environments.seeding import SEEDS
+from stagecoach.rollout_worker.environments.vector_env import OUTCOME, pick
+from stagecoach.shared.config.loading import parse_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import RunPolicyConfig
+from stagecoach.shared.errors import OtherApi, StagecoachError, UserError
+from stagecoach.shared.experience.spaces import Array, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.printable import counted
+from stagecoach.shared.runtime.process import tell_of_exits
 
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _COMPARED_STEPS = 20

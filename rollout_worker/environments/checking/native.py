@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rollout_worker.environments.checking.report import FATAL, NOTE, Report
-from rollout_worker.environments.factory import make_native
-from rollout_worker.environments.gymnasium_env import SAME_STEP_EXPECTED, GymnasiumEnvironments
-from rollout_worker.environments.parameters import EpisodeParameters
-from rollout_worker.environments.seeding import SEEDS
-from rollout_worker.environments.vector_env import Step, pick, reject_unusable
-from shared.config.environment import EnvironmentConfig
-from shared.config.parameters import evaluated_table
-from shared.errors import EnvironmentFailure, headline
-from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, Report
+from stagecoach.rollout_worker.environments.factory import make_native
+from stagecoach.rollout_worker.environments.gymnasium_env import SAME_STEP_EXPECTED, GymnasiumEnvironments
+from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.environments.seeding import SEEDS
+from stagecoach.rollout_worker.environments.vector_env import Step, pick, reject_unusable
+from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.parameters import evaluated_table
+from stagecoach.shared.errors import EnvironmentFailure, headline
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _MOST_STEPS, _MOST_SECONDS = 1100, 5.0
 """Until an episode ends: that of a common limit of 1,000 steps does."""

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report
-from shared.experience.fragment import LARGEST
+from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report
+from stagecoach.shared.experience.fragment import LARGEST
 
 _LARGEST = f"numbers up to {LARGEST:g}, beyond which nothing is learned"
 

@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shared.config.algorithms.base import AlgorithmConfig, Signals
-from shared.config.exploration import GaussianNoise, NoiseField, Sampling
-from shared.config.replay_buffer import ReplayBufferField, UniformReplay
-from shared.config.section import ScheduleField
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig, Signals
+from stagecoach.shared.config.exploration import GaussianNoise, NoiseField, Sampling
+from stagecoach.shared.config.replay_buffer import ReplayBufferField, UniformReplay
+from stagecoach.shared.config.section import ScheduleField
 
 LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}
 """Of actors and critics, as TD3's and SAC's authors, Stable-Baselines3 (SAC) and CleanRL have it."""
@@ -75,14 +75,14 @@ class SoftConfig(ActorConfig):
 class SACConfig(SoftConfig):
     """Soft actor-critic (Haarnoja et al. 2018b), for boxes with bounds; Christodoulou (2019) for one choice."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.sac:SAC"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.sac:SAC"
     name: str = "sac"
 
 
 class TD3Config(ActorConfig):
     """Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018), for boxes with bounds."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.td3:TD3"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.td3:TD3"
     policy: ClassVar[str] = "deterministic"
     critics: ClassVar[int] = 2
     name: str = "td3"
@@ -98,7 +98,7 @@ class DDPGConfig(ActorConfig):
     """Deep deterministic policy gradient (Lillicrap et al. 2016), for boxes with bounds. With
     `algorithm.exploration.kind: ou` it explores as the paper does."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.td3:TD3"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.td3:TD3"
     policy: ClassVar[str] = "deterministic"
     critics: ClassVar[int] = 1
     policy_delay: ClassVar[int] = 1

@@ -5,16 +5,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shared.config.algorithms.base import BatchOfUpdate
-from shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig, TD3Config
-from shared.config.replay_buffer import ReplayBufferField, UniformReplay
-from shared.config.section import Schedule, ScheduleField
+from stagecoach.shared.config.algorithms.base import BatchOfUpdate
+from stagecoach.shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig, TD3Config
+from stagecoach.shared.config.replay_buffer import ReplayBufferField, UniformReplay
+from stagecoach.shared.config.section import Schedule, ScheduleField
 
 
 class BCConfig(BatchOfUpdate):
     """Behavioral cloning: the policy learns to do what recorded experience does, by maximum likelihood."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.bc:BC"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.bc:BC"
     name: str = "bc"
     learning_rate: ScheduleField = Schedule(start=1e-3)
     epochs: int = Field(1, ge=1)
@@ -34,7 +34,7 @@ class BCConfig(BatchOfUpdate):
 class IQLConfig(OffPolicyConfig):
     """Implicit Q-learning (Kostrikov et al. 2022): learns from data without asking for actions that are not in them."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.iql:IQL"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.iql:IQL"
     defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "iql"
     replay_buffer: ReplayBufferField = UniformReplay(capacity=1_000_000)
@@ -56,7 +56,7 @@ class CQLConfig(SoftConfig):
     """Conservative Q-learning (Kumar et al. 2020): soft actor-critic that learns from data. It believes in no action
     that the data do not have. For boxes with bounds, or one discrete choice."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.cql:CQL"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.cql:CQL"
     defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "cql"
     conservatism: float = Field(5.0, gt=0)
@@ -81,7 +81,7 @@ class CQLConfig(SoftConfig):
 class TD3BCConfig(TD3Config):
     """TD3+BC (Fujimoto and Gu 2021): TD3 whose policy also does what the data do. For boxes with bounds."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.td3:TD3BC"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.td3:TD3BC"
     defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "td3_bc"
     value_weight: float = Field(2.5, ge=0)

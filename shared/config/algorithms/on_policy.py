@@ -4,8 +4,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.algorithms.base import BatchOfUpdate, Signals
-from shared.config.section import NumberOrSchedule, Schedule, ScheduleField, Section
+from stagecoach.shared.config.algorithms.base import BatchOfUpdate, Signals
+from stagecoach.shared.config.section import NumberOrSchedule, Schedule, ScheduleField, Section
 
 
 class OnPolicyConfig(Signals):
@@ -59,7 +59,7 @@ class VTraceConfig(Section):
 class PPOConfig(ClippedConfig):
     """Proximal policy optimization (Schulman et al. 2017), clipped objective."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.ppo:PPO"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.ppo:PPO"
     name: str = "ppo"
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """λ of generalized advantage estimation (Schulman et al. 2016)."""
@@ -68,7 +68,7 @@ class PPOConfig(ClippedConfig):
 class A2CConfig(OnPolicyConfig):
     """Advantage actor-critic: A3C (Mnih et al. 2016) in lockstep, one gradient step for each update."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.a2c:A2C"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.a2c:A2C"
     corrects_policy_lag: ClassVar[bool] = False
     name: str = "a2c"
     learning_rate: ScheduleField = Schedule(start=7e-4)
@@ -82,7 +82,7 @@ class APPOConfig(VTraceConfig, ClippedConfig):
     """Asynchronous PPO: the clipped objective with V-trace's advantages, for experience of older policies. Workers act
     ahead of the learner where `rollout.max_policy_lag` is 1 or more."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.appo:APPO"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.appo:APPO"
     name: str = "appo"
     vtrace_lambda: float = Field(0.95, ge=0, le=1)
     """λ of V-trace; 1 in the paper, below it as in PPO."""
@@ -98,7 +98,7 @@ class IMPALAConfig(VTraceConfig, OnPolicyConfig):
     """Importance-weighted actor-learner (Espeholt et al. 2018): V-trace, one gradient step for each update. Workers act
     ahead of the learner where `rollout.max_policy_lag` is 1 or more."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.a2c:IMPALA"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.a2c:IMPALA"
     name: str = "impala"
     learning_rate: ScheduleField = Schedule(start=6e-4)
     normalize_advantages: bool = False

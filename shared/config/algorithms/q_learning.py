@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.algorithms.base import MarginCloningConfig, Signals
-from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
-from shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
-from shared.config.section import Schedule, ScheduleField
+from stagecoach.shared.config.algorithms.base import MarginCloningConfig, Signals
+from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
+from stagecoach.shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
+from stagecoach.shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
+from stagecoach.shared.config.section import Schedule, ScheduleField
 
 _ONE_HEAD: Mapping[str, tuple[Any, ...]] = {"head": ("expected",), "heads": (1,), "noisy": (False,)}
 
@@ -100,14 +100,14 @@ class Guided(Signals, QLearningConfig):
 class DQNConfig(Guided):
     """Deep Q-learning (Mnih et al. 2015), with any of its extensions."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.dqn:DQN"
     name: str = "dqn"
 
 
 class VDNConfig(QLearningConfig):
     """Value decomposition (Sunehag et al. 2018): the team's value is the sum of its agents'."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.qmix:VDN"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.qmix:VDN"
     name: str = "vdn"
     team_reward: Literal["mean", "sum"] = "mean"
     """Of what its agents are paid: `mean` where the environment pays each of them what the team has earned."""
@@ -120,7 +120,7 @@ class VDNConfig(QLearningConfig):
 class QMIXConfig(VDNConfig):
     """QMIX (Rashid et al. 2018): the team's value grows with each agent's; how, depends on what all observe."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.qmix:QMIX"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.qmix:QMIX"
     name: str = "qmix"
     mixing_units: int = Field(32, ge=1)
     """Units of the mixing network's hidden layer."""
@@ -130,7 +130,7 @@ class R2D2Config(QLearningConfig):
     """Recurrent replay distributed DQN (Kapturowski et al. 2019): Q-learning with an LSTM or a GRU
     (`policies.<id>.core`), from sequences with the hidden states that they were acted with."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.r2d2:R2D2"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.r2d2:R2D2"
     recurrent_policy: ClassVar[str | None] = "recurrent_q_network"
     defaults: ClassVar[Mapping[str, Any]] = {
         **QLearningConfig.defaults,
@@ -174,7 +174,7 @@ class R2D2Config(QLearningConfig):
 class RainbowConfig(Guided):
     """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
 
-    learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.dqn:DQN"
     name: str = "rainbow"
     learning_rate: ScheduleField = Schedule(start=6.25e-5)
     """Adam's step size; small networks on vectors bear ten times as much."""

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from shared.config.algorithms.base import AlgorithmConfig, OwnAlgorithm
-from shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config
-from shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig, TD3BCConfig
-from shared.config.algorithms.on_policy import A2CConfig, APPOConfig, IMPALAConfig, PPOConfig
-from shared.config.algorithms.q_learning import DQNConfig, QMIXConfig, R2D2Config, RainbowConfig, VDNConfig
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig, OwnAlgorithm
+from stagecoach.shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config
+from stagecoach.shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig, TD3BCConfig
+from stagecoach.shared.config.algorithms.on_policy import A2CConfig, APPOConfig, IMPALAConfig, PPOConfig
+from stagecoach.shared.config.algorithms.q_learning import DQNConfig, QMIXConfig, R2D2Config, RainbowConfig, VDNConfig
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     section.model_fields["name"].default: section

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run import Run
+from stagecoach.coordinator.run import Run
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from coordinator.page.server import serve
-from coordinator.page.view import RunView
-from coordinator.run import Run
-from shared.experience.spaces import Array
-from shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
+from stagecoach.coordinator.page.server import serve
+from stagecoach.coordinator.page.view import RunView
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.page import TOKEN, live_run, soon

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from coordinator.page import connections
-from coordinator.page.server import serve
+from stagecoach.coordinator.page import connections
+from stagecoach.coordinator.page.server import serve
 from tests.support.command_line import CommandLine
 from tests.support.page import TOKEN, Visitor, soon
 from tests.support.speed import stretched
@@ -73,7 +73,7 @@ def test_connection_without_a_whole_request_is_closed(runs_dir: Path, monkeypatc
 
 
 def test_order_whose_body_does_not_come_is_refused(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.page.server._BODY_SECONDS", 0.2)
+    monkeypatch.setattr("stagecoach.coordinator.page.server._BODY_SECONDS", 0.2)
     with serve(runs_dir, TOKEN) as url, contextlib.closing(Visitor(url).connect()) as connection:
         connection.putrequest("POST", "/api/runs/a/stop")
         connection.putheader("Authorization", f"Bearer {TOKEN}")

@@ -20,15 +20,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.page.panels import PANELS
-from coordinator.page.prometheus import METRICS, exposition
-from coordinator.page.server import serve
-from coordinator.page.totals import MOST_NAMES, Spent, Totals
-from coordinator.page.view import RunView
-from coordinator.run import Run
 from deploy.make_dashboard import dashboard, targets
-from shared.errors import DropReason
-from shared.protocol.heartbeat import Wait, poll
+from stagecoach.coordinator.page.panels import PANELS
+from stagecoach.coordinator.page.prometheus import METRICS, exposition
+from stagecoach.coordinator.page.server import serve
+from stagecoach.coordinator.page.totals import MOST_NAMES, Spent, Totals
+from stagecoach.coordinator.page.view import RunView
+from stagecoach.coordinator.run import Run
+from stagecoach.shared.errors import DropReason
+from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.command_line import until
 from tests.support.environments import CHASE

@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.status import Status, live_status
-from shared.errors import RunNotFound
-from shared.protocol.events import read_events
-from shared.protocol.flow_control import Flow
-from shared.protocol.heartbeat import Beat
+from stagecoach.coordinator.catalog.run_files import RunStatus
+from stagecoach.coordinator.catalog.status import Status, live_status
+from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.protocol.events import read_events
+from stagecoach.shared.protocol.flow_control import Flow
+from stagecoach.shared.protocol.heartbeat import Beat
 from tests.support import lockstep_run
 from tests.support.cluster.hosts import HOME, Host
 from tests.support.cluster.ray_cluster import RayCluster, until

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.services.embedded import new_secret
+from stagecoach.coordinator.services.embedded import new_secret
 from tests.support.cluster.hosts import HOME, SOURCE, Host, Network
 from tests.support.cluster.services import Services
 from tests.support.installation import download_build_system, make_environment, write_pip_config

@@ -8,7 +8,7 @@ from typing import Any
 import boto3
 import redis
 
-from coordinator.services.embedded import new_secret
+from stagecoach.coordinator.services.embedded import new_secret
 from tests.support.cluster.hosts import SOURCE, Host
 
 BUCKET, PREFIX = "stagecoach", "experiments"

@@ -12,17 +12,17 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.registry import ALGORITHMS
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import PolicySpaces
-from shared.policies.registry import build_policies
-from shared.policies.serialization import state_arrays
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
+from stagecoach.shared.config.algorithms.on_policy import OnPolicyConfig
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.learner import make_algorithm
 from tests.support.learning.streams import PLAIN
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.learner import make_algorithm
 
 CPU = torch.device("cpu")
 LOW, HIGH = np.array([-2.0, 0.0], np.float32), np.array([2.0, 4.0], np.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.config.run_config import Config
+from stagecoach.shared.config.run_config import Config
 from tests.support.cartpole_data import played, write_played
 from tests.support.datasets import swung, write_recorded
 from tests.support.game import small

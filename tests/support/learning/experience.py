@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.experience.counters import Counters
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import Columns, PolicySpaces
-from shared.policies.policy import Policy
-from shared.policies.serialization import state_arrays
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.building_blocks.batch import Batch
-from trainer_node.learning.building_blocks.interface import Experience
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import Columns, PolicySpaces
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
 
 
 def received(*columns: Columns) -> list[Experience]:

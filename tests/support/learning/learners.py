@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.run_config import Config
-from shared.datasets.read import read_dataset
-from shared.experience.counters import Phase
-from shared.experience.fragment import Fragment, FragmentHeader
-from shared.policies.serialization import state_arrays
-from shared.protocol.ledger import Ledger
-from trainer_node.checkpointing import snapshot
-from trainer_node.checkpointing.snapshot import Progress
-from trainer_node.learning.learner import Learner, make_learner
-from trainer_node.log_consumer import Committed
+from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.factory import make_vector
+from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.exploration.base import Sampling
+from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.shared.protocol.ledger import Ledger
+from stagecoach.trainer_node.checkpointing import snapshot
+from stagecoach.trainer_node.checkpointing.snapshot import Progress
+from stagecoach.trainer_node.learning.learner import Learner, make_learner
+from stagecoach.trainer_node.log_consumer import Committed
 
 
 def learner_of(config: Config) -> Learner:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.experience.spaces import Array, Columns
-from trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
 
 COLUMNS = ("reward", "value", "bootstrap_value", "terminated", "truncated", "mask")
 

@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from gymnasium import spaces as gym_spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.config.recorded import DemonstrationsConfig
-from shared.config.reward_signals import GAILConfig, RNDConfig
-from shared.config.sections import PolicyConfig
-from shared.datasets.read import read_dataset
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
-from shared.policies.registry import borrowed_random_state, build_policies
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.config.recorded import DemonstrationsConfig
+from stagecoach.shared.config.reward_signals import GAILConfig, RNDConfig
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.datasets.read import read_dataset
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.policies.registry import borrowed_random_state, build_policies
+from stagecoach.trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.trainer_node.learning.reward_signals.base import Rows
+from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, RND
 from tests.support.datasets import episodes, write_csv
 from tests.support.learning.algorithms import CHOICE
 from tests.support.learning.slow_returns import Case
-from trainer_node.learning.demonstrations import Demonstrations
-from trainer_node.learning.reward_signals.base import Rows
-from trainer_node.learning.reward_signals.signals import GAIL, RND
 
 
 def mlp(arrays: Columns, prefix: str, inputs: Array, activation: str) -> Array:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
-from trainer_node.learning.building_blocks.interface import Experience
-from trainer_node.learning.replay_buffers.uniform import Batch, ReplayBuffer
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
+from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch, ReplayBuffer
 
 Memory = TypeVar("Memory", bound=ReplayBuffer)
 quick = settings(max_examples=60, derandomize=True)

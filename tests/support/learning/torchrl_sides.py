@@ -16,10 +16,10 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 from torchrl.modules import IndependentNormal, TanhNormal, ValueOperator
 
-from shared.experience.spaces import PolicySpaces
-from shared.policies.actor_critic import ActorCritic
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.building_blocks.critics import Critics
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.building_blocks.critics import Critics
 
 QUIET = "ignore:No target network updater has been associated:UserWarning"
 """Targets are put in by hand here; TorchRL warns of that."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torchrl.modules import QValueActor, ValueOperator
 from torchrl.objectives import CQLLoss, DDPGLoss, DiscreteCQLLoss, DiscreteSACLoss, SACLoss, TD3Loss
 
-from shared.experience.spaces import PolicySpaces
+from stagecoach.shared.experience.spaces import PolicySpaces
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from tests.support.learning import torchrl_sides as sides
 from tests.support.learning.algorithms import BOXES, CHOICE, make, move_apart
 from tests.support.learning.experience import minibatch
-from trainer_node.learning.algorithms.off_policy import Minibatch
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 GAMMA, ALPHA, ROWS = 0.9, 0.3, 40

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import IQLLoss
 
-from shared.experience.spaces import PolicySpaces
+from stagecoach.shared.experience.spaces import PolicySpaces
 from tests.support.learning import torchrl_sides as sides
 from tests.support.learning.algorithms import BOXES, CHOICE, make, move_apart
 from tests.support.learning.experience import minibatch

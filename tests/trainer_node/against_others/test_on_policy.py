@@ -19,15 +19,15 @@ from torchrl.objectives import A2CLoss, ClipPPOLoss
 from torchrl.objectives.multiagent import MAPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns, PolicySpaces
-from shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns, PolicySpaces
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.trainer_node.learning.algorithms.on_policy import OnPolicy
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
+from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.support.learning import torchrl_sides as sides
 from tests.support.learning.algorithms import make, older, on_both_spaces
 from tests.support.learning.experience import acted, advantage_batch, received, update_batch
-from trainer_node.learning.algorithms.on_policy import OnPolicy
-from trainer_node.learning.building_blocks.batch import Batch
-from trainer_node.learning.building_blocks.team import with_team
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 COEFFICIENTS: dict[str, Any] = {"entropy_coefficient": 0.05, "value_coefficient": 0.7}

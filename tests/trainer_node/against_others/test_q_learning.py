@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torchrl.modules import DistributionalQValueActor, QValueActor
 from torchrl.objectives import DistributionalDQNLoss, DQNLoss
 
+from stagecoach.trainer_node.learning.algorithms.dqn import DQN
 from tests.support.learning import torchrl_sides as sides
 from tests.support.learning.algorithms import make_dqn, move_apart
 from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import PLAIN
-from trainer_node.learning.algorithms.dqn import DQN
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 dueling_or_not = pytest.mark.parametrize("dueling", [False, True], ids=["one stream", "dueling"])

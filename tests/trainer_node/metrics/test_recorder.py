@@ -16,18 +16,28 @@ from typing import Any
 import pytest
 import redis
 
-from shared.config.run_config import Config
-from shared.errors import StoreError
-from shared.protocol.events import emit, read_events
-from shared.protocol.keys import RunKeys
-from shared.protocol.metric_tail import newest_row, read_rows
-from shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION, read
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.errors import StoreError
+from stagecoach.shared.protocol.events import emit, read_events
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.metric_tail import newest_row, read_rows
+from stagecoach.shared.storage.metric_log import (
+    ENV_STEPS,
+    EPISODES,
+    EVALUATIONS,
+    EVENTS,
+    FLEET,
+    TRAIN,
+    UNIX_TIME,
+    VERSION,
+    read,
+)
+from stagecoach.trainer_node.metrics import recorder as module
+from stagecoach.trainer_node.metrics.recorder import Recorder, evaluation_row
+from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 from tests.conftest import MakeRole, minimal_config
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import eventually
-from trainer_node.metrics import recorder as module
-from trainer_node.metrics.recorder import Recorder, evaluation_row
-from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 SCORES = {
     "version": 2, "env_steps": 128, "episodes": 4, "mean_return": 9.5, "std_return": 1.5, "min_return": 7.0,
@@ -231,7 +241,7 @@ def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for part in ("table_files", "tensorboard_writer"):
-        monkeypatch.setattr(f"trainer_node.metrics.{part}.append_bytes", full)
+        monkeypatch.setattr(f"stagecoach.trainer_node.metrics.{part}.append_bytes", full)
     recorder = recording.begin("csv", "jsonl", "tensorboard")
     for step in (64, 128):
         recorder.record(TRAIN, row(step))

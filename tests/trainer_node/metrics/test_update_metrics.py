@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.run_config import Config
-from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, Fragment
-from shared.storage.metric_log import EPISODES, TRAIN, VERSION, read
-from tests.conftest import minimal_config
-from tests.support.fragments import RECORD, SIMPLE, random_fragment
-from tests.support.game import STEPS_PER_UPDATE, NewGame
-from tests.support.games import MODULE
-from tests.support.stage import Stage
-from trainer_node.learning.learner import Learner, make_learner
-from trainer_node.learning.shaped_returns import ShapedReturns
-from trainer_node.metrics.update_metrics import (
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
+from stagecoach.shared.storage.metric_log import EPISODES, TRAIN, VERSION, read
+from stagecoach.trainer_node.learning.learner import Learner, make_learner
+from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns
+from stagecoach.trainer_node.metrics.update_metrics import (
     LAG_BUCKETS,
     UpdateMetrics,
     episode_rows,
@@ -30,6 +25,11 @@ from trainer_node.metrics.update_metrics import (
     of_episodes,
     spread,
 )
+from tests.conftest import minimal_config
+from tests.support.fragments import RECORD, SIMPLE, random_fragment
+from tests.support.game import STEPS_PER_UPDATE, NewGame
+from tests.support.games import MODULE
+from tests.support.stage import Stage
 
 
 def acted(

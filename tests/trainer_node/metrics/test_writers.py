@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from shared.config.sections import MetricsConfig
-from shared.errors import ConfigError
+from stagecoach.shared.config.sections import MetricsConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.trainer_node.metrics import table_files, writers
+from stagecoach.trainer_node.metrics.table_files import CsvFile
+from stagecoach.trainer_node.metrics.tensorboard_writer import TensorBoardWriter
+from stagecoach.trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun, check_writers, open_writer
 from tests.conftest import minimal_config
-from trainer_node.metrics import table_files, writers
-from trainer_node.metrics.table_files import CsvFile
-from trainer_node.metrics.tensorboard_writer import TensorBoardWriter
-from trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun, check_writers, open_writer
 
 Row = dict[str, float]
 Open = Callable[..., MetricWriter]
@@ -243,7 +243,7 @@ def test_tensorboard_lacks_the_rows_of_a_full_disk_alone(tmp_path: Path, monkeyp
 
 def needs(package: str) -> pytest.MarkDecorator:
     missing = find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'stagecoach[{package}]'")
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'stagecoach-rl[{package}]'")
 
 
 def a_run_with_a_restart(begin: Open, path: str, **kwargs: Any) -> None:
@@ -418,7 +418,7 @@ def test_a_writer_that_cannot_work_is_refused_in_one_line(own: str, monkeypatch:
     monkeypatch.setattr(writers, "find_spec", lambda name: None)
     for tracker in ("wandb", "mlflow", "trackio"):
         expected = (
-            f"metrics.writers={tracker}: No module named '{tracker}'; pip install 'stagecoach[{tracker}]' brings it"
+            f"metrics.writers={tracker}: No module named '{tracker}'; pip install 'stagecoach-rl[{tracker}]' brings it"
         )
         assert refused(tracker) == expected
         check_writers(MetricsConfig(writers=(tracker,)), here=False)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.experience.fragment import expected_columns
-from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.experience.fragment import expected_columns
+from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.trainer_node.learning.replay_buffers import storage
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import ObservationColumn, RowPool
+from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
+from stagecoach.trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
+from stagecoach.trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, ReplayBuffer
 from tests.support.learning.streams import ONE_OF_THREE, arrays, assert_same, quick
-from trainer_node.learning.replay_buffers import storage
-from trainer_node.learning.replay_buffers.observation_column import ObservationColumn, RowPool
-from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
-from trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
-from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, ReplayBuffer
 
 
 def images(stack: int, side: int) -> PolicySpaces:

@@ -12,9 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config.replay_buffer import HindsightReplay as Section
-from shared.errors import ConfigError
-from shared.experience.spaces import Array
+from stagecoach.shared.config.replay_buffer import HindsightReplay as Section
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.replay_buffers.hindsight import (
+    ACHIEVED,
+    DESIRED,
+    HindsightReplayBuffer,
+    Strategy,
+    goal_reward,
+    sparse,
+)
+from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch
 from tests.support.learning.algorithms import BOXES, CHOICE, make
 from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import (
@@ -27,16 +37,6 @@ from tests.support.learning.streams import (
     n_steps,
     numbers,
 )
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.replay_buffers.hindsight import (
-    ACHIEVED,
-    DESIRED,
-    HindsightReplayBuffer,
-    Strategy,
-    goal_reward,
-    sparse,
-)
-from trainer_node.learning.replay_buffers.uniform import Batch
 
 STRATEGIES: list[Strategy] = ["future", "final", "episode"]
 

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config.replay_buffer import PrioritizedReplay as Section
-from shared.config.section import Schedule
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
+from stagecoach.shared.config.replay_buffer import PrioritizedReplay as Section
+from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer, SumTree
 from tests.support.learning.streams import (
     PLAIN,
     Stream,
@@ -18,8 +20,6 @@ from tests.support.learning.streams import (
     known,
     numbers,
 )
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer, SumTree
 
 ALPHA, EPSILON = 0.7, 0.01
 

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.replay_buffer import BalancedReplay, HindsightReplay, PrioritizedReplay, UniformReplay
-from shared.errors import ConfigError
-from shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.shared.config.replay_buffer import BalancedReplay, HindsightReplay, PrioritizedReplay, UniformReplay
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
+from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
+from stagecoach.trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Classes, ReplayBuffer
 from tests.support.learning.streams import (
     GOALS,
     PLAIN,
@@ -29,9 +32,6 @@ from tests.support.learning.streams import (
     restored,
     shapes,
 )
-from trainer_node.learning.algorithms.off_policy import make_replay_buffer
-from trainer_node.learning.building_blocks.interface import Experience
-from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Classes, ReplayBuffer
 
 
 def filled(stream: Stream, places: int, made: int) -> tuple[ReplayBuffer, dict[int, Step]]:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.spaces import Array, Columns, PolicySpaces
-from shared.policies.serialization import state_arrays
+from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.reward_signals.base import Rows
+from stagecoach.trainer_node.learning.reward_signals.signals import GAIL
 from tests.support.learning.algorithms import CHOICE, CPU, gradients_are_differences
 from tests.support.learning.slow_signals import UNBOUNDED, make_gail, pairs
-from trainer_node.learning.reward_signals.base import Rows
-from trainer_node.learning.reward_signals.signals import GAIL
 
 
 def slow_features(arrays: Columns, observation: Array, action: Array, use_actions: bool = True) -> Array:

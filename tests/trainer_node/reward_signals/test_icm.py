@@ -10,17 +10,17 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.config.reward_signals import ICMConfig
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import Array, PolicySpaces
-from shared.policies.registry import borrowed_random_state, build_policies
-from shared.policies.serialization import state_arrays
+from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.config.reward_signals import ICMConfig
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import Array, PolicySpaces
+from stagecoach.shared.policies.registry import borrowed_random_state, build_policies
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.reward_signals.base import ActionEncoding, Rows
+from stagecoach.trainer_node.learning.reward_signals.signals import ICM
 from tests.support.learning import slow_signals as slow
 from tests.support.learning.algorithms import gradients_are_differences
-from trainer_node.learning.reward_signals.base import ActionEncoding, Rows
-from trainer_node.learning.reward_signals.signals import ICM
 
 GENERATOR = torch.Generator()
 OBSERVATION = describe_space(spaces.Box(-5.0, 5.0, (3,)))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.counters import Counters
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.trainer_node.learning.reward_signals.base import Rows
 from tests.support.learning import slow_signals as slow
 from tests.support.learning.algorithms import BOXES, CHOICE, make
 from tests.support.learning.experience import random_fragment
-from trainer_node.learning.reward_signals.base import Rows
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-2, "hidden_sizes": [6], "embedding_size": 3}
 

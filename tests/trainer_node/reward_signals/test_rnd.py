@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.spaces import Array
-from shared.policies.serialization import state_arrays
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.trainer_node.learning.reward_signals.base import Rows
+from stagecoach.trainer_node.learning.reward_signals.signals import RND
 from tests.support.learning import slow_signals
 from tests.support.learning.algorithms import gradients_are_differences
 from tests.support.learning.slow_signals import make_rnd, transitions
-from trainer_node.learning.reward_signals.base import Rows
-from trainer_node.learning.reward_signals.signals import RND
 
 GENERATOR = torch.Generator()
 

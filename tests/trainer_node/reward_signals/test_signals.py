@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.reward_signals.reward_signals import _ends
 from tests.support.learning import slow_signals as slow
 from tests.support.learning.algorithms import make, weights
 from tests.support.learning.experience import acted, received, update_batch
-from trainer_node.learning.reward_signals.reward_signals import _ends
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-3, "hidden_sizes": [6], "embedding_size": 3}
 SIGNALS: dict[str, Any] = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shared.config.algorithms.on_policy import A2CConfig, IMPALAConfig
-from shared.experience.counters import Counters
-from trainer_node.learning.algorithms.on_policy import OnPolicy
-from trainer_node.learning.building_blocks.batch import Batch
-from trainer_node.learning.building_blocks.interface import Terms
+from stagecoach.shared.config.algorithms.on_policy import A2CConfig, IMPALAConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.trainer_node.learning.algorithms.on_policy import OnPolicy
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
+from stagecoach.trainer_node.learning.building_blocks.interface import Terms
 
 
 class PolicyGradient(OnPolicy):

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shared.config.algorithms.on_policy import APPOConfig
-from shared.experience.counters import Counters
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.policy import copy_sharing_buffers
-from trainer_node.learning.algorithms.ppo import Clipped
-from trainer_node.learning.building_blocks.batch import Batch
-from trainer_node.learning.building_blocks.interface import Experience, Setting, Terms
-from trainer_node.learning.building_blocks.optimization import soft_update
+from stagecoach.shared.config.algorithms.on_policy import APPOConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.policy import copy_sharing_buffers
+from stagecoach.trainer_node.learning.algorithms.ppo import Clipped
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting, Terms
+from stagecoach.trainer_node.learning.building_blocks.optimization import soft_update
 
 
 class APPO(Clipped):

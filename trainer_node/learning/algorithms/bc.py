@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.offline import BCConfig
-from trainer_node.learning.algorithms.on_policy import BatchLearner
-from trainer_node.learning.building_blocks.interface import Terms
-from trainer_node.learning.demonstrations import Pairs
+from stagecoach.shared.config.algorithms.offline import BCConfig
+from stagecoach.trainer_node.learning.algorithms.on_policy import BatchLearner
+from stagecoach.trainer_node.learning.building_blocks.interface import Terms
+from stagecoach.trainer_node.learning.demonstrations import Pairs
 
 
 class BC(BatchLearner):

@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.offline import CQLConfig
-from shared.experience.counters import Counters
-from shared.policies.continuous import Actor
-from shared.policies.masks import masked
-from trainer_node.learning.algorithms.off_policy import Minibatch
-from trainer_node.learning.algorithms.sac import SAC, Drawn
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import Adam
+from stagecoach.shared.config.algorithms.offline import CQLConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.continuous import Actor
+from stagecoach.shared.policies.masks import masked
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
+from stagecoach.trainer_node.learning.algorithms.sac import SAC, Drawn
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
 
 _LOG_WEIGHT_BOUNDS = math.log(1e-6), math.log(1e6)
 """Of the penalty, where it is learned: so that it comes back soon from where the gap cannot be what is asked for."""

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.config.algorithms.q_learning import QLearningConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
-from shared.policies.policy import copy_sharing_buffers
-from shared.policies.q_network import LayerNoise, QNetwork
-from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, OffPolicy
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import Adam, soft_update, to_device
-from trainer_node.learning.replay_buffers.uniform import Batch
+from stagecoach.shared.config.algorithms.q_learning import QLearningConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.policies.policy import copy_sharing_buffers
+from stagecoach.shared.policies.q_network import LayerNoise, QNetwork
+from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, OffPolicy
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, soft_update, to_device
+from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch
 
 Noise = list[LayerNoise] | None
 

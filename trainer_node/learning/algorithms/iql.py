@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.offline import IQLConfig
-from shared.experience.counters import Counters
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.encoders import flat, flat_size
-from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, WithCritics
-from trainer_node.learning.building_blocks.critics import Critics
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import soft_update
+from stagecoach.shared.config.algorithms.offline import IQLConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.encoders import flat, flat_size
+from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson, Minibatch, WithCritics
+from stagecoach.trainer_node.learning.building_blocks.critics import Critics
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import soft_update
 
 
 class IQL(WithCritics):

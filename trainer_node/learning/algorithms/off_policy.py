@@ -13,23 +13,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.config import replay_buffer as replay_buffer_config
-from shared.config.algorithms.off_policy import ActorConfig, OffPolicyConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns, PolicySpaces
-from shared.policies.policy import Policy, copy_sharing_buffers
-from shared.policies.registry import borrowed_random_state
-from trainer_node.learning.building_blocks.cloning import Cloning
-from trainer_node.learning.building_blocks.compilation import Answer, compiled
-from trainer_node.learning.building_blocks.critics import Critics
-from trainer_node.learning.building_blocks.interface import Experience, PolicyLearner, Setting, mean_terms, update_seed
-from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
-from trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
-from trainer_node.learning.replay_buffers.own import make_own_replay_buffer
-from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
-from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
-from trainer_node.learning.reward_signals.base import Rows
-from trainer_node.learning.reward_signals.reward_signals import ReplayedSignals
+from stagecoach.shared.config import replay_buffer as replay_buffer_config
+from stagecoach.shared.config.algorithms.off_policy import ActorConfig, OffPolicyConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns, PolicySpaces
+from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
+from stagecoach.shared.policies.registry import borrowed_random_state
+from stagecoach.trainer_node.learning.building_blocks.cloning import Cloning
+from stagecoach.trainer_node.learning.building_blocks.compilation import Answer, compiled
+from stagecoach.trainer_node.learning.building_blocks.critics import Critics
+from stagecoach.trainer_node.learning.building_blocks.interface import (
+    Experience,
+    PolicyLearner,
+    Setting,
+    mean_terms,
+    update_seed,
+)
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
+from stagecoach.trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
+from stagecoach.trainer_node.learning.replay_buffers.own import make_own_replay_buffer
+from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
+from stagecoach.trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
+from stagecoach.trainer_node.learning.reward_signals.base import Rows
+from stagecoach.trainer_node.learning.reward_signals.reward_signals import ReplayedSignals
 
 
 def make_replay_buffer(

@@ -12,20 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.base import BatchOfUpdate
-from shared.config.algorithms.offline import BCConfig
-from shared.config.algorithms.on_policy import A2CConfig, OnPolicyConfig, PPOConfig, VTraceConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array
-from shared.policies.actor_critic import ActorCritic, Heads
-from trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
-from trainer_node.learning.building_blocks.batch import Batch, ForwardPass, forward_pass, log_probs, sequences
-from trainer_node.learning.building_blocks.cloning import Cloning
-from trainer_node.learning.building_blocks.compilation import compiled, equal_parts
-from trainer_node.learning.building_blocks.interface import Experience, PolicyLearner, Setting, Terms, update_seed
-from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step
-from trainer_node.learning.building_blocks.team import with_team
-from trainer_node.learning.reward_signals.reward_signals import RewardSignals
+from stagecoach.shared.config.algorithms.base import BatchOfUpdate
+from stagecoach.shared.config.algorithms.offline import BCConfig
+from stagecoach.shared.config.algorithms.on_policy import A2CConfig, OnPolicyConfig, PPOConfig, VTraceConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.policies.actor_critic import ActorCritic, Heads
+from stagecoach.trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
+from stagecoach.trainer_node.learning.building_blocks.batch import (
+    Batch,
+    ForwardPass,
+    forward_pass,
+    log_probs,
+    sequences,
+)
+from stagecoach.trainer_node.learning.building_blocks.cloning import Cloning
+from stagecoach.trainer_node.learning.building_blocks.compilation import compiled, equal_parts
+from stagecoach.trainer_node.learning.building_blocks.interface import (
+    Experience,
+    PolicyLearner,
+    Setting,
+    Terms,
+    update_seed,
+)
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step
+from stagecoach.trainer_node.learning.building_blocks.team import with_team
+from stagecoach.trainer_node.learning.reward_signals.reward_signals import RewardSignals
 
 
 class BatchLearner(PolicyLearner):

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.on_policy import ClippedConfig, PPOConfig
-from shared.experience.counters import Counters
-from trainer_node.learning.algorithms.on_policy import OnPolicy
-from trainer_node.learning.building_blocks.batch import Batch, forward_pass, log_probs
-from trainer_node.learning.building_blocks.interface import Terms
+from stagecoach.shared.config.algorithms.on_policy import ClippedConfig, PPOConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.trainer_node.learning.algorithms.on_policy import OnPolicy
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch, forward_pass, log_probs
+from stagecoach.trainer_node.learning.building_blocks.interface import Terms
 
 _LARGEST_LOG_RATIO = 20.0
 """A step that has become e^20 times as likely is far beyond any clip; float32 has no e^89."""

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.config.algorithms.q_learning import QMIXConfig, VDNConfig
-from shared.config.sections import PolicyConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import SpaceSpec
-from shared.policies.critic import EachAgent, EnvironmentState
-from shared.policies.encoders import ObservationNormalizer, unrounded
-from shared.policies.policy import copy_sharing_buffers
-from shared.policies.q_network import QNetwork
-from shared.policies.registry import borrowed_random_state
-from trainer_node.learning.algorithms.dqn import DQN, Noise, of_actions
-from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
-from trainer_node.learning.building_blocks.interface import Setting, update_seed
-from trainer_node.learning.building_blocks.optimization import Adam, soft_update
-from trainer_node.learning.replay_buffers.uniform import TeamReplayBuffer
+from stagecoach.shared.config.algorithms.q_learning import QMIXConfig, VDNConfig
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import SpaceSpec
+from stagecoach.shared.policies.critic import EachAgent, EnvironmentState
+from stagecoach.shared.policies.encoders import ObservationNormalizer, unrounded
+from stagecoach.shared.policies.policy import copy_sharing_buffers
+from stagecoach.shared.policies.q_network import QNetwork
+from stagecoach.shared.policies.registry import borrowed_random_state
+from stagecoach.trainer_node.learning.algorithms.dqn import DQN, Noise, of_actions
+from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting, update_seed
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, soft_update
+from stagecoach.trainer_node.learning.replay_buffers.uniform import TeamReplayBuffer
 
 
 class VDN(DQN):

@@ -10,14 +10,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.q_learning import R2D2Config
-from shared.config.replay_buffer import PrioritizedReplay
-from shared.policies.q_network import RecurrentQNetwork, rescaled, unscaled
-from trainer_node.learning.algorithms.dqn import DQN
-from trainer_node.learning.algorithms.off_policy import Lesson
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import to_device
-from trainer_node.learning.replay_buffers.sequences import PrioritizedSequences, SequenceBatch, SequenceReplayBuffer
+from stagecoach.shared.config.algorithms.q_learning import R2D2Config
+from stagecoach.shared.config.replay_buffer import PrioritizedReplay
+from stagecoach.shared.policies.q_network import RecurrentQNetwork, rescaled, unscaled
+from stagecoach.trainer_node.learning.algorithms.dqn import DQN
+from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import to_device
+from stagecoach.trainer_node.learning.replay_buffers.sequences import (
+    PrioritizedSequences,
+    SequenceBatch,
+    SequenceReplayBuffer,
+)
 
 
 @dataclass(frozen=True)

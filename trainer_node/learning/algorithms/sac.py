@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.off_policy import SoftConfig
-from shared.config.exploration import Sampling
-from shared.errors import UnsupportedSpace
-from shared.experience.counters import Counters
-from shared.policies.continuous import Actor, SquashedGaussian
-from shared.policies.masks import legal_choices
-from trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
-from trainer_node.learning.building_blocks.critics import Critics
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import Adam, soft_update
+from stagecoach.shared.config.algorithms.off_policy import SoftConfig
+from stagecoach.shared.config.exploration import Sampling
+from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.continuous import Actor, SquashedGaussian
+from stagecoach.shared.policies.masks import legal_choices
+from stagecoach.trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
+from stagecoach.trainer_node.learning.building_blocks.critics import Critics
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, soft_update
 
 _DISCRETE_EPSILON = 0.1
 """The target entropy of one choice is that of ε-greedy acting with this ε, as DQN explores in the end."""

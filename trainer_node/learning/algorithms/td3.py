@@ -7,14 +7,14 @@ TD3+BC (Fujimoto and Gu 2021) learns from recorded experience: the policy stays 
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.off_policy import DDPGConfig, TD3Config
-from shared.config.algorithms.offline import TD3BCConfig
-from shared.experience.counters import Counters
-from shared.policies.continuous import Deterministic
-from shared.policies.policy import copy_sharing_buffers
-from trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.building_blocks.optimization import soft_update
+from stagecoach.shared.config.algorithms.off_policy import DDPGConfig, TD3Config
+from stagecoach.shared.config.algorithms.offline import TD3BCConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.continuous import Deterministic
+from stagecoach.shared.policies.policy import copy_sharing_buffers
+from stagecoach.trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.trainer_node.learning.building_blocks.optimization import soft_update
 
 _LEAST_VALUE = 1e-6
 

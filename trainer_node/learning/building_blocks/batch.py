@@ -9,8 +9,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from shared.experience.fragment import STATE
-from shared.policies.actor_critic import ActorCritic, Heads, RecurrentActorCritic
+from stagecoach.shared.experience.fragment import STATE
+from stagecoach.shared.policies.actor_critic import ActorCritic, Heads, RecurrentActorCritic
 
 CHUNK = 8192
 """Rows that go through a network at a time, so that a large batch of images fits."""

@@ -7,14 +7,14 @@ the number of the update. While the strength is 0 nothing is drawn, and every bi
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.base import CloningConfig, MarginCloningConfig
-from shared.errors import ConfigError
-from shared.experience.counters import Counters
-from shared.policies.continuous import Certain
-from shared.policies.policy import Policy
-from shared.policies.q_network import BestChoice
-from trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
-from trainer_node.learning.demonstrations import Pairs
+from stagecoach.shared.config.algorithms.base import CloningConfig, MarginCloningConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.continuous import Certain
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.q_network import BestChoice
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
+from stagecoach.trainer_node.learning.demonstrations import Pairs
 
 _NUMBER = 0
 """Of its generator among those of an update, beside the algorithm's own."""

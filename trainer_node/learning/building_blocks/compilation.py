@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shared.errors import ConfigError
-from trainer_node.learning.building_blocks.interface import Setting
+from stagecoach.shared.errors import ConfigError
+from stagecoach.trainer_node.learning.building_blocks.interface import Setting
 
 Answer = TypeVar("Answer")
 _CODES = 8

@@ -10,9 +10,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import SpaceSpec
-from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormalizer, ParallelLayerNorm, unrounded
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import SpaceSpec
+from stagecoach.shared.policies.encoders import (
+    ACTIVATIONS,
+    Encoder,
+    ObservationNormalizer,
+    ParallelLayerNorm,
+    unrounded,
+)
 
 
 class Critics(nn.Module):

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.experience.counters import Counters
-from shared.experience.spaces import Columns
-from shared.policies.policy import Policy
-from trainer_node.learning.building_blocks.optimization import Part, load_state_of, state_of, to_device
-from trainer_node.learning.building_blocks.reward_normalization import RewardFilter
-from trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.trainer_node.learning.building_blocks.optimization import Part, load_state_of, state_of, to_device
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardFilter
+from stagecoach.trainer_node.learning.demonstrations import Demonstrations
 
 
 @dataclass(frozen=True)

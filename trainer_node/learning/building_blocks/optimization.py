@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.spaces import Array, Columns
 
 _BETA1, _BETA2 = 0.9, 0.999
 _ALIGNMENT_BYTES = 64

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shared.experience.spaces import Array, Columns
+from stagecoach.shared.experience.spaces import Array, Columns
 
 _EPSILON = 1e-8
 _RUNNING = "running/"

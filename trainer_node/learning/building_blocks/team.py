@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from shared.experience.spaces import Columns, SpaceSpec
-from shared.policies.critic import MASK, NUMBER, TEAM
+from stagecoach.shared.experience.spaces import Columns, SpaceSpec
+from stagecoach.shared.policies.critic import MASK, NUMBER, TEAM
 
 
 def with_team(columns: Columns, observation: SpaceSpec, agents: int) -> Columns:

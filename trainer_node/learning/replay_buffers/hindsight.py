@@ -16,15 +16,15 @@ from typing import Literal
 
 import numpy as np
 
-from shared.config.replay_buffer import HindsightReplay
-from shared.errors import ConfigError
-from shared.experience import goals
-from shared.experience.fragment import INFO
-from shared.experience.spaces import Array, Columns, PolicySpaces
-from shared.runtime.user_code import import_object
-from trainer_node.learning.replay_buffers.observation_column import NOTHING
-from trainer_node.learning.replay_buffers.storage import FragmentRing
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+from stagecoach.shared.config.replay_buffer import HindsightReplay
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience import goals
+from stagecoach.shared.experience.fragment import INFO
+from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
+from stagecoach.shared.runtime.user_code import import_object
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING
+from stagecoach.trainer_node.learning.replay_buffers.storage import FragmentRing
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 ACHIEVED, DESIRED, BELOW = (f"obs.{leaf}" for leaf in (goals.ACHIEVED, goals.DESIRED, goals.BELOW))
 Strategy = Literal["future", "final", "episode"]

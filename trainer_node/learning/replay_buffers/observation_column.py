@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from shared.experience.spaces import Array
+from stagecoach.shared.experience.spaces import Array
 
 NOTHING = -1
 """No fragment, no step, no observation."""

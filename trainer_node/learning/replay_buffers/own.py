@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from shared.config.replay_buffer import OwnReplay
-from shared.errors import ConfigError
-from shared.experience.spaces import Array
-from shared.runtime.user_code import make_own, raised
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+from stagecoach.shared.config.replay_buffer import OwnReplay
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Array
+from stagecoach.shared.runtime.user_code import make_own, raised
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 
 def make_own_replay_buffer(config: OwnReplay, *size: Any) -> ReplayBuffer:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.experience.spaces import Array, Columns
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

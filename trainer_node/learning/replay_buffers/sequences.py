@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from shared.experience.fragment import STATE
-from shared.experience.spaces import Array, Columns
-from trainer_node.learning.replay_buffers.observation_column import NOTHING
-from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
-from trainer_node.learning.replay_buffers.uniform import ReplayBuffer, Rewards, discounted
+from stagecoach.shared.experience.fragment import STATE
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING
+from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
+from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer, Rewards, discounted
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import itertools
 
 import numpy as np
 
-from shared.experience.spaces import Array, Leaf
-from trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn, RowPool
+from stagecoach.shared.experience.spaces import Array, Leaf
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn, RowPool
 
 _MOST_FRAMES = 16
 

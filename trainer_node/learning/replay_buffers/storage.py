@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.experience.fragment import INFO, expected_columns
-from shared.experience.spaces import Array, Columns, PolicySpaces
-from trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn
-from trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
+from stagecoach.shared.experience.fragment import INFO, expected_columns
+from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn
+from stagecoach.trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
 
 _MOST_ROWS = (1 << 31) - 1
 

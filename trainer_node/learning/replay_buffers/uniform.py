@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from shared.errors import ConfigError
-from shared.experience.spaces import Array, Columns, PolicySpaces
-from trainer_node.learning.replay_buffers.observation_column import NOTHING
-from trainer_node.learning.replay_buffers.storage import FragmentRing
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING
+from stagecoach.trainer_node.learning.replay_buffers.storage import FragmentRing
 
 Classes = Literal["action", "reward_sign"]
 Rewards = Callable[[Array], Array]

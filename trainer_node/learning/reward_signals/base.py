@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from shared.config.sections import PolicyConfig
-from shared.experience.spaces import SpaceSpec
-from shared.policies.encoders import Encoder, ObservationNormalizer, flat, flat_size, linear
-from shared.policies.encoders import mlp as hidden_layers
-from shared.policies.policy import Policy
-from trainer_node.learning.demonstrations import Pairs
+from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.experience.spaces import SpaceSpec
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, flat, flat_size, linear
+from stagecoach.shared.policies.encoders import mlp as hidden_layers
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.trainer_node.learning.demonstrations import Pairs
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.config.algorithms.on_policy import ClippedConfig
-from shared.config.reward_signals import RewardSignalsConfig, SignalConfig
-from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
-from shared.policies.policy import Policy
-from shared.policies.registry import borrowed_random_state
-from shared.policies.serialization import load_state_arrays, state_arrays
-from trainer_node.learning.building_blocks.advantages import Estimate, Trajectories
-from trainer_node.learning.building_blocks.batch import CHUNK, in_chunks
-from trainer_node.learning.building_blocks.interface import Experience, Setting, mean_terms, update_seed
-from trainer_node.learning.building_blocks.optimization import Adam, Part, gradient_step, load_state_of, part, state_of
-from trainer_node.learning.building_blocks.reward_normalization import RewardScaling
-from trainer_node.learning.reward_signals.base import Embedding, Rows, Signal
-from trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
+from stagecoach.shared.config.algorithms.on_policy import ClippedConfig
+from stagecoach.shared.config.reward_signals import RewardSignalsConfig, SignalConfig
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Array, Columns
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import borrowed_random_state
+from stagecoach.shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.trainer_node.learning.building_blocks.advantages import Estimate, Trajectories
+from stagecoach.trainer_node.learning.building_blocks.batch import CHUNK, in_chunks
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting, mean_terms, update_seed
+from stagecoach.trainer_node.learning.building_blocks.optimization import (
+    Adam,
+    Part,
+    gradient_step,
+    load_state_of,
+    part,
+    state_of,
+)
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardScaling
+from stagecoach.trainer_node.learning.reward_signals.base import Embedding, Rows, Signal
+from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
 
 ORDER = ("rnd", "icm", "gail")
 """All signals; the place of each decides its random numbers, so new ones come last."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shared.config.reward_signals import GAILConfig, ICMConfig, RNDConfig
-from shared.errors import ConfigError
-from shared.policies.encoders import Encoder
-from shared.policies.policy import Policy
-from trainer_node.learning.demonstrations import Demonstrations
-from trainer_node.learning.reward_signals.base import ActionEncoding, Rows, Signal, embedding, mlp
+from stagecoach.shared.config.reward_signals import GAILConfig, ICMConfig, RNDConfig
+from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.policies.encoders import Encoder
+from stagecoach.shared.policies.policy import Policy
+from stagecoach.trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.trainer_node.learning.reward_signals.base import ActionEncoding, Rows, Signal, embedding, mlp
 
 
 class RND(Signal):
