@@ -130,7 +130,7 @@ def _train(
     command = f"import sys; from {module} import {function}; sys.argv[0] = 'stagecoach'; sys.exit({function}())"
     done = subprocess.run(
         [sys.executable, "-c", command, "train", "run.yaml", "--inline"],
-        cwd=here, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
+        cwd=here, env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree}"}, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{family} at {tree.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -33,7 +33,7 @@ def commit() -> str:
 
 def versions() -> dict[str, str]:
     """Of what decides the numbers."""
-    named = ("stagecoach", "torch", "numpy", "gymnasium", "ray")
+    named = ("stagecoach-rl", "torch", "numpy", "gymnasium", "ray")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in named}
 
 

@@ -53,7 +53,12 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-vs", "-p", "no:cacheprovider", "--rootdir", str(folder), *arguments]
     done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, check=False, cwd=folder, env={"PYTHONPATH": str(ROOT)}
+        [*command, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
     )
     return done.returncode, done.stdout
 

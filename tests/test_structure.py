@@ -109,7 +109,7 @@ def test_stagecoach_is_this_checkout_and_no_other_distribution() -> None:
 
 def test_no_module_has_a_second_name() -> None:
     """From the root of a checkout, `shared.errors` can be imported beside `stagecoach.shared.errors`."""
-    code = [path for folder in (*PACKAGES, "stagecoach", "tests", "benchmarks", "examples", "docs", "deploy")
+    code = [path for folder in (*PACKAGES, "src", "tests", "benchmarks", "examples", "docs", "deploy")
             for path in (ROOT / folder).rglob("*.py")]  # fmt: skip
     assert len(code) > 400
     short = [(path, name) for path in code for name in imported(ast.parse(path.read_text()))

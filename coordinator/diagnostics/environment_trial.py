@@ -24,7 +24,6 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.errors import PACKAGE, EnvironmentUnusable, UserError
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.runtime.process import child_environment, last_words
-from stagecoach.shared.runtime.user_code import SOURCE
 
 SHORT_STEPS = 10
 """Of the trial before a run: a wrong interface shows in the first."""
@@ -86,7 +85,7 @@ def try_environment(
         "config": config.model_dump(mode="json"), "steps": steps, "seed": seed, "deadline_seconds": deadline,
         "import_path": sys.path, "whole": whole, "alone": alone, "any_api": any_api,
     }  # fmt: skip
-    paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "stagecoach.rollout_worker.environments.checking.check"]
     with tempfile.TemporaryFile() as said:
         with spawn(

@@ -20,8 +20,8 @@ from stagecoach.shared.errors import PACKAGE, ConfigError, UserError, place
 from stagecoach.shared.runtime.process import child_environment
 
 Made = TypeVar("Made")
-SOURCE = PACKAGE.parent
-"""The folder that holds the package: a checkout, or where packages are installed."""
+SOURCE = PACKAGE.parents[1]
+"""The checkout, if the package is in one."""
 IMPORT_PATH = "import_path.json"
 """In a run's folder: the folders of the user's own modules, as they were when the run was made."""
 CODE_VERSION = "STAGECOACH_CODE_VERSION"

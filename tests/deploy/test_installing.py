@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
 CLUSTER_FILES = ("local.yaml", "aws.yaml", "gcp.yaml")
-LINKED = sorted(path.name for path in (ROOT / "stagecoach").iterdir() if path.is_symlink())
+LINKED = sorted(path.name for path in (ROOT / "src" / "stagecoach").iterdir() if path.is_symlink())
 TRAVELING: list[str] = [*BUILD["sdist"]["only-include"], *LINKED]
 ROLES = ("WORKER", "EVALUATOR", "TRAINER", "COORDINATOR", "VIEWER")
 _INSTALLED = """
@@ -167,7 +167,7 @@ def test_deployment_installs_everything_by_its_own_commands(way: str, tmp_path: 
     carried = WAYS[way](machine)
     python = machine.environment / "bin" / "python"
     installed = set(json.loads(machine.run(f"{python} -c {shlex.quote(_INSTALLED)}")))
-    places = {"stagecoach": "stagecoach"} | {name: f"stagecoach/{name}" for name in LINKED}
+    places = {"src/stagecoach": "stagecoach"} | {name: f"stagecoach/{name}" for name in LINKED}
     places["examples"] = "stagecoach/coordinator/presets"
     needed = {
         f"{place}/{path.relative_to(ROOT / name)}" for name, place in places.items()
@@ -189,7 +189,7 @@ def test_traveling_files_are_those_of_a_source_distribution() -> None:
         mounts = yaml.safe_load((DEPLOY / file).read_text())["file_mounts"]
         secrets = {"~/stagecoach.env": "~/stagecoach.env", "~/.ray/auth_token": "~/.ray/auth_token"}
         assert mounts == secrets | {f"~/stagecoach/{name}": name for name in TRAVELING}, file
-    assert BUILD["wheel"]["packages"] == ["stagecoach"], "a Ray job takes it along"
+    assert BUILD["wheel"]["packages"] == ["src/stagecoach"], "a Ray job takes it along"
 
 
 def test_files_that_deployments_name_travel() -> None:

@@ -83,7 +83,8 @@ def head(tmp_path: Path) -> Iterator[Head]:
         "STAGECOACH__REDIS__URL": f"redis://127.0.0.1:{free_port()}/0",
         "STAGECOACH__STORE__URL": "s3://stagecoach/experiments",
         "STAGECOACH__STORE__ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
-        "STAGECOACH_SERVICES": str(tmp_path / "services"), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "STAGECOACH_SERVICES": str(tmp_path / "services"), "STAGECOACH_PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT / "src"),
     }  # fmt: skip
     config = {
         "environment": {"id": "CartPole-v1", "num_envs": 4},
@@ -244,7 +245,7 @@ def test_a_slurm_job_trains_with_a_redis_and_a_folder_of_its_own(head: Head) -> 
     port = next(port for port in iter(free_port, 0) if 20_000 <= port < 30_000)  # 20000 and the job's last four digits
     environ = {**os.environ} | {
         "CONFIG": str(path), "RUN": RUN, "STAGECOACH_ENV": str(head.write_environment(*own)),
-        "STAGECOACH_DEPLOY": str(DEPLOY), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "STAGECOACH_DEPLOY": str(DEPLOY), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src"),
         "SLURM_JOB_ID": str(port), "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": str(head.folder),
         "PATH": f"{head.folder}/bin:{os.environ['PATH']}",
     }  # fmt: skip

@@ -130,7 +130,7 @@ class RayCluster:
         shutil.copy(network.key, home / ".ssh" / "id_ed25519")
         with (home / ".bashrc").open("a") as profile:
             profile.write(
-                f"export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH={SOURCE}\n"
+                f"export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH={SOURCE}/src\n"
                 "set -a; . ~/stagecoach.env; set +a\n"
             )
 
