@@ -47,10 +47,10 @@ from stagecoach.shared.protocol.quarantine import drop_ranges
 from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
 from stagecoach.shared.runtime.user_code import extend_imports
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
-from stagecoach.shared.storage.export_record import Export
 from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.metric_log import Rows
 from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.trainer_node.export.checkpoint_export import Export
 from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
 
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)

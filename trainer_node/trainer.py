@@ -31,7 +31,6 @@ from stagecoach.trainer_node.metrics.update_metrics import LENGTH, RETURN, Updat
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
 """How often a trainer that waits for experience asks whether the run is to end."""
-_EXPORT_SECONDS = 300.0
 _WRITERS_SECONDS = 60.0
 """For metric writers that are slow; one that hangs delays the end of a run by this much."""
 _REPLACED_SECONDS = 20.0
@@ -247,7 +246,7 @@ class Trainer:
         return self.state.save_durably("last").name
 
     def finish(self, reason: str) -> str:
-        """The last checkpoint, its evaluation and export, `.finished`; returns the reason."""
+        """The last checkpoint, its evaluation, `.finished`; returns the reason."""
         writer, seconds = self.state.writer, self.incarnation.outage_seconds
         last = self.save_last(reason)
         if reason in (EndReason.SOLVED, EndReason.EXHAUSTED):  # a person who stops the run does not wait for it
@@ -255,13 +254,6 @@ class Trainer:
         if missed := writer.due.names - read_evaluations(self.incarnation.role.redis, self._run_id).keys():
             due = f"{counted(len(missed), 'policy version')} due by evaluation.every={self._config.evaluation.every}"
             self.incarnation.tell(f"{due} had not been played when the run ended", "evaluation")
-        try:
-            if self._config.checkpoint.export != "off":
-                with self._heartbeat.waiting("the last export", _EXPORT_SECONDS) as wait:
-                    poll(wait, writer.exported)
-        except WaitTimeout as error:
-            way_out = "`stagecoach checkpoints export --onnx` does it"
-            self.incarnation.tell(f"the last checkpoints are not exported: {error}; {way_out}", "export")
         writer.close()
         with self._heartbeat.waiting("the store to take the end of the run", seconds, outage=True) as wait:
             retry_until_deadline(wait, lambda: writer.finish(last))

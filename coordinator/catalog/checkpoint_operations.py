@@ -19,7 +19,6 @@ from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.errors import (
-    ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
     ExportFailed,
@@ -28,7 +27,6 @@ from stagecoach.shared.errors import (
     UserError,
 )
 from stagecoach.shared.experience import tensor_blob
-from stagecoach.shared.experience.log_entry import before
 from stagecoach.shared.league.players import PLAYERS, read_player, write_player
 from stagecoach.shared.policies.serialization import decode_policy, finite_arrays, finite_weights
 from stagecoach.shared.storage import checkpoint_store as stored
@@ -41,8 +39,6 @@ from stagecoach.shared.storage.checkpoint_store import (
     CheckpointStore,
     Promotion,
 )
-from stagecoach.shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
-from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.checkpointing.retention import (
     announce,
@@ -52,8 +48,7 @@ from stagecoach.trainer_node.checkpointing.retention import (
     to_prune,
     unless_damaged,
 )
-from stagecoach.trainer_node.export.export_process import carry_out, requested
-from stagecoach.trainer_node.export.onnx_translation import require_onnx
+from stagecoach.trainer_node.export.checkpoint_export import RECORD, Export, export_policies
 
 _POLICY = "/policy.safetensors"
 _POLLS = 20
@@ -101,7 +96,7 @@ def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
 def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool = False) -> list[Verdict]:
     """Reads every object of every checkpoint (or of one) and compares it with what should be there.
 
-    What a live run prunes while it is looked at is left out. Sync files and exports appear only if they are damaged.
+    What a live run prunes while it is looked at is left out. Sync files appear only if they are damaged.
     """
     if name is not None:
         return [_examine_one(checkpoints, name, live)]
@@ -110,7 +105,7 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
     examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
     verdicts = [verdict for verdict in examined if verdict is not None]
     whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
-    return [*verdicts, *_damaged_exports(checkpoints, whole), *_damaged_players(checkpoints, whole, live), *files]
+    return [*verdicts, *_damaged_players(checkpoints, whole, live), *files]
 
 
 def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
@@ -125,24 +120,6 @@ def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str], live: b
         except PlayerUnusable as error:
             if not _goes(checkpoints, name, live):
                 yield Verdict(PLAYERS + sha256, State.DAMAGED, (str(error),))
-
-
-def _damaged_exports(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:
-    """Of whole checkpoints; training reads no export."""
-    for name in names:
-        try:
-            with suppress(CheckpointNotFound):  # pruned meanwhile
-                _read_with_files(checkpoints, name)
-        except CheckpointDamaged as error:
-            if name in checkpoints.names():
-                yield Verdict(f"{name}/{RECORD}", State.DAMAGED, (str(error),))
-
-
-def _read_with_files(checkpoints: CheckpointStore, name: str) -> tuple[Export, dict[str, bytes]] | None:
-    """The export that lies beside a checkpoint, and its files by policy id; raises `CheckpointDamaged`."""
-    if (export := read_export(checkpoints, name)) is None:
-        return None
-    return export, {policy_id: read_file(checkpoints, export, policy_id) for policy_id in files_of(export)}
 
 
 def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict:
@@ -341,8 +318,6 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     for sha256 in manifest.provenance.get("players", ()):
         write_player(copy.store, read_player(checkpoints.store, sha256))
     copy.store.put(manifest.folder + MANIFEST, data)
-    if (beside := _read_with_files(checkpoints, name)) is not None:
-        write_export(copy, *beside)
     copy.store.put(stored.ENVIRONMENT, checkpoints.store.get(stored.ENVIRONMENT))
     copy.store.put(stored.CONFIG, dump_config(config).encode())
     digest = hashlib.sha256(data).hexdigest()
@@ -357,32 +332,17 @@ def export_onnx(
 ) -> tuple[Export, dict[str, Path]]:
     """Writes `directory/<policy id>.onnx` for each policy, and the record; returns it, and the files by policy id.
 
-    What the trainer has exported already is copied. Else it is made here, and compared with torch on random and on
-    archived observations. Raises `ExportFailed`, or `UserError` where a file is there; then nothing is written.
+    Each is compared with torch on random and on archived observations. Raises `ExportFailed`, or `UserError` where a
+    file is there; then nothing is written.
     """
     name = checkpoints.preferred(name)
     record = directory / RECORD
-    try:
-        found = _read_with_files(checkpoints, name)
-    except CheckpointDamaged as error:
-        _LOGGER.warning("%s; it is exported anew", error)
-        found = None
-    export, files = found if found and not found[0].failures else _made(checkpoints, config, name)
+    export, files = export_policies(checkpoints, name)
     if export.failures:
-        raise ExportFailed(f"{name} cannot be exported as ONNX: {export}")
+        raise ExportFailed(f"{name} cannot be exported as ONNX: {export.failures}")
     paths = {policy_id: directory / f"{policy_id}.onnx" for policy_id in files}
     with _writing_anew(directory, *paths.values(), record):
         for policy_id, path in paths.items():
             path.write_bytes(files[policy_id])
         record.write_text(export.model_dump_json(indent=1))
     return export, paths
-
-
-def _made(checkpoints: CheckpointStore, config: Config, name: str) -> tuple[Export, dict[str, bytes]]:
-    """Exported here, compared on the last fragment that the checkpoint was learned from, where the archive has it."""
-    require_onnx()
-    position, recorded = checkpoints.manifest(name).log_position, None
-    with suppress(ArchiveIncomplete, ValueError, StopIteration):
-        recorded = next(Archive(checkpoints.store, checkpoints.run_id).entries(before(position), position)).fragment
-    made = carry_out(requested(checkpoints, name, config.model_dump(mode="json"), recorded))
-    return made.export, made.files

@@ -207,11 +207,6 @@ class Status:
         return replace(self, state=RunStatus.PAUSED, reason=reason, live=True, bottleneck=waits, metrics={})
 
 
-class _Export(BaseModel, extra="allow"):
-    checkpoint: str
-    error: str
-
-
 class _Undeleted(BaseModel, extra="allow"):
     checkpoints: int
     objects: int
@@ -227,7 +222,6 @@ class _StoreStatus(BaseModel, extra="allow"):
     error: str = ""
     since: float = 0.0
     attempts: int = 0
-    export: _Export | None = None
     undeleted: _Undeleted | None = None
 
 

@@ -26,12 +26,12 @@ from stagecoach.coordinator.cli.options import (
 )
 from stagecoach.coordinator.run import Run
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from stagecoach.shared.errors import UserError
 from stagecoach.shared.printable import counted, figure, score_in_words
 from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
 from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest
-from stagecoach.shared.storage.export_record import Export, ExportedPolicy, read_export
+from stagecoach.trainer_node.export.onnx_translation import ExportedPolicy
 
 _COLUMNS = ("checkpoint", "env steps", "return", "evaluated")
 _MARKS = ", ".join(MARKS)
@@ -44,9 +44,8 @@ def list_(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None
     """List the kept checkpoints of a run; `list` may be left out."""
     handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     entries = handle.checkpoints()
-    exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
     if as_json:
-        console.json([{**entry, "export": exports[entry["name"]]} for entry in entries])
+        console.json(entries)
         return
     ranked = [entry["evaluation"] for entry in entries if "ranking" in (entry["evaluation"] or {})]
     by = ranked[-1].get("ranked_by") or "ranked by" if ranked else "confirmed"  # a league's rating, or best_by
@@ -54,31 +53,13 @@ def list_(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None
     columns = [*(Column(title, no_wrap=title != by) for title in titles), Column("marks", overflow="fold")]
     table = Table(*columns, **NARROW)
     for entry in entries:
-        scores, export, marks = entry["evaluation"] or {}, exports[entry["name"]], entry["marks"]
-        if export:
-            compared = f"±{export['max_difference']:.0e}" if export["state"] == State.OK else export["state"]
-            marks = [*marks, f"ONNX {compared}"]
+        scores = entry["evaluation"] or {}
         rank = scores.get("ranking") if by.startswith("rating") else confirmed_return(scores)  # of a whole league's log
         returns = map(figure, (entry["mean_return"], scores.get("mean_return"), rank))
         size = _kib(entry["bytes"], "")
-        table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(marks))
+        table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(entry["marks"]))
     console.print(table)
     console.text(f"in {handle.store_location}")
-
-
-def _export_of(handle: Run, name: str) -> dict[str, Any] | None:
-    """How a checkpoint's export compares with torch, or why there is no usable one; None where there is none at all."""
-    try:
-        export = read_export(handle.checkpoint_store(), name)
-    except CheckpointNotFound:
-        return None  # pruned meanwhile
-    except CheckpointDamaged as error:
-        return {"state": State.DAMAGED, "max_difference": None, "problem": str(error)}
-    if export is None:
-        return None
-    if export.failures:
-        return {"state": "failed", "max_difference": None, "problem": str(export)}
-    return {"state": State.OK, "max_difference": export.max_difference, "problem": None}
 
 
 @app.command(epilog=example("stagecoach checkpoints save my-run"))
@@ -120,13 +101,11 @@ def show(
     manifest = store.manifest(store.resolve(name or "latest"))
     entry = next((entry for entry in handle.checkpoints() if entry["name"] == manifest.name), {})
     evaluation, marks = entry.get("evaluation"), entry.get("marks", [])
-    export = read_export(store, manifest.name)
     if as_json:
-        told = export.model_dump(mode="json") if export else None
-        console.json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation, "export": told})
+        console.json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation})
         return
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
-    for row in _provenance(manifest, handle.config, marks, evaluation, export):
+    for row in _provenance(manifest, handle.config, marks, evaluation):
         table.add_row(*row)
     console.print(table, highlight=False)
     objects = Table(Column("object", overflow="fold"), "KiB", Column("SHA-256", overflow="fold"))
@@ -136,7 +115,7 @@ def show(
 
 
 def _provenance(
-    manifest: Manifest, config: Config, marks: list[str], evaluation: dict[str, Any] | None, export: Export | None
+    manifest: Manifest, config: Config, marks: list[str], evaluation: dict[str, Any] | None
 ) -> list[tuple[str, str]]:
     said = manifest.provenance
     same = "this run's config" if said["config_hash"] == config.hash() else "NOT this run's config"
@@ -165,10 +144,6 @@ def _provenance(
         ("training return", figure(said["mean_return"])),
         ("evaluation", score_in_words(evaluation) if evaluation else "not evaluated"),
         ("newest evaluation when written", f"{told['checkpoint']} {score_in_words(told)}" if told else "none"),
-        *(
-            (f"ONNX, {policy_id}", _compared(policy))
-            for policy_id, policy in (export.policies if export else {}).items()
-        ),
         *_ledger(said["ledger"]),
         *((f"ledger when written, {name}", ledger_line(line)) for name, line in said.get("accounting", {}).items()),
     ]
@@ -263,8 +238,6 @@ def export(
 
 
 def _compared(policy: ExportedPolicy) -> str:
-    if policy.failure is not None:
-        return policy.failure
     parts = [
         f"{one.max_difference:.1e} on {one.rows} {name} observations"
         f"{f' ({one.other_choices} choices differ)' if one.other_choices else ''}"

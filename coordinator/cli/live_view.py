@@ -288,8 +288,6 @@ def print_status(status: Status, console: PrintableConsole) -> None:
     if kept := status.store.get("undeleted"):
         what = f"{counted(kept['checkpoints'], 'checkpoint')} and {counted(kept['objects'], 'other object')}"
         console.print(f"store: {what} cannot be deleted: {kept['error']}", soft_wrap=True)
-    if failed := status.store.get("export"):
-        console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)
     if more := unnamed():
         console.print(f"left out as malformed in Redis: {more:,} more beside those that are named above")
 

@@ -29,7 +29,6 @@ from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.protocol.redis_client import Address, check_redis
 from stagecoach.shared.runtime.process import keeping_sigterm
 from stagecoach.shared.storage.object_store import open_store
-from stagecoach.trainer_node.export.onnx_translation import require_onnx
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
 from stagecoach.trainer_node.learning.learner import ExperienceFilter, algorithm_class
@@ -88,8 +87,6 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
     for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):
         if here and device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"{field}={device}, but PyTorch finds no CUDA device here; use cpu or auto")
-    if config.checkpoint.export != "off" and here:
-        require_onnx()
     if config.trainer.compile:
         check_compiling(here=here)
     rollout = config.rollout

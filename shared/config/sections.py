@@ -14,7 +14,7 @@ from stagecoach.shared.config.league import LeagueConfig, LearnerConfig
 from stagecoach.shared.config.parameters import SamplerField
 from stagecoach.shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from stagecoach.shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
-from stagecoach.shared.config.section import OFF, Section, Width
+from stagecoach.shared.config.section import Section, Width
 from stagecoach.shared.config.services import RayConfig, RedisConfig, StoreConfig
 from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 
@@ -182,9 +182,6 @@ class CheckpointConfig(Section):
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
     """Every m-th checkpoint (by policy version) is kept for good."""
-    export: Annotated[Literal["off", "onnx"], OFF] = "off"
-    """`onnx`: beside each kept checkpoint its policies as ONNX files, compared with torch, made by a process of low
-    priority beside the trainer (docs/EXPORT.md); it needs the extra `onnx`. What fails there stops nothing."""
 
 
 class ArchiveConfig(Section):

@@ -65,12 +65,6 @@ def test_a_run_that_has_reached_its_bound_is_completed(console: PrintableConsole
     assert "exhausted" not in shown(console) and ended.as_dict()["reason"] == "exhausted"
 
 
-def test_an_export_that_failed_is_told(console: PrintableConsole) -> None:
-    failed = {"checkpoint": "2_Step-64.ckpt", "error": "default: no [such] operator"}
-    print_status(dataclasses.replace(status("stopped"), store={"durable": "3_Step-96.ckpt", "export": failed}), console)
-    assert "export: 2_Step-64.ckpt could not be exported: default: no [such] operator" in shown(console)
-
-
 def fleet_of(count: int, **changed: Beat) -> list[Beat]:
     """A trainer and workers that have acted for 10 s each, number i 100 + i steps a second."""
     plain = Beat("worker", "", "1-0", 0.5, 7, "host", None, None, 0.0, 0.0, {})

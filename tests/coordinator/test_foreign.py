@@ -34,7 +34,7 @@ from tests.conftest import MakeRole, minimal_config
 
 NAMES = sorted({field.name for field in fields(Beat)} | {
     "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "capacity", "evaluating", "fragments",
-    "env_steps", "updates", "phase", "durable", "error", "since", "attempts", "export", "time/fps", "consumed",
+    "env_steps", "updates", "phase", "durable", "error", "since", "attempts", "time/fps", "consumed",
     "worker-0", "worker-1", "dropped", "high_water", "host", "port", "size", "incarnation", "lags", "env_steps_played",
     "metrics", "agents", "win_rates", "match_returns", "confirmation", "ranking",
 })  # fmt: skip

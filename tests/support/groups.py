@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 GROUPS = {
     "ray": "starts Ray, in this process or by the command line",
     "chaos": "real faults: kills, partitions, crash points, stores and Redis servers that go away",
-    "processes": "starts several processes of a run without Ray: ranks, exporters, roles that are signaled",
+    "processes": "starts several processes of a run without Ray: ranks, roles that are signaled",
     "exhaustive": "the other cases of a table or a search of which the quick part takes some",
     "cluster": "a whole cluster by `ray up` on hosts that are namespaces of this machine",
     "compile": "compiles losses to machine code",

@@ -50,7 +50,6 @@ from stagecoach.trainer_node.checkpointing import retention
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
 from stagecoach.trainer_node.checkpointing.retention import Inventory, unless_damaged
 from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
-from stagecoach.trainer_node.export.background_exporter import Exporter
 from stagecoach.trainer_node.metrics.recorder import Recorder
 
 
@@ -205,7 +204,6 @@ class CheckpointWriter:
         self.trimmed = START
         """Through where the log was trimmed last."""
         self._archiver = Archiver(Archive(self.store, role.run_id), self._log, role.config.archive)
-        self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
         self.recorder: Recorder | None = None
         """Once it is there, its rows are stored before each checkpoint, and the evaluator's scores become rows."""
@@ -263,11 +261,6 @@ class CheckpointWriter:
         if self.failure is not None:
             raise self.failure
 
-    def exported(self) -> bool:
-        """As the run ends: whether what the pointer names has been exported, or has failed to be."""
-        self._exporter.ending = True
-        return self._exporter.finished or self.failure is not None
-
     def close(self, wait_seconds: float = 30.0) -> None:
         """Ends the background thread after what it is doing."""
         with self._lock:
@@ -301,16 +294,12 @@ class CheckpointWriter:
                     stale = self.recorder is not None and self.recorder.due
                     if (self.due.submitted or stale) and self._try(self._store_metrics):
                         self.tidy()
-                if self._exporter.due:
-                    self._try(self._exporter.step)
             self._try(self._store_metrics)
         except BaseException as error:
             with self._lock:
                 self.failure, self._busy = error, False
                 self._lock.notify_all()
             _LOGGER.exception("the writer ended")
-        finally:
-            self._exporter.close()
 
     def notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
@@ -373,11 +362,11 @@ class CheckpointWriter:
         return True
 
     def _write_status(self, news: dict[str, Any]) -> None:
-        """`store_status`: newest durable and best checkpoint, a failed export, and what is being tried or fails."""
+        """`store_status`: newest durable and best checkpoint, and what is being tried or fails."""
         status: dict[str, Any] = {"durable": self._durable} if self._durable else {}
         status |= {"best": self._best} if self._best else {}
         status |= {"undeleted": self._undeleted} if self._undeleted else {}
-        status |= ({"export": self._exporter.told} if self._exporter.told else {}) | news
+        status |= news
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys, keys.store_status, "SET", json.dumps(status))
 
@@ -402,7 +391,6 @@ class CheckpointWriter:
             with self.stages.during("archive"):
                 trimmed, position = self._role.flow.read().trimmed_id, manifest.log_position
                 self._archiver.store(position, trimmed, oldest, lambda: self._redis_is(process))
-            self._exporter.remember(self._log, position)
             with self.stages.during("trim"):
                 if self._redis_is(process):
                     self._log.trim(self._epoch, position, process)
@@ -468,7 +456,6 @@ class CheckpointWriter:
         most = 1 if self._undeleted else None  # of a store that does not delete one is tried
         announced, beyond = retention.announce(self._checkpoints, inventory, moved, rule, {playing}, most)
         self._beyond, self._announced = beyond, (inventory, moved, announced)
-        self._exporter.know([name for name in inventory.readable if name not in announced], moved)
         self._noticed = evaluations
         return inventory
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from stagecoach.shared.errors import UserError
@@ -25,8 +26,7 @@ from stagecoach.shared.experience.spaces import Array, Columns, Leaf, SpaceSpec
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.runtime.user_code import install
-from stagecoach.shared.storage.checkpoint_store import Manifest, stored
-from stagecoach.shared.storage.export_record import Comparison, ExportedPolicy
+from stagecoach.shared.storage.checkpoint_store import Manifest, StoredObject, stored
 
 PARAMETERS, STATE_IN, STATE_OUT = "parameters", "state_in", "state_out"
 """Names of what is no observation and no action."""
@@ -42,6 +42,23 @@ _NOISE = (
     (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
     (UserWarning, r"# The axis name: batch will not be used"),
 )
+
+
+class Comparison(BaseModel, frozen=True, extra="forbid"):
+    """Differences between the actions of ONNX Runtime and torch for the same observations."""
+
+    rows: int
+    max_difference: float
+    """The largest absolute difference of any action parameter, continuous action or hidden state."""
+    other_choices: int
+    """Rows with another discrete action: two that are equally good within that difference."""
+
+
+class ExportedPolicy(BaseModel, frozen=True, extra="forbid"):
+    file: StoredObject | None = None
+    failure: str | None = None
+    compared: dict[str, Comparison] = {}
+    """On `random` observations of the space, and on `recorded` ones of the run (where there were any)."""
 
 
 def require_onnx() -> None:

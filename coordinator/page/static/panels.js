@@ -402,7 +402,7 @@ function scalingInWords({ mode, min, max, capacity }, wanted) {
 }
 
 const LANES = [
-  ["checkpoints", ["checkpoint", "export"], 3],
+  ["checkpoints", ["checkpoint"], 3],
   ["evaluations", ["evaluation"], 2],
   ["processes", ["trainer", "worker", "rank", "evaluator", "environment", "coordinator", "dropped"], 4],
   ["services", ["service", "store", "outage", "metrics"], 5],
