@@ -6,14 +6,19 @@ PYTEST ?= -n 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-rest test-all nightly soak learning bench bench-check check format lint types tests docs clean
+REPORTS := .pytest_cache/reports
+BIOME := @biomejs/biome@2.3.8
+
+.PHONY: help demo test test-rest test-all test-nightly nightly durations soak walks learning bench bench-check check format lint types tests docs clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
-	@echo "make test    install what the tests need and run the quick part of them, in three processes: some 8 minutes"
-	@echo "make test-all  run all tests, some 40 minutes (PYTEST=\"-n 0 tests/shared …\"); test-rest: those that make test leaves out"
-	@echo "make nightly  take random walks over the protocol for 30 minutes (NIGHTLY=\"--minutes 5 --first-seed 1\")"
+	@echo "make test    install what the tests need and run the quick part of them, in three processes: some 6 minutes"
+	@echo "make test-all  run all tests that gate a change, some 30 minutes; test-rest: those that make test leaves out"
+	@echo "make nightly  run what takes longer: test-nightly (benchmarks, learning, long searches), walks and soak"
+	@echo "make walks   take random walks over the protocol for 30 minutes (WALKS=\"--minutes 5 --first-seed 1\")"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
+	@echo "make durations  write tests/durations.json anew from the reports of the last make test, test-rest and test-nightly"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
 	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
 	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
@@ -40,18 +45,27 @@ demo: $(VENV)/.installed
 	@$(BIN)/stagecoach train examples/cartpole.yaml
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --part quick --durations 20 $(PYTEST)
+	@$(BIN)/python -m pytest --part quick --durations 20 --junitxml $(REPORTS)/quick.xml $(PYTEST)
 
 test-rest: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --part rest --durations 20 $(PYTEST)
+	@$(BIN)/python -m pytest --part rest --durations 20 --junitxml $(REPORTS)/rest.xml $(PYTEST)
 
-test-all: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --durations 20 $(PYTEST)
+test-nightly: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest --part nightly --durations 20 --junitxml $(REPORTS)/nightly.xml $(PYTEST)
+
+test-all:
+	@$(MAKE) --keep-going test test-rest
 
 tests: test
 
-nightly: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.support.random_walks $(NIGHTLY)
+nightly:
+	@$(MAKE) --keep-going test-nightly walks soak
+
+durations: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.support.durations
+
+walks: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.support.random_walks $(WALKS)
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.chaos.soak $(SOAK)
@@ -78,6 +92,8 @@ format: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-cache
+	@if command -v npx >/dev/null; then npx --yes $(BIOME) lint --error-on-warnings coordinator/page; \
+	 else echo "not linted: coordinator/page/static/*.js, as npx is missing (Debian: apt-get install nodejs npm)"; fi
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy

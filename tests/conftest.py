@@ -39,10 +39,10 @@ for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all childre
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, whatever `--dist` says."""
-    from tests.support.processes import WholeFiles
+    from tests.support.processes import LongestFirst
 
     config.option.loadscopereorder = False
-    return WholeFiles(config, log)
+    return LongestFirst(config, log)
 
 
 pytest_addoption = groups.add_options
@@ -59,12 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out folders of which the part takes nothing, with what they import."""
+    """Skips folders without a test of the selected part, and what they import."""
     return groups.ignores(collection_path, config) or None
 
 
 def pytest_report_header() -> list[str]:
-    """What the results depend on."""
+    """Reports what the results depend on."""
     return [f"limits are stretched by {speed.measure()}", *groups.header()]
 
 
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seconds = float(limit.args[0] if limit else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(speed.stretched(seconds)), append=False)
     if hasattr(config, "workerinput"):
-        from tests.support.processes import turn
+        from tests.support.processes import longest_first
 
-        items.sort(key=turn)
+        longest_first(items, config.getoption("part"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,15 +1,17 @@
-"""The parts of the tests: nothing falls between them, a day that is too short is told, and a failure stays one."""
+"""Parts of the tests: no test is in none, tests without a turn are named, flakes are judged."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.support.groups import GROUPS
+from tests.support import durations, flakes, reports
+from tests.support.groups import GROUPS, PARTS
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
@@ -34,11 +36,19 @@ def test_chaos(): pass
 @pytest.mark.essential
 def test_essential(): pass
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", range(8))
+def test_exhaustive(case): pass
+
+@pytest.mark.nightly
+def test_long(): pass
+
 @pytest.mark.chaos
 @pytest.mark.thinned
 def test_thinned():
     print("points:", *thinned(range(20)))
 """
+EXHAUSTIVE = {f"test_exhaustive[{case}]" for case in range(8)}
 
 
 @pytest.fixture
@@ -71,32 +81,62 @@ def points(out: str) -> set[int]:
     return {int(point) for line in re.findall("points:(.*)", out) for point in line.split()}
 
 
-def test_the_parts_together_are_all_tests(folder: Path) -> None:
-    _, quick = run(folder, "--part", "quick")
-    _, rest = run(folder, "--part", "rest")
-    _, everything = run(folder)
+def test_parts_together_are_all_tests(folder: Path) -> None:
+    (_, quick), (_, rest), (_, nightly), (_, everything) = (
+        run(folder, *arguments) for arguments in (["--part", "quick"], ["--part", "rest"], ["--part", "nightly"], [])
+    )
     assert passed(quick) == {"test_plain", "test_essential", "test_thinned"}
-    assert passed(rest) == {"test_chaos", "test_thinned", "test_learns"}
-    assert passed(everything) == passed(quick) | passed(rest)
-    assert points(rest) == points(everything) == set(range(20))
-    first = min(points(quick))
-    assert points(quick) == set(range(first, 20, 8)) and first < 8
+    assert passed(rest) - EXHAUSTIVE == {"test_chaos", "test_thinned"}
+    assert passed(nightly) - EXHAUSTIVE == {"test_long", "test_thinned", "test_learns"}
+    assert len(passed(rest) & EXHAUSTIVE) == 2 and passed(rest) ^ passed(nightly) >= EXHAUSTIVE
+    assert passed(everything) == passed(quick) | passed(rest) | passed(nightly)
+    assert points(nightly) == points(everything) == set(range(20))
+    for part in (quick, rest):
+        first = min(points(part))
+        assert points(part) == set(range(first, 20, 8)) and first < 8
+    assert not points(quick) & points(rest)
 
 
-def test_a_group_can_be_asked_for_by_its_mark(folder: Path) -> None:
+def test_scopes_are_ordered_by_recorded_duration() -> None:
+    for part in PARTS:
+        seconds = durations.read(part)
+        assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+
+
+def test_flakes_fail_unless_known_or_at_a_time_limit() -> None:
+    first = [
+        reports.Test("known", 1, "AssertionError"),
+        reports.Test("late", 1, "Failed: Timeout (>120.0s) from pytest-timeout."),
+        reports.Test("broken", 1, "AssertionError"),
+        reports.Test("sound", 1, None),
+    ]
+    again = [reports.Test(name, 1, None) for name in ("known", "late")] + [reports.Test("broken", 1, "AssertionError")]
+    text, refused = flakes.judge(first, again, {"known": "its reason"})
+    assert refused == 0 and re.findall("flaky: (.*)", text) == ["known", "late"] and "its reason" in text
+    text, refused = flakes.judge(first, again, {})
+    assert refused == 1 and "NOT KNOWN" in text
+
+
+def test_known_flakes_name_tests_and_reasons() -> None:
+    known = tomllib.loads(flakes.KNOWN.read_text())
+    assert all(isinstance(reason, str) and reason for reason in known.values())
+    assert [name for name in known if not (ROOT / name.partition("::")[0]).exists()] == []
+
+
+def test_mark_selects_the_group_of_a_folder(folder: Path) -> None:
     assert passed(run(folder, "-m", "learning")[1]) == {"test_learns"}
 
 
-def test_what_comes_too_late_is_skipped_and_named_and_fails_nothing(folder: Path) -> None:
-    code, out = run(folder, "--part", "rest", "--until", "1")
+def test_tests_past_the_deadline_are_skipped_and_named(folder: Path) -> None:
+    code, out = run(folder, "--part", "nightly", "--until", "1")
     assert code == 0 and passed(out) == set()
-    assert "the time was over: 3 tests did not get their turn" in out
-    assert "learning/test_of_a_folder.py: 1" in out and "test_some.py: 2" in out
+    assert "the time was over: 9 tests did not get their turn" in out
+    assert "learning/test_of_a_folder.py: 1" in out and "test_some.py: 8" in out
 
 
-def test_a_failure_in_time_fails_the_part(folder: Path) -> None:
+def test_failure_before_the_deadline_fails_the_part(folder: Path) -> None:
     (folder / "learning" / "test_of_a_folder.py").write_text("def test_learns(): assert False\n")
-    assert run(folder, "--part", "rest", "--until", "1e12")[0] == 1
+    assert run(folder, "--part", "nightly", "--until", "1e12")[0] == 1
 
 
 def test_contributing_names_every_group() -> None:

@@ -19,7 +19,6 @@ import stagecoach
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 MAX_MODULE_LINES = 500
-MAX_FUNCTION_LINES = 80
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 KEYS_MODULE = Path("shared/protocol/keys.py")
 FOLDERS_OF_TESTS = (
@@ -58,15 +57,9 @@ def test_builders_that_several_tests_need_live_in_support() -> None:
     assert [each for each in private if each[0] in USE_PUBLIC_NAMES_ONLY] == []
 
 
-def test_modules_and_functions_have_their_sizes() -> None:
+def test_modules_have_at_most_500_lines() -> None:
+    """ruff bounds functions: their complexity, branches, returns, statements and arguments."""
     assert [path for path, text in MODULES.items() if len(text.splitlines()) > MAX_MODULE_LINES] == []
-    functions = [
-        (path, node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
-        for path, text in MODULES.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    assert [each for each in functions if each[2] > MAX_FUNCTION_LINES] == []
 
 
 def test_modules_are_named_after_what_they_are() -> None:

@@ -4,7 +4,7 @@ They stand in `table/*.yaml`, a file for each family. To add one: write an entry
 of `Task`), try it with `make learning LEARNING="--only NAME --seeds 1 --mode inline"`, then run all its seeds and
 commit what comes into docs/learning/. What is the same for all (seed, workers, 20 greedy episodes for each checkpoint,
 env steps at which the run ends) is put in by `Task.settings`; an entry's `config` says the rest and wins. With
-`fast: true` it is part of `make test-rest` (one seed, inline, ended as soon as it has reached the gate).
+`fast: true` it is part of `make nightly` (one seed, inline, ended as soon as it has reached the gate).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Task(Section):
     modes: tuple[Mode, ...] = MODES
     """In which modes it runs."""
     fast: bool = False
-    """Whether it is part of `make test-rest`."""
+    """Whether it is part of `make nightly`."""
     needs: tuple[str, ...] = ()
     """Modules of extras; without them the task is left out, and that is said."""
     config: dict[str, Any]

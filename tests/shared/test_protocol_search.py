@@ -31,7 +31,7 @@ def test_no_short_order_of_steps_breaks_the_protocol(make_role: MakeRole) -> Non
     assert found.worlds > 600 and found.by_depth[-1] > 300
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("fragments_per_update", "max_policy_lag", "depth", "faults"),
@@ -82,7 +82,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("first", range(1, 11, 5))
 def test_random_walk_breaks_nothing(server: Server, first: int) -> None:
-    """`make nightly` takes more of them: tests/support/random_walks.py."""
+    """`make walks` takes more of them: tests/support/random_walks.py."""
     for seed in range(first, first + 5):
         walk(seed, server.role)
 

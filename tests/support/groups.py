@@ -1,12 +1,19 @@
-"""The parts that the tests are run in: what `make test` takes, and what the rest does about a day that is too short.
+"""Parts that the tests are run in: `quick` and `rest` gate a change, `nightly` takes what needs longer.
 
-A test that has none of the marks in `GROUPS` is quick: it is pure, or needs no more than the Redis and S3 servers of
-its process. `--part quick` takes those, and what is marked `essential`. `--part rest` takes all others, and has a
-deadline (`--until`): what has not begun by then is skipped and named. Without `--part` everything runs.
+A test without a mark from `GROUPS` is quick: it is pure, or needs only the Redis and S3 servers of its process.
+
+- `--part quick`: quick tests, and those marked `essential`.
+- `--part rest`: the other groups, and every fourth of the `exhaustive` tests.
+- `--part nightly`: the groups in `NIGHTLY`, and the other `exhaustive` tests.
+- A `thinned` test belongs to each part: every eighth point in `quick`, other eighths in `rest`, all in `nightly`.
+
+Where the fourths and eighths begin follows from the commit. Without `--part` everything runs. With `--until`, tests
+that have not begun by then are skipped and named.
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 from collections import Counter
@@ -27,8 +34,9 @@ GROUPS = {
     "compile": "compiles losses to machine code",
     "learning": "trains until something is learned",
     "benchmarks": "runs a benchmark for a moment",
+    "nightly": "takes minutes, and once a night is often enough",
 }
-"""The marks, most valuable first: in this order they have their turn."""
+NIGHTLY = ("learning", "benchmarks", "nightly")
 FOLDERS = {
     "end_to_end": "ray",
     "chaos": "chaos",
@@ -36,47 +44,49 @@ FOLDERS = {
     "learning": "learning",
     "benchmarks": "benchmarks",
 }
-"""Folders whose tests all belong to a group, and need not say so."""
-_NEVER_QUICK = ("benchmarks", "learning")
-"""Folders without an essential test: the quick part does not even import them."""
-_STEP = 8
+"""Folders whose tests all belong to a group without a mark."""
+PARTS = ("quick", "rest", "nightly")
+_POINTS = 8
+_CASES = 4
 _NO_TURN = "its turn did not come"
 
 _thinning: tuple[int, int] = (1, 0)
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=["quick", "rest"], help="only the quick tests, or only the others")
-    parser.addoption("--until", type=float, help="tests that have not begun at this Unix time are skipped, and named")
+    parser.addoption("--part", choices=PARTS, help="only the tests of this part")
+    parser.addoption("--until", type=float, help="skip and name tests that have not begun at this Unix time")
 
 
 def configure(config: pytest.Config) -> None:
-    """Registers the marks, and decides which points a thinned test takes."""
+    """Registers the marks and chooses the points of thinned tests."""
     for name, meaning in GROUPS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.addinivalue_line("markers", "essential: in the quick part, whatever its group")
-    config.addinivalue_line("markers", "thinned: in the quick part with every eighth point, in the rest with each")
+    config.addinivalue_line("markers", "thinned: in each part, but `quick` and `rest` take some of its points")
     global _thinning
-    _thinning = (_STEP, _offset()) if config.getoption("part") == "quick" else (1, 0)
+    part = config.getoption("part")
+    if part in ("quick", "rest"):
+        shift = 0 if part == "quick" else _POINTS // 2
+        _thinning = (_POINTS, (_commit() + shift) % _POINTS)
+    else:
+        _thinning = (1, 0)
 
 
 def header() -> list[str]:
-    """What is said before the first test."""
+    """Lines printed before the first test."""
     step, offset = _thinning
     return [] if step == 1 else [f"thinned tests take every {step}th point, from number {offset} of this commit on"]
 
 
 def thinned(points: Sequence[Item]) -> Sequence[Item]:
-    """Of the points of a search, those that this session takes: each, or in the quick part every eighth one.
-
-    At which one it begins follows from the commit, so that many commits together take all of them.
-    """
+    """Returns the points of a search that this part takes."""
     step, offset = _thinning
     return points[min(offset, max(len(points) - 1, 0)) :: step]
 
 
 def some_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """The cases of a parametrized test, of which the quick part takes those that are named."""
+    """Marks all cases of a parametrized test `exhaustive`, except for the given ones."""
     return [
         case
         if case in quick
@@ -86,32 +96,38 @@ def some_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def ignores(path: Path, config: pytest.Config) -> bool:
-    """Whether no test of a folder belongs to the part that is asked for."""
-    return config.getoption("part") == "quick" and path.is_dir() and path.name in _NEVER_QUICK
-
-
-def group_of(item: pytest.Item) -> str | None:
-    """The most valuable group that a test belongs to; None for a quick one."""
-    marks = {mark.name for mark in item.iter_markers()} | {FOLDERS.get(item.path.parent.name, "")}
-    return next((name for name in GROUPS if name in marks), None)
+    """Whether the selected part takes no test of a folder, which then is not imported."""
+    return config.getoption("part") in ("quick", "rest") and path.is_dir() and FOLDERS.get(path.name) in NIGHTLY
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests of the part that is asked for; `-m` finds the groups of folders as well."""
+    """Keeps the tests of the selected part; `-m` selects the groups of folders too."""
     for item in items:
         if (folder := FOLDERS.get(item.path.parent.name)) is not None:
             item.add_marker(folder)
     part = config.getoption("part")
     if part is None:
         return
+    numbers = itertools.count(_commit())
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        quick = group_of(item) is None or item.get_closest_marker("essential") is not None
-        both = item.get_closest_marker("thinned") is not None
-        (kept if both or quick == (part == "quick") else others).append(item)
+        (kept if part in _parts_of({mark.name for mark in item.iter_markers()}, numbers) else others).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
+
+
+def _parts_of(marks: set[str], numbers: Iterable[int]) -> Sequence[str]:
+    if "thinned" in marks:
+        return PARTS
+    groups = marks & GROUPS.keys()
+    if not groups or "essential" in marks:
+        return ["quick"]
+    if groups & set(NIGHTLY):
+        return ["nightly"]
+    if "exhaustive" in groups:
+        return ["nightly" if next(iter(numbers)) % _CASES else "rest"]
+    return ["rest"]
 
 
 def skip_if_too_late(item: pytest.Item) -> None:
@@ -121,7 +137,7 @@ def skip_if_too_late(item: pytest.Item) -> None:
 
 
 def name_those_without_a_turn(terminalreporter: Any) -> None:
-    """Says for which files the time was not enough."""
+    """Prints the files whose tests were skipped for lack of time."""
     files = Counter(
         report.nodeid.partition("::")[0]
         for report in terminalreporter.stats.get("skipped", [])
@@ -133,8 +149,9 @@ def name_those_without_a_turn(terminalreporter: Any) -> None:
             terminalreporter.line(f"{file}: {count}")
 
 
-def _offset() -> int:
+def _commit() -> int:
+    """A number that follows from the commit."""
     found = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    return int(found.stdout[:8] or "0", 16) % _STEP
+    return int(found.stdout[:8] or "0", 16)

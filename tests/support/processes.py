@@ -1,4 +1,4 @@
-"""How `pytest -n` shares the tests among its processes; tests/conftest.py tells pytest-xdist so."""
+"""How `pytest -n` distributes tests among its processes; tests/conftest.py hands it to pytest-xdist."""
 
 from __future__ import annotations
 
@@ -7,34 +7,55 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.groups import GROUPS, group_of
+from tests.support import durations
 
-WHOLE = ("tests/cluster", "tests/end_to_end")
-"""Folders of which one test at a time is enough for a machine: each has a Ray, or three."""
-APART = ("tests/learning/", "tests/benchmarks/test_suite.py")
-"""The tests of these compute for long and share nothing."""
+HEAVY = ("tests/cluster/", "tests/end_to_end/")
+"""Each of their tests starts a Ray, or three: two at a time are enough for a machine."""
+MOST_HEAVY = 2
+APART = (
+    "tests/benchmarks/test_suite.py",
+    "tests/chaos/test_crash_points.py",
+    "tests/chaos/test_kills.py",
+    "tests/end_to_end/test_job.py",
+    "tests/learning/",
+    "tests/shared/protocol/test_protocol_search.py",
+)
+"""Long tests that share nothing: each goes to whichever process is free."""
 
 
-def turn(item: pytest.Item) -> int:
-    """The place of a test in the order of all.
-
-    The groups come first, most valuable first, since they wait more than they compute; then the many short tests, so
-    that all processes end at once.
-    """
-    return (*GROUPS, None).index(group_of(item))
+def scope_of(nodeid: str) -> str:
+    """Tests with the same scope run in one process, in the order of their file."""
+    return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
 
-class WholeFiles(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]  # where it is not installed, it is of any type
-    """The tests of a file, or of a whole folder, run in one process, one after the other."""
+def longest_first(items: list[pytest.Item], part: str | None) -> None:
+    """Sorts by the recorded duration of each scope, so that all processes end at about the same time."""
+    seconds = durations.read(part)
+    items.sort(key=lambda item: -seconds.get(scope_of(item.nodeid), 0))
+
+
+class LongestFirst(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]  # of any type where it is not installed
+    """Distributes whole scopes in the order of collection, and at most `MOST_HEAVY` heavy ones at a time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = nodeid.partition("::")[0]
-        folder = file.rpartition("/")[0]
-        return folder if folder in WHOLE else nodeid if nodeid.startswith(APART) else file
+        return scope_of(nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        heavy = [
+            other
+            for other, work in self.assigned_work.items()
+            if other is not node
+            and any(scope.startswith(HEAVY) and not all(tests.values()) for scope, tests in work.items())
+        ]
+        if len(heavy) >= MOST_HEAVY:
+            light = next((scope for scope in self.workqueue if not scope.startswith(HEAVY)), None)
+            if light is not None:
+                self.workqueue.move_to_end(light, last=False)
+        super()._assign_work_unit(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """What a process that is gone had still to do is done by others, but for the test at which it has died (or was
-        ended, at its time limit): xdist 3.8 would give that one away again and again."""
+        """Gives the remaining tests of a dead process to the others, except for the test at which it died (or was ended
+        at its time limit), which xdist 3.8 would assign again and again."""
         left = {
             scope: [nodeid for nodeid, done in tests.items() if not done]
             for scope, tests in self.assigned_work.pop(node).items()

@@ -1,7 +1,7 @@
 """Random walks over the protocol's real scripts: long orders of steps, with more parties and faults than a search of
 every order can hold. A walk is decided by its seed; a violation names seed and steps.
 
-`python -m tests.support.random_walks --minutes 30` (as `make nightly` does).
+`python -m tests.support.random_walks --minutes 30` (as `make walks` does).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ export class Chart {
     const grid = { stroke: color("grid"), width: 1 };
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: text, font, grid, ticks: { show: false } };
-    const times = (_, splits, axis, space, step) => splits.map((time) => timeTick(time, step));
+    const times = (_, splits, _axis, _space, step) => splits.map((time) => timeTick(time, step));
     const steps = (_, splits) => splits.map(compact);
     const incrs = this.format === bytes ? POWERS : this.wholeTicks ? WHOLE : null;
     const values = (_, splits) => splits.map((value) => this.format(value));
