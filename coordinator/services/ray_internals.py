@@ -1,7 +1,7 @@
-"""All that Stagecoach uses of Ray's private interfaces, and its hooks. None has a public equivalent that does the same.
+"""Stagecoach's use of Ray's private interfaces, and its hooks; none has a public equivalent.
 
-Written for Ray 2.60; `tests/coordinator/test_ray_internals.py` names what another version has moved. Nothing here
-imports Ray before a function is called: some settings have to be made before that, and Ray waits for its start hook.
+Written for Ray 2.60; `tests/coordinator/services/test_ray_internals.py` names what another version moved. Ray is
+imported only inside functions: some settings must precede the import, and Ray waits for its start hook.
 """
 
 import os

@@ -19,7 +19,7 @@ from tests.conftest import minimal_config
 from tests.support.command_line import CONFIG, Stagecoach, check_refused
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "EXPORT.md").read_text()
 LATEST = "2_Step-64.ckpt"
 EXPORT = ("checkpoints", "export", "a", "latest")
