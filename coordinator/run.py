@@ -34,22 +34,23 @@ from stagecoach.coordinator.lifecycle.preparation import EXACTLY, Continuation
 from stagecoach.coordinator.lifecycle.ray_job import JobCoordinator
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
 from stagecoach.coordinator.services.restarter import outage_of_redis
+from stagecoach.shared.base.address import Address, RoleName
+from stagecoach.shared.base.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
+from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import id_order
-from stagecoach.shared.league.mean import read_mean
-from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
 from stagecoach.shared.protocol.events import Event, emit, read_events, recent_events
 from stagecoach.shared.protocol.flow_control import Flow, RunState
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
-from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.metric_log import Rows
 from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.shared.storage.players import read_mean
 from stagecoach.trainer_node.export.checkpoint_export import Export
 from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
 

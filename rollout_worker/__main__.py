@@ -8,9 +8,9 @@ if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands
 
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.errors import StagecoachError, UserError
-from stagecoach.shared.printable import complain
-from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.failure import RoleEnd
+from stagecoach.shared.base.printable import complain
 from stagecoach.shared.runtime.launch import (
     launch_from_arguments,
     refuse_unreachable,

@@ -18,8 +18,8 @@ from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.rollout_worker.watchdog import Watchdog
+from stagecoach.shared.base.errors import ShardFull, ShardUnavailable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ShardFull, ShardUnavailable
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.protocol.experience_log import ExperienceLog, PushReply

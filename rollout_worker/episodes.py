@@ -14,15 +14,15 @@ from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from stagecoach.shared.base.errors import EnvironmentFailure, headline
+from stagecoach.shared.base.printable import counted
+from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.recording import Recordings
-from stagecoach.shared.errors import EnvironmentFailure, headline
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.printable import counted
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.runtime.restarts import RestartBound
-from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 AnySampler: TypeAlias = Sampler | DatasetSampler

@@ -21,25 +21,26 @@ import torch
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.playing import evaluate_policies, play_sides
 from stagecoach.rollout_worker.watchdog import Watchdog
-from stagecoach.shared import errors
+from stagecoach.shared.base import errors
+from stagecoach.shared.base.failure import Failure, RoleEnd
+from stagecoach.shared.base.printable import score_in_words
 from stagecoach.shared.config.league import MEAN_RETURN, LeagueConfig, first_learner
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps, checkpoint_version
 from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
-from stagecoach.shared.league.players import read_player
 from stagecoach.shared.league.table import PlayerRef, player_hash
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.printable import score_in_words
 from stagecoach.shared.protocol import events
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.protocol.redis_client import retries
-from stagecoach.shared.runtime.failure import Failure, RoleEnd
+from stagecoach.shared.runtime.profile import Profile
 from stagecoach.shared.runtime.restarts import RestartBound
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.runtime.stage_timer import Profile
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, checkpoint_env_steps, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import due_evaluations, read_due_evaluation
+from stagecoach.shared.storage.players import read_player
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)

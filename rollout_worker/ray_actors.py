@@ -5,8 +5,8 @@ from typing import Any
 
 import ray
 
+from stagecoach.shared.base.process import at_rest, shield_from_terminal
 from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
-from stagecoach.shared.runtime.process import at_rest, shield_from_terminal
 
 
 class WorkerFace:

@@ -12,10 +12,10 @@ from stagecoach.rollout_worker.environments.description import describe
 from stagecoach.rollout_worker.environments.factory import make_environment
 from stagecoach.rollout_worker.environments.gymnasium_env import GuardedEnvironment
 from stagecoach.rollout_worker.environments.seeding import SEEDS
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.user_code import with_extra
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import UserError
 from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
-from stagecoach.shared.runtime.user_code import with_extra
 
 FILE = "played.csv"
 

@@ -3,7 +3,7 @@
 A heartbeat says only that a process is there. This thread polls once a second what the main thread does and whether
 it made progress; the main thread only counts. Native code that hangs and holds Python's lock stops this thread too.
 For that a thread of Python's own, which needs no lock, ends the process where this one has not polled for long, and
-leaves all stacks on the standard error (shared/runtime/process.py reads them).
+leaves all stacks on the standard error (shared/base/process.py reads them).
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from stagecoach.rollout_worker.environments.vector_env import (
     Step,
     VectorEnvironment,
 )
+from stagecoach.shared.base.failure import Failure, FailureKind
+from stagecoach.shared.base.printable import complain
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.shared.printable import complain
 from stagecoach.shared.protocol.heartbeat import Heartbeat
-from stagecoach.shared.runtime.failure import Failure, FailureKind
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _POLL_SECONDS = 1.0

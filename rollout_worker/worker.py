@@ -22,20 +22,20 @@ from stagecoach.rollout_worker.league.casting import Casting
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog
+from stagecoach.shared.base.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
+from stagecoach.shared.base.failure import Failure, RoleEnd, reason_in_words
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Recordings
-from stagecoach.shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.league.players import read_player
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.protocol.flow_control import Claim, ClaimReply
 from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.redis_client import retries
-from stagecoach.shared.runtime.failure import Failure, RoleEnd, reason_in_words
+from stagecoach.shared.runtime.profile import Profile
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.runtime.stage_timer import Profile
+from stagecoach.shared.storage.players import read_player
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0

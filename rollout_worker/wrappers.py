@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 import gymnasium as gym
 import numpy as np
 
-from stagecoach.shared.errors import EnvironmentUnusable
+from stagecoach.shared.base.errors import EnvironmentUnusable
 
 
 class CropObservation(gym.ObservationWrapper[Any, Any, Any]):

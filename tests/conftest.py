@@ -16,9 +16,9 @@ from _pytest.config import create_terminal_writer
 from hypothesis import settings
 
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from stagecoach.shared.storage.s3_store import s3_client

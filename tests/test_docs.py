@@ -23,15 +23,15 @@ from docs.config_reference import config_markdown
 from stagecoach.coordinator.cli import checkpoints
 from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.cli.commented_config import commented_config
+from stagecoach.shared.base.errors import DropReason
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.loading import load_config, parse_config
 from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField
-from stagecoach.shared.errors import DropReason
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.protocol.keys import TYPES
 from stagecoach.shared.protocol.scripts import source
-from stagecoach.shared.runtime.user_code import import_object
 from stagecoach.shared.storage.metric_log import STREAMS
 from stagecoach.trainer_node.learning.building_blocks import cloning
 from stagecoach.trainer_node.learning.reward_signals import reward_signals

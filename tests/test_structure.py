@@ -101,7 +101,7 @@ def test_stagecoach_is_this_checkout_and_no_other_distribution() -> None:
 
 
 def test_no_module_has_a_second_name() -> None:
-    """From the root of a checkout, `shared.errors` can be imported beside `stagecoach.shared.errors`."""
+    """From the root of a checkout, `shared.errors` can be imported beside `stagecoach.shared.base.errors`."""
     code = [path for folder in (*PACKAGES, "src", "tests", "benchmarks", "examples", "docs", "deploy")
             for path in (ROOT / folder).rglob("*.py")]  # fmt: skip
     assert len(code) > 400
@@ -119,7 +119,7 @@ def test_user_module_shared_is_imported_beside_stagecoach(tmp_path: Path) -> Non
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "envs.py").write_text("def make(): ...")
     script = (
-        "from stagecoach.shared.runtime.user_code import extend_imports, import_object\n"
+        "from stagecoach.shared.base.user_code import extend_imports, import_object\n"
         f"extend_imports([{str(tmp_path)!r}]); print(import_object('shared.envs:make', 'environment.id').__module__)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)

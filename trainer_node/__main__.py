@@ -6,8 +6,8 @@ import sys
 if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands before all others
     sys.path.append(sys.path.pop(0))
 
-from stagecoach.shared.errors import ConfigError, StagecoachError, UserError
-from stagecoach.shared.printable import complain
+from stagecoach.shared.base.errors import ConfigError, StagecoachError, UserError
+from stagecoach.shared.base.printable import complain
 from stagecoach.shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments
 from stagecoach.trainer_node.process import run_rank
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import redis
 
-from stagecoach.shared.errors import Fenced, ShardUnavailable
+from stagecoach.shared.base.errors import Fenced, ShardUnavailable
+from stagecoach.shared.base.failure import Failure, RoleEnd, RunEnd, reason_in_words
 from stagecoach.shared.experience.counters import PhaseCounters
 from stagecoach.shared.experience.log_entry import LogEntry
 from stagecoach.shared.protocol.flow_control import RunState
@@ -16,9 +17,8 @@ from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.quarantine import WorkRecord
 from stagecoach.shared.protocol.redis_client import retries
-from stagecoach.shared.runtime.failure import Failure, RoleEnd, RunEnd, reason_in_words
+from stagecoach.shared.runtime.profile import Profile
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.runtime.stage_timer import Profile
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess
 

@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from stagecoach.shared.base.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
+from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
@@ -22,7 +23,6 @@ from stagecoach.shared.protocol.ledger import Ledger, Taken
 from stagecoach.shared.protocol.quarantine import WorkRecord
 from stagecoach.shared.protocol.scripts import Script
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _BAD_IN_A_ROW = 200

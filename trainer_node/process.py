@@ -4,10 +4,10 @@ import signal
 
 import redis
 
-from stagecoach.shared.errors import Fenced
-from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.base.errors import Fenced
+from stagecoach.shared.base.failure import RoleEnd
+from stagecoach.shared.base.process import keep_freed_memory
 from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
-from stagecoach.shared.runtime.process import keep_freed_memory
 from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
 from stagecoach.trainer_node.distributed.follower import Follower
 from stagecoach.trainer_node.distributed.leader import rank_id

@@ -4,8 +4,8 @@ from typing import Any
 
 import ray
 
+from stagecoach.shared.base.process import at_rest
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.shared.runtime.process import at_rest
 
 
 class TrainerProcess:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription

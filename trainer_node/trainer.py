@@ -11,15 +11,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from stagecoach.shared.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
+from stagecoach.shared.base.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
+from stagecoach.shared.base.failure import EndReason
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.printable import counted
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.flow_control import FlowState, RunState
 from stagecoach.shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
 from stagecoach.shared.protocol.policy_board import Published
 from stagecoach.shared.protocol.quarantine import naming_entries
-from stagecoach.shared.runtime.failure import EndReason
 from stagecoach.shared.storage.metric_log import EPISODES, TRAIN
 from stagecoach.trainer_node.checkpointing.recovery import Recovery, held
 from stagecoach.trainer_node.distributed.leader import meet_followers

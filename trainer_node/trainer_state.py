@@ -9,10 +9,10 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.league.players import write_player
 from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
 from stagecoach.shared.protocol.heartbeat import poll
 from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
+from stagecoach.shared.storage.players import write_player
 from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at

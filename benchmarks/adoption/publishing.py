@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.adoption.noting import NOTES, read_notes
+from stagecoach.shared.base.address import credentials
+from stagecoach.shared.base.process import end_with_parent
 from stagecoach.shared.config.loading import dump_config, parse_config
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
@@ -21,9 +23,7 @@ from stagecoach.shared.policies.serialization import VersionHeader, encode_board
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
-from stagecoach.shared.protocol.redis_client import credentials
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.shared.runtime.process import end_with_parent
 from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.checkpointing.snapshot import Progress

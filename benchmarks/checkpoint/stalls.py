@@ -6,11 +6,11 @@ import resource
 import time
 from dataclasses import dataclass
 
+from stagecoach.shared.base.failure import EndReason
+from stagecoach.shared.base.process import keep_freed_memory
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.policy_board import Published
-from stagecoach.shared.runtime.failure import EndReason
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.shared.runtime.process import keep_freed_memory
 from stagecoach.trainer_node.checkpointing.recovery import Recovery
 from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer

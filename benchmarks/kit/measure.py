@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stagecoach.shared.storage.local_disk import replacing
+from stagecoach.shared.base.local_disk import replacing
 
 FORMAT = 1
 

@@ -19,9 +19,9 @@ import redis
 from stagecoach.coordinator.lifecycle.preparation import prepare_new
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
 from stagecoach.shared.runtime.run_context import open_run_context
 

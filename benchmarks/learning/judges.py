@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pettingzoo import AECEnv
 
 from benchmarks.learning.games import Poker, kuhn, leduc
-from stagecoach.shared.policies.deployed import DeployedMixture, DeployedPolicy
+from stagecoach.shared.deployment.deployed_policy import DeployedMixture, DeployedPolicy
 
 Array: TypeAlias = NDArray[Any]
 Strategy: TypeAlias = Callable[[Any], Array]

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT
-from stagecoach.shared.storage.local_disk import replacing
+from stagecoach.shared.base.local_disk import replacing
 
 DATA = ROOT / "docs" / "learning" / "data"
 FORMAT = 1

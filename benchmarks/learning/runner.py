@@ -22,9 +22,9 @@ from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.league.players import LEAGUE, read_player
-from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.shared.storage.players import LEAGUE, read_player
 from stagecoach.trainer_node.learning.league import LeagueState
 
 _SIGNAL = "rollout/ep_rew_mean"

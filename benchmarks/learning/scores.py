@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from benchmarks.learning import games, judges
-from stagecoach.shared.policies.deployed import DeployedPolicy
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 
 Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
 _PAIRS = 250

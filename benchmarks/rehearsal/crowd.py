@@ -29,6 +29,7 @@ from stagecoach.rollout_worker.exploration.base import Exploration, Sampling
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
 from stagecoach.rollout_worker.worker import StepResult, Worker
+from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.policy import Policy
@@ -38,7 +39,6 @@ from stagecoach.shared.protocol.flow_control import Claim, Flow, RunState
 from stagecoach.shared.protocol.heartbeat import forget_heartbeat
 from stagecoach.shared.protocol.redis_client import connect_redis
 from stagecoach.shared.protocol.scripts import Call
-from stagecoach.shared.runtime.failure import RoleEnd
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.run_context import RunContext
 

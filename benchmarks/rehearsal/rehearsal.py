@@ -32,6 +32,7 @@ from stagecoach.coordinator.catalog.status import live_status
 from stagecoach.coordinator.lifecycle.preparation import prepare_new
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
@@ -40,7 +41,6 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Wait, poll, read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
 from stagecoach.shared.runtime.run_context import open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from stagecoach.coordinator.services.embedded import new_secret, start_redis
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 WORKERS = 4

@@ -25,7 +25,7 @@ from stagecoach.rollout_worker.acting_policies import ActingPolicies
 from stagecoach.rollout_worker.environments.gymnasium_env import GuardedEnvironment
 from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.worker import StepResult, Worker
-from stagecoach.shared.runtime.failure import RoleEnd
+from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult as TrainerStep

@@ -23,6 +23,7 @@ from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import Sampling
 from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.base.address import s3_keys
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience import fragment
@@ -30,7 +31,6 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
-from stagecoach.shared.protocol.redis_client import s3_keys
 from stagecoach.trainer_node.learning.learner import make_learner
 
 _MINIBATCH = 512

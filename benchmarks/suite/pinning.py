@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 
 
 @dataclass(frozen=True)

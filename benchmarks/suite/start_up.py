@@ -17,7 +17,7 @@ from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from benchmarks.suite.resident import RUNS, started
 from stagecoach.coordinator.catalog.run_folder import RunFolder
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import connect_redis

@@ -20,25 +20,19 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
 from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from stagecoach.rollout_worker.playing import evaluate_policies
+from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
+from stagecoach.shared.base.user_code import extend_imports, install, with_extra
 from stagecoach.shared.config.environment import WrapperConfig
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.section import leaves
 from stagecoach.shared.config.sections import EvaluationConfig
 from stagecoach.shared.config.services import StoreConfig
-from stagecoach.shared.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.league.table import kind_of
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.runtime.launch import RESOLVED_CONFIG
-from stagecoach.shared.runtime.user_code import extend_imports, install, with_extra
-from stagecoach.shared.storage.checkpoint_store import (
-    CHECKPOINTS,
-    CONFIG,
-    MANIFEST,
-    MARKS,
-    CheckpointStore,
-    checkpoint_version,
-)
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore, access_at, open_folder
 
 _PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}

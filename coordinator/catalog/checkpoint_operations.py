@@ -15,10 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stagecoach.shared.config.loading import dump_config
-from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ExportFailed,
@@ -26,8 +23,11 @@ from stagecoach.shared.errors import (
     PolicyKindUnknown,
     UserError,
 )
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.experience import tensor_blob
-from stagecoach.shared.league.players import PLAYERS, read_player, write_player
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.policies.serialization import decode_policy, finite_arrays, finite_weights
 from stagecoach.shared.storage import checkpoint_store as stored
 from stagecoach.shared.storage.checkpoint_store import (
@@ -40,6 +40,7 @@ from stagecoach.shared.storage.checkpoint_store import (
     Promotion,
 )
 from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.shared.storage.players import PLAYERS, read_player, write_player
 from stagecoach.trainer_node.checkpointing.retention import (
     announce,
     remove,
@@ -178,7 +179,7 @@ def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Ve
     latest = pointer.latest if pointer else None
     if name in known or name == latest:
         return Verdict(name, State.DAMAGED, (f"{MANIFEST} is missing",))
-    if live and (stored.checkpoint_version(name) or 0) > (stored.checkpoint_version(latest or "") or -1):
+    if live and (checkpoint_version(name) or 0) > (checkpoint_version(latest or "") or -1):
         return Verdict(name, State.BEING_WRITTEN)
     return None if _goes(checkpoints, name, live) else Verdict(name, State.CUT_OFF)
 

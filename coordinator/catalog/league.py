@@ -14,17 +14,17 @@ from stagecoach.coordinator.lifecycle.fixed_players import find_player
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.playing import play_sides, playable
+from stagecoach.shared.base.errors import CheckpointDamaged, UserError
+from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import StoreConfig
-from stagecoach.shared.errors import CheckpointDamaged, UserError
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.league.players import LEAGUE
 from stagecoach.shared.league.table import PlayerRef, kind_of, sides_of
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.runtime.user_code import extend_imports
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.object_store import access_at
+from stagecoach.shared.storage.players import LEAGUE
 from stagecoach.trainer_node.learning.league import LeagueState, standings, wilson
 
 

@@ -22,15 +22,15 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from stagecoach.coordinator.catalog.run_files import LOCK, REMOTE, former_name, is_locked, run_paths
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
+from stagecoach.shared.base.local_disk import replacing
+from stagecoach.shared.base.user_code import IMPORT_PATH
 from stagecoach.shared.config.loading import dump_config, load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
 from stagecoach.shared.protocol.keys import check_run_id
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_services
-from stagecoach.shared.runtime.user_code import IMPORT_PATH
 from stagecoach.shared.storage.checkpoint_store import CONFIG, CheckpointStore
-from stagecoach.shared.storage.local_disk import replacing
 from stagecoach.shared.storage.object_store import open_folder, open_store
 
 

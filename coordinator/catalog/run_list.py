@@ -13,7 +13,7 @@ from stagecoach.coordinator.catalog.run_files import (
     is_locked,
     run_paths,
 )
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import redis
 
+from stagecoach.shared.base.printable import left_out
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.printable import left_out
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.metric_tail import TailRow, read_rows
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, Rows, read, segments

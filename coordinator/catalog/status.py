@@ -14,8 +14,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from stagecoach.coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
 from stagecoach.coordinator.catalog.run_metrics import last_row
-from stagecoach.shared.errors import MetricsDamaged, ObjectMissing, UserError
-from stagecoach.shared.printable import counted, foreign, left_out
+from stagecoach.shared.base.errors import MetricsDamaged, ObjectMissing, UserError
+from stagecoach.shared.base.failure import FailureKind, RunEnd, reason_in_words
+from stagecoach.shared.base.printable import counted, foreign, left_out
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats
@@ -23,7 +24,6 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.metric_tail import newest_row
 from stagecoach.shared.protocol.payload_shards import bytes_by_shard
-from stagecoach.shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from stagecoach.shared.storage.checkpoint_store import FINISHED, CheckpointStore
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from stagecoach.trainer_node.checkpointing.retention import status_file

@@ -35,10 +35,10 @@ from stagecoach.coordinator.cli.options import (
     run_ids,
 )
 from stagecoach.coordinator.services.ray_internals import outlive_ray
-from stagecoach.shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
-from stagecoach.shared.printable import complain, counted, figure, score_in_words, success_in_words
-from stagecoach.shared.runtime.failure import EndReason, reason_in_words
-from stagecoach.shared.runtime.process import interruptible
+from stagecoach.shared.base.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
+from stagecoach.shared.base.failure import EndReason, reason_in_words
+from stagecoach.shared.base.printable import complain, counted, figure, score_in_words, success_in_words
+from stagecoach.shared.base.process import interruptible
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation
@@ -291,7 +291,7 @@ def replay(
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
     from rich.progress import Progress
 
-    from stagecoach.shared.runtime.user_code import extend_imports
+    from stagecoach.shared.base.user_code import extend_imports
 
     handle = attached(run, runs_dir, endpoint_url=endpoint_url)
     extend_imports((os.getcwd(), *handle.folder.import_path()))
@@ -455,8 +455,8 @@ def play(
 
 def _record(target: str, folder: Path, episodes: int, keys: str, more: dict[str, Any]) -> None:
     from stagecoach.rollout_worker.recorded_play import FILE, record_play
+    from stagecoach.shared.base.user_code import extend_imports
     from stagecoach.shared.config.loading import load_config
-    from stagecoach.shared.runtime.user_code import extend_imports
 
     config = config_file(Path(target))
     extend_imports([str(config.resolve().parent), os.getcwd()])

@@ -25,9 +25,9 @@ from stagecoach.coordinator.cli.options import (
     example,
 )
 from stagecoach.coordinator.run import Run
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.printable import counted, figure, score_in_words
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.printable import counted, figure, score_in_words
 from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
 from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest

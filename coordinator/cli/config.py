@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagecoach.coordinator.cli.options import Exit, Json, Sets, console, example
-from stagecoach.shared.errors import PACKAGE, ConfigError, RunExists, UserError
-from stagecoach.shared.printable import counted
-from stagecoach.shared.runtime.user_code import extend_imports
+from stagecoach.shared.base.errors import PACKAGE, ConfigError, RunExists, UserError
+from stagecoach.shared.base.printable import counted
+from stagecoach.shared.base.user_code import extend_imports
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.diagnostics.environment_trial import Trial

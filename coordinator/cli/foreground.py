@@ -22,10 +22,10 @@ from stagecoach.coordinator.cli.options import Exit, PrintableConsole, console
 from stagecoach.coordinator.cli.profile_and_bench import show_profile
 from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thread
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import StagecoachError, UserError
-from stagecoach.shared.printable import complain, printable
+from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.printable import complain, printable
+from stagecoach.shared.base.process import handle, tell_of_exits
 from stagecoach.shared.runtime.launch import LOGS
-from stagecoach.shared.runtime.process import handle, tell_of_exits
 
 _HISTORY = 10
 """Past events that `watch` begins with."""

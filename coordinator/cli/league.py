@@ -19,7 +19,7 @@ from stagecoach.coordinator.cli.options import (
     console,
     example,
 )
-from stagecoach.shared.printable import counted, figure
+from stagecoach.shared.base.printable import counted, figure
 
 app = typer.Typer()
 _PLAYER = (

@@ -21,12 +21,12 @@ from stagecoach.coordinator.catalog.status import Status, acting_speed
 from stagecoach.coordinator.cli.options import PrintableConsole
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run import Run
+from stagecoach.shared.base.errors import StagecoachError, headline
+from stagecoach.shared.base.failure import reason_in_words
+from stagecoach.shared.base.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import StagecoachError, headline
-from stagecoach.shared.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from stagecoach.shared.protocol.events import Event
 from stagecoach.shared.protocol.heartbeat import Beat
-from stagecoach.shared.runtime.failure import reason_in_words
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _REFRESH_SECONDS = 0.25

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from stagecoach.shared.printable import printable
+from stagecoach.shared.base.printable import printable
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run import Run

@@ -20,7 +20,7 @@ from stagecoach.coordinator.cli.options import (
     example,
     run_ids,
 )
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 
 PORT = 8420
 _SHORTEST_TOKEN = 16

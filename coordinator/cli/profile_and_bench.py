@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from stagecoach.coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.runtime.user_code import SOURCE
+from stagecoach.shared.base.code_version import SOURCE
+from stagecoach.shared.base.errors import UserError
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run import Run
@@ -51,7 +51,7 @@ def read_profile(checkpoints: "CheckpointStore") -> tuple[list[dict[str, Any]], 
     The latter by `process / thread` and stage; several processes of one role are added up. Raises `UserError` where
     there is no profile, and for one that cannot be read.
     """
-    from stagecoach.shared.runtime.stage_timer import FOLDER
+    from stagecoach.shared.runtime.profile import FOLDER
 
     run_id = checkpoints.run_id
     events: list[dict[str, Any]] = []

@@ -12,9 +12,9 @@ import typer
 from stagecoach.coordinator.catalog.run_files import is_all_here
 from stagecoach.coordinator.catalog.run_list import list_runs
 from stagecoach.coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
-from stagecoach.shared.errors import DeletionRefused, RunNotFound, UserError
-from stagecoach.shared.printable import counted, figure
-from stagecoach.shared.runtime.failure import reason_in_words
+from stagecoach.shared.base.errors import DeletionRefused, RunNotFound, UserError
+from stagecoach.shared.base.failure import reason_in_words
+from stagecoach.shared.base.printable import counted, figure
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run import Run

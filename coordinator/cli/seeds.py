@@ -18,11 +18,11 @@ from rich.table import Table
 from stagecoach.coordinator.catalog.run_comparison import RunResult, interval, result_of
 from stagecoach.coordinator.cli.options import Exit, console
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import RunExists, StagecoachError, UserError
-from stagecoach.shared.printable import complain, figure
+from stagecoach.shared.base.errors import RunExists, StagecoachError, UserError
+from stagecoach.shared.base.failure import reason_in_words
+from stagecoach.shared.base.printable import complain, figure
+from stagecoach.shared.base.process import end_with_parent, handling
 from stagecoach.shared.protocol.keys import check_run_id
-from stagecoach.shared.runtime.failure import reason_in_words
-from stagecoach.shared.runtime.process import end_with_parent, handling
 
 _MOST = 1000
 _POLL_SECONDS = 0.1

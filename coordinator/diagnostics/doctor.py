@@ -33,12 +33,12 @@ from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_sec
 from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
 from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.shared.base.address import Address, redis_place
+from stagecoach.shared.base.errors import DeletionRefused, StagecoachError, headline
+from stagecoach.shared.base.process import child_environment
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import DeletionRefused, StagecoachError, headline
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.protocol.keys import redis_place
-from stagecoach.shared.protocol.redis_client import Address, connect_redis, evicts, tls_options, without_retries
-from stagecoach.shared.runtime.process import child_environment
+from stagecoach.shared.protocol.redis_client import connect_redis, evicts, tls_options, without_retries
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.shared.storage.s3_store import FAILURES, s3_client
 from stagecoach.trainer_node.checkpointing.fork import beginnings

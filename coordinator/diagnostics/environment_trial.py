@@ -19,11 +19,11 @@ from typing import Any
 
 from stagecoach.coordinator.services.embedded import spawn
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
-from stagecoach.shared import errors
+from stagecoach.shared.base import errors
+from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserError
+from stagecoach.shared.base.process import child_environment, last_words
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import PACKAGE, EnvironmentUnusable, UserError
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.runtime.process import child_environment, last_words
 
 SHORT_STEPS = 10
 """Of the trial before a run: a wrong interface shows in the first."""

@@ -14,12 +14,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagecoach.coordinator.diagnostics.environment_trial import try_environment
+from stagecoach.shared.base.errors import PACKAGE, StagecoachError, UserError
+from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.loading import parse_config
-from stagecoach.shared.errors import PACKAGE, StagecoachError, UserError
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.redis_client import check_redis
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.shared.runtime.user_code import extend_imports
 from stagecoach.shared.storage.object_store import open_store
 
 _SECONDS = 120.0

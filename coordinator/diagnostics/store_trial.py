@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from stagecoach.shared.errors import DeletionRefused, ObjectMissing, StagecoachError
+from stagecoach.shared.base.errors import DeletionRefused, ObjectMissing, StagecoachError
 from stagecoach.shared.storage.object_store import ObjectStore
 
 PROBE = "probe"

@@ -20,8 +20,8 @@ import yaml
 from stagecoach.coordinator.catalog.status import NO_BOUND, WorkerCapacity
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
 from stagecoach.coordinator.services.ray_internals import MONITORS, nodes_of
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.printable import counted
 from stagecoach.shared.protocol.heartbeat import Beat
 from stagecoach.trainer_node.distributed.leader import rank_id
 

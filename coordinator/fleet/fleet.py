@@ -22,13 +22,13 @@ from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActo
 from stagecoach.coordinator.fleet.worker_pool import WorkerPool
 from stagecoach.coordinator.services.ray_head import RayHead
 from stagecoach.rollout_worker.ray_actors import EvaluatorActor
-from stagecoach.shared.errors import Fenced, StagecoachError
-from stagecoach.shared.printable import counted
+from stagecoach.shared.base.errors import Fenced, StagecoachError
+from stagecoach.shared.base.failure import Failure, FailureKind, RoleEnd, RunEnd
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.flow_control import FlowState, RunState
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat, Heartbeat, read_heartbeats
 from stagecoach.shared.protocol.redis_client import retries
-from stagecoach.shared.runtime.failure import Failure, FailureKind, RoleEnd, RunEnd
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.restarts import Progress, RestartBound, evaluation_progress, learning_progress
 from stagecoach.shared.runtime.run_context import RunContext

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from stagecoach.coordinator.services.ray_internals import process_of
+from stagecoach.shared.base.process import LastWords, last_words
 from stagecoach.shared.protocol.heartbeat import Beat, growing_pauses
-from stagecoach.shared.runtime.process import LastWords, last_words
 from stagecoach.shared.runtime.restarts import Progress, RestartBound
 
 POLL_SECONDS = 0.2

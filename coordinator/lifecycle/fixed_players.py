@@ -11,17 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
+from stagecoach.shared.base.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
+from stagecoach.shared.base.user_code import import_object, install, misfit
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import StoreConfig
-from stagecoach.shared.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
 from stagecoach.shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from stagecoach.shared.league.mean import MEAN, decode_mixture, is_mixture, read_mean
-from stagecoach.shared.league.players import LEAGUE, named_so, snapshots_in, write_player
-from stagecoach.shared.league.players import read_player as stored_player
+from stagecoach.shared.league.mean import MEAN, decode_mixture, is_mixture
 from stagecoach.shared.league.table import PlayerRef, kind_of, player_hash
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.runtime.user_code import import_object, install, misfit
 from stagecoach.shared.storage.object_store import ObjectStore
+from stagecoach.shared.storage.players import LEAGUE, named_so, read_mean, snapshots_in, write_player
+from stagecoach.shared.storage.players import read_player as stored_player
 
 _POLICY_FILE = "policy.safetensors"
 

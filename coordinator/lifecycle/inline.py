@@ -7,8 +7,8 @@ from pathlib import Path
 from stagecoach.coordinator.services.restarter import tell_of_outages
 from stagecoach.rollout_worker.evaluator import Evaluator, StepResult
 from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.protocol.redis_client import RoleName
-from stagecoach.shared.runtime.failure import EndReason, RoleEnd, RunEnd
+from stagecoach.shared.base.address import RoleName
+from stagecoach.shared.base.failure import EndReason, RoleEnd, RunEnd
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult as Learned

@@ -22,10 +22,8 @@ from stagecoach.coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, 
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.lifecycle.validation import check, check_services, with_recorded
 from stagecoach.rollout_worker.environments.description import check_new
-from stagecoach.shared.config.loading import parse_config, parse_yaml
-from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.sections import StopConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
@@ -35,12 +33,15 @@ from stagecoach.shared.errors import (
     RunNotFound,
     UserError,
 )
+from stagecoach.shared.base.user_code import extend_imports
+from stagecoach.shared.config.loading import parse_config, parse_yaml
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import StopConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.protocol.keys import check_run_id
-from stagecoach.shared.protocol.redis_client import Address, connect_redis, without_retries
+from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.shared.runtime.user_code import extend_imports
 from stagecoach.shared.storage.checkpoint_store import CONFIG, Checkpoint
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, policies_in, take_over

@@ -12,9 +12,7 @@ from typing import Any
 import redis
 
 from stagecoach.coordinator.lifecycle.fixed_players import NO_PLAYERS, Players, store_fixed_players
-from stagecoach.shared.config.loading import dump_config
-from stagecoach.shared.config.sections import StopConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
@@ -23,8 +21,11 @@ from stagecoach.shared.errors import (
     StagecoachError,
     UserError,
 )
+from stagecoach.shared.base.failure import RunEnd
+from stagecoach.shared.config.loading import dump_config
+from stagecoach.shared.config.sections import StopConfig
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.league.players import PLAYERS, write_player
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState
@@ -32,16 +33,9 @@ from stagecoach.shared.protocol.keys import BEATING, RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.payload_shards import bytes_by_shard
 from stagecoach.shared.protocol.quarantine import drop_entries
-from stagecoach.shared.runtime.failure import RunEnd
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.checkpoint_store import (
-    CONFIG,
-    ENVIRONMENT,
-    FINISHED,
-    Checkpoint,
-    CheckpointStore,
-    checkpoint_name,
-)
+from stagecoach.shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore
+from stagecoach.shared.storage.players import PLAYERS, write_player
 from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
 from stagecoach.trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from stagecoach.trainer_node.checkpointing.retention import status_file

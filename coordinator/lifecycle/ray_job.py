@@ -29,13 +29,14 @@ from stagecoach.coordinator.catalog.status import Status, ended_status
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.coordinator.services.ray_internals import server_version
+from stagecoach.shared.base.code_version import CODE_VERSION, code_version
+from stagecoach.shared.base.errors import PACKAGE, StagecoachError, UserError, WaitTimeout
+from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.base.process import child_environment, end_with_parent
+from stagecoach.shared.base.user_code import install
 from stagecoach.shared.config.loading import ENV_PREFIX
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import PACKAGE, StagecoachError, UserError, WaitTimeout
 from stagecoach.shared.protocol.heartbeat import Wait, poll
-from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
-from stagecoach.shared.runtime.process import child_environment, end_with_parent
-from stagecoach.shared.runtime.user_code import CODE_VERSION, code_version, install
 
 OR_RESUME = "--or-resume"
 _EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]

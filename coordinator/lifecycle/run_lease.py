@@ -17,7 +17,7 @@ import redis
 
 from stagecoach.coordinator.services.embedded import process_stat
 from stagecoach.coordinator.services.restarter import connect_once
-from stagecoach.shared.errors import RunLive, StagecoachError
+from stagecoach.shared.base.errors import RunLive, StagecoachError
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import Script

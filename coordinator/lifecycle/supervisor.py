@@ -22,11 +22,12 @@ from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, tell_of_outages
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import StagecoachError
+from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import StagecoachError
 from stagecoach.shared.protocol.events import Event, read_events, recent_events
-from stagecoach.shared.protocol.redis_client import Address, retries
-from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch, log_to_file
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 

@@ -16,18 +16,19 @@ from stagecoach.rollout_worker.environments.description import check_evaluation,
 from stagecoach.rollout_worker.environments.factory import make_native, make_vector
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.vector_env import NamedFailures, reject_unusable
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
+from stagecoach.shared.base.process import keeping_sigterm
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
 from stagecoach.shared.config.parameters import evaluated_table
 from stagecoach.shared.config.replay_buffer import OwnReplay
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
-from stagecoach.shared.protocol.redis_client import Address, check_redis
-from stagecoach.shared.runtime.process import keeping_sigterm
+from stagecoach.shared.protocol.redis_client import check_redis
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling

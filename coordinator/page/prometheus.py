@@ -16,7 +16,7 @@ from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.page.panels import PANELS, TRAINING_METRIC
 from stagecoach.coordinator.page.totals import ROLES
 from stagecoach.coordinator.page.view import RunView
-from stagecoach.shared.errors import DropReason
+from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 

@@ -33,7 +33,7 @@ from stagecoach.coordinator.page.panels import PANELS
 from stagecoach.coordinator.page.prometheus import exposition
 from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, matching
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     CheckpointNotFound,
     ObjectMissing,
     RunNotFound,
@@ -41,7 +41,7 @@ from stagecoach.shared.errors import (
     UserError,
     headline,
 )
-from stagecoach.shared.runtime.failure import reason_in_words
+from stagecoach.shared.base.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0

@@ -19,9 +19,9 @@ from stagecoach.coordinator.catalog.run_list import RunRow, list_runs
 from stagecoach.coordinator.catalog.run_metrics import Curves, Recorded
 from stagecoach.coordinator.page.totals import Totals
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
+from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
+from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.protocol.events import read_evaluations
-from stagecoach.shared.runtime.failure import reason_in_words
 from stagecoach.shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 

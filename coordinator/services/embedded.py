@@ -29,8 +29,8 @@ from redis.retry import Retry
 
 from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
 from stagecoach.coordinator.services.redis_servers import redis_binary_for
-from stagecoach.shared.errors import StagecoachError, UserError
-from stagecoach.shared.runtime.process import child_environment, end_with_parent, signals_after
+from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
 
 BUCKET = "stagecoach"
 """The embedded store's bucket: a plain folder `s3/stagecoach` in the run's folder."""

@@ -27,9 +27,9 @@ from stagecoach.coordinator.services.embedded import (
     new_secret,
     process_stat,
 )
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.process import keeping_sigterm
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.runtime.process import keeping_sigterm
 
 _EMBEDDED_CPUS = 64
 """On one machine the operating system shares the cores: Ray's count must not keep workers from starting."""

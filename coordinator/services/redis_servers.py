@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 
 _HEAD_BYTES = 512
 _WRITER = re.compile(rb"(redis|valkey)-ver.([0-9]+(?:\.[0-9]+)+)", re.DOTALL)

@@ -19,14 +19,15 @@ from pathlib import Path
 import redis
 
 from stagecoach.coordinator.services.embedded import Service, ServiceError, Silence
-from stagecoach.shared.errors import StagecoachError
-from stagecoach.shared.printable import counted
+from stagecoach.shared.base.address import RoleName
+from stagecoach.shared.base.errors import StagecoachError
+from stagecoach.shared.base.local_disk import lacks_room
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.protocol.events import emit
-from stagecoach.shared.protocol.redis_client import RoleName, connect_redis, retries, without_retries
+from stagecoach.shared.protocol.redis_client import connect_redis, retries, without_retries
 from stagecoach.shared.runtime.launch import rotate_in_place
 from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.local_disk import lacks_room
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _AWAY = (StagecoachError, redis.RedisError)

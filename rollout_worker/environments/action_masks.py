@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 KEY = "action_mask"

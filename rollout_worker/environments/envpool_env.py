@@ -15,9 +15,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from stagecoach.shared.errors import EnvironmentUnusable
+from stagecoach.shared.base.errors import EnvironmentUnusable
+from stagecoach.shared.base.user_code import install
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.runtime.user_code import install
 
 PREFIX = "envpool:"
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "env_type")

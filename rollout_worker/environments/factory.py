@@ -25,11 +25,11 @@ from stagecoach.rollout_worker.environments.parameters import EpisodeParameters,
 from stagecoach.rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment, layers
 from stagecoach.rollout_worker.wrappers import EpisodicLife
+from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, OtherApi, place
+from stagecoach.shared.base.user_code import import_object, install, with_extra
 from stagecoach.shared.config.environment import EnvironmentConfig
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
 _AUTORESET = "autoreset_mode"

@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.environments.vector_env import (
     Step,
     pick,
 )
-from stagecoach.shared.errors import EnvironmentFailure, EnvironmentUnusable
+from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription

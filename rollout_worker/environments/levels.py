@@ -17,12 +17,12 @@ from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments.pettingzoo_env import Episode, Turns
 from stagecoach.rollout_worker.environments.vector_env import GREEDILY
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.config.hierarchy import HierarchyConfig, LevelConfig, Numbers
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.shared.printable import counted
 
 _TESTS = 1
 """Of an episode's seed: what is drawn for tests of subgoals."""

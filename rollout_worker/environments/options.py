@@ -18,10 +18,10 @@ from gymnasium import spaces
 from stagecoach.rollout_worker.environments.action_masks import KEY, choices
 from stagecoach.rollout_worker.environments.levels import GameOfOne
 from stagecoach.rollout_worker.environments.vector_env import scalar
+from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.base.user_code import import_object, misfit
 from stagecoach.shared.config.hierarchy import OptionsConfig
-from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.runtime.user_code import import_object, misfit
 
 CONTROLLER, OPTION = "controller", "option"
 _WHERE = "environment.hierarchy.options"

@@ -15,9 +15,9 @@ import numpy as np
 from stagecoach.rollout_worker.environments.gymnasium_env import close_vector
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step
+from stagecoach.shared.base.process import end_with_parent, forget_secrets
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.shared.runtime.process import end_with_parent, forget_secrets
 
 
 def confine() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stagecoach.rollout_worker.environments.vector_env import holder, layers, tell
-from stagecoach.shared.errors import EnvironmentUnusable
+from stagecoach.shared.base.errors import EnvironmentUnusable
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.parameters import Drawn, ParameterTable, Value
 

@@ -29,8 +29,8 @@ from stagecoach.rollout_worker.environments.vector_env import (
     Step,
     pick,
 )
+from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.config.environment import EnvironmentConfig
-from stagecoach.shared.errors import EnvironmentFailure
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription

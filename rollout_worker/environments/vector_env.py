@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from stagecoach.shared.errors import EnvironmentFailure
+from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import LARGEST, LARGEST_SHOWN, EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf

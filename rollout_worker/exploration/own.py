@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import make_own, raised
 from stagecoach.shared.config.exploration import OwnExploration
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.policies.policy import Policy
-from stagecoach.shared.runtime.user_code import make_own, raised
 
 
 def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Exploration:

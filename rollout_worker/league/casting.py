@@ -15,13 +15,13 @@ from torch import Tensor
 from stagecoach.rollout_worker.environments.vector_env import OUTCOME
 from stagecoach.rollout_worker.league.opponents import Forfeit, Mixture, Network, Opponents, Player, Random
 from stagecoach.rollout_worker.league.stacked import Stacked
-from stagecoach.shared.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.base.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.base.printable import printable
 from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 from stagecoach.shared.league.matchmaking import Match, draw
 from stagecoach.shared.league.table import MatchTable, PlayerRef
 from stagecoach.shared.policies.policy import Policy
-from stagecoach.shared.printable import printable
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""

@@ -9,14 +9,14 @@ import torch
 
 from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
 from stagecoach.rollout_worker.league.stacked import likeness
-from stagecoach.shared.errors import ConfigError, PlayerUnusable, StagecoachError, headline
+from stagecoach.shared.base.errors import ConfigError, PlayerUnusable, StagecoachError, headline
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
 from stagecoach.shared.league.mean import decode_mixture, member
 from stagecoach.shared.league.table import PlayerRef
 from stagecoach.shared.policies.actor_critic import Stateful
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.runtime.user_code import import_object
 
 MOST_BYTES = 64 << 20
 """Of players' objects that a worker keeps in memory, whatever the size of the league; more only of those in a seat."""

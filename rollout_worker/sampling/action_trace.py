@@ -15,7 +15,7 @@ import xxhash
 
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes
-from stagecoach.shared.errors import FragmentError
+from stagecoach.shared.base.errors import FragmentError
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.fragment import STATE
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription

@@ -22,6 +22,7 @@ from stagecoach.rollout_worker.league.casting import Casting, Part
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
+from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -29,7 +30,6 @@ from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.actor_critic import Stateful, with_states
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import torch_device
-from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _BEST = Greedy()
 _CARRIED = "exploration of "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.offline import BCConfig
@@ -15,7 +16,6 @@ from stagecoach.shared.config.league_compatibility import check_league, check_re
 from stagecoach.shared.config.recorded import DataEvaluationConfig
 from stagecoach.shared.config.replay_buffer import HindsightReplay
 from stagecoach.shared.config.sections import ConfigFields
-from stagecoach.shared.errors import ConfigError
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.printable import printable
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.validation import field_paths, validated
-from stagecoach.shared.errors import ConfigError
-from stagecoach.shared.printable import printable
 
 ENV_PREFIX = "STAGECOACH__"
 _MOST_VALUES = 100_000

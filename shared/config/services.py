@@ -6,9 +6,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
+from stagecoach.shared.base.address import check_redis_url, check_verified, redis_place
 from stagecoach.shared.config.section import Section
-from stagecoach.shared.protocol.keys import check_redis_url, redis_place
-from stagecoach.shared.runtime.tls import check_verified
 
 _REDIS = ("redis", "rediss")
 _OR_EMBEDDED = "be 'embedded' or "

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from stagecoach.shared.errors import ConfigError
-from stagecoach.shared.printable import counted, printable
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.printable import counted, printable
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from stagecoach.shared.base.errors import DatasetError, FragmentError
 from stagecoach.shared.datasets.recording import Episode, Table, episodes_of
-from stagecoach.shared.errors import DatasetError, FragmentError
 from stagecoach.shared.experience.fragment import INFO, STATE, Fragment, check
 from stagecoach.shared.experience.spaces import STATE as CRITICS
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from stagecoach.shared.base.errors import DatasetError
+from stagecoach.shared.base.user_code import install
 from stagecoach.shared.config.recorded import DatasetFormat, RecordedConfig
 from stagecoach.shared.datasets import archive_format
 from stagecoach.shared.datasets.recording import (
@@ -22,10 +24,8 @@ from stagecoach.shared.datasets.recording import (
     flags,
     numbers,
 )
-from stagecoach.shared.errors import DatasetError
 from stagecoach.shared.experience.fragment import INFO
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from stagecoach.shared.runtime.user_code import install
 from stagecoach.shared.storage.log_archive import EXPERIENCE
 
 _MINARI = Path("data", "main_data.hdf5")

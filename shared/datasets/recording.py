@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from stagecoach.shared.base.errors import DatasetError
 from stagecoach.shared.config.recorded import RecordedConfig
-from stagecoach.shared.errors import DatasetError
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces
 

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.base.errors import DropReason, FragmentError
 from stagecoach.shared.experience import column_codec, tensor_blob
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces

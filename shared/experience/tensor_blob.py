@@ -16,7 +16,7 @@ import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
-from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.base.errors import DropReason, FragmentError
 from stagecoach.shared.experience.spaces import Array, Columns
 
 _KEY = "stagecoach"

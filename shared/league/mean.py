@@ -10,17 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, FragmentError
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, FragmentError
 from stagecoach.shared.experience import tensor_blob
-from stagecoach.shared.league.players import LEAGUE, read_player
-
-if TYPE_CHECKING:
-    from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 
 MEAN = "mean"
 _WEIGHTS = "mixture"
@@ -29,14 +23,6 @@ _WEIGHTS = "mixture"
 def is_mean(name: str) -> bool:
     """Whether a policy id may name a mean strategy."""
     return name == MEAN or name.endswith(f"-{MEAN}")
-
-
-def read_mean(checkpoints: CheckpointStore, checkpoint: str, name: str) -> bytes | None:
-    """As `mean_of`, of a checkpoint in a run's store; raises what the store raises, too."""
-    if not is_mean(name):
-        return None
-    league = checkpoints.load(checkpoint, only=LEAGUE).objects.get(LEAGUE)
-    return mean_of(name, league, partial(read_player, checkpoints.store)) if league is not None else None
 
 
 def mean_of(name: str, league: bytes, read: Callable[[str], bytes]) -> bytes | None:

@@ -24,7 +24,7 @@ class PlayerRef(PlainData):
 
     kind: PlayerKind
     sha256: str = ""
-    """Of its object in the run's store (shared/league/players.py), for `policy`, `mixture` and `onnx`."""
+    """Of its object in the run's store (shared/storage/players.py), for `policy`, `mixture` and `onnx`."""
     source: str = ""
     """What the config says of it: `module:function` for `function`; otherwise where it came from."""
     seats: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import UnsupportedSpace
 from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.distributions import HALF_LOG_2PI, LOG_STD_BOUNDS, ActionDistribution
 from stagecoach.shared.policies.encoders import Encoder, linear, unrounded

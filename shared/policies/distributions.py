@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
-from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 LOG_STD_BOUNDS = (-20.0, 2.0)

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.config.sections import ConvolutionLayer, PolicyConfig
-from stagecoach.shared.errors import UnsupportedSpace
 from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import UnsupportedSpace
 from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.actor_critic import Core
 from stagecoach.shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import torch
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.sections import PolicyConfig, RunPolicyConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.policy import Policy
-from stagecoach.shared.runtime.user_code import import_object
 
 _BUILT_IN = {
     "actor_critic": "stagecoach.shared.policies.actor_critic:ActorCritic",

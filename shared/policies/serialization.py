@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stagecoach.shared.base.errors import CheckpointDamaged, ConfigError, FragmentError, PolicyKindUnknown
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import CheckpointDamaged, ConfigError, FragmentError, PolicyKindUnknown
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.parameters import ParameterTable

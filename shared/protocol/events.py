@@ -13,10 +13,10 @@ from typing import Any, cast
 import redis
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
-from stagecoach.shared.printable import JSON_OBJECT, foreign, left_out, printable, printable_data
+from stagecoach.shared.base.printable import JSON_OBJECT, foreign, left_out, printable, printable_data
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import read_stream, write_small
-from stagecoach.shared.storage.checkpoint_store import checkpoint_version
 
 _LOGGER = logging.getLogger("stagecoach.events")
 _KEPT = 1000

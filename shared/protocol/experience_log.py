@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import redis
 
-from stagecoach.shared.errors import Fenced, FragmentError, ShardFull
+from stagecoach.shared.base.errors import Fenced, FragmentError, ShardFull
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.log_entry import STRANGERS, BodyPlace, LogEntry, whole_number
 from stagecoach.shared.protocol.flow_control import KeyDamaged

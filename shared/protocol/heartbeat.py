@@ -21,13 +21,13 @@ from typing import Annotated, Any, TypeVar, cast
 import redis
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
-from stagecoach.shared.errors import StoreError, StoreUnavailable, WaitTimeout
-from stagecoach.shared.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
+from stagecoach.shared.base.errors import StoreError, StoreUnavailable, WaitTimeout
+from stagecoach.shared.base.failure import FailureKind
+from stagecoach.shared.base.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
+from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.protocol.keys import BEATING, RunKeys
 from stagecoach.shared.protocol.redis_client import RetryForSeconds, own_address, retries
 from stagecoach.shared.protocol.scripts import Script
-from stagecoach.shared.runtime.failure import FailureKind
-from stagecoach.shared.runtime.stage_timer import StageTimer
 
 _LOGGER = logging.getLogger("stagecoach.wait")
 _CHANCE = random.Random()  # of its own: nothing that is learned may depend on it

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
 
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DATABASE = re.compile(r"(?:/[0-9]*)?")
-_OPTION = re.compile(r"[a-z_]+")
 _KEY = re.compile(r"stagecoach:\{[^}]*\}:([a-z_]+)(?::.*)?")
 BEATING = ("coordinator", "trainer", "rank", "evaluator", "worker")
 """The roles that send heartbeats, each into a key of its own."""
@@ -31,28 +28,6 @@ def check_run_id(run_id: str) -> str:
             f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
         )
     return run_id
-
-
-def redis_place(url: str) -> str:
-    """`host:port/db` of a Redis address: what tells one server's contents from another's."""
-    parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
-
-
-def check_redis_url(field: str, url: str) -> None:
-    """Raises `ValueError` unless `url` is an address and no more: an option would be redis-py's, behind our back."""
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ValueError(f"{field} {url.rpartition('@')[2]!r} is not an address: {error}") from None
-    if parts.query or parts.fragment or not _DATABASE.fullmatch(parts.path):
-        # only what looks like options: a password with such a character in it would stand there as well
-        options = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if _OPTION.fullmatch(name)]
-        wrong = f"sets {', '.join(options)}" if options else "has more behind its port than the number of a database"
-        raise ValueError(
-            f"{field} {wrong}; expected {parts.scheme}://host:port/db and no options (redis.timeout_seconds, "
-            f"redis.retry_seconds and redis.ca_file are fields of the config)"
-        )
 
 
 def key_name(key: str) -> str | None:

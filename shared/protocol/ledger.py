@@ -16,9 +16,9 @@ from typing import Any, cast
 import redis
 from pydantic import TypeAdapter
 
-from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.base.errors import DropReason, Fenced
+from stagecoach.shared.base.printable import foreign, left_out
 from stagecoach.shared.experience.log_entry import START, STRANGERS, whole_number
-from stagecoach.shared.printable import foreign, left_out
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, Script
 

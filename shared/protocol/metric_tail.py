@@ -12,7 +12,7 @@ from typing import Any, cast
 import redis
 from pydantic import TypeAdapter
 
-from stagecoach.shared.printable import foreign
+from stagecoach.shared.base.printable import foreign
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import read_stream, write_small
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import redis
 import xxhash
 
-from stagecoach.shared.errors import RedisUnavailable, ShardFull, ShardUnavailable
+from stagecoach.shared.base.errors import RedisUnavailable, ShardFull, ShardUnavailable
 from stagecoach.shared.experience.log_entry import BodyPlace
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import passes

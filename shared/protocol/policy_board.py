@@ -8,14 +8,15 @@ from typing import assert_never, cast
 
 import redis
 
-from stagecoach.shared.errors import Fenced, FragmentError, RedisRolledBack, VersionsDiverged
+from stagecoach.shared.base.errors import Fenced, FragmentError, RedisRolledBack, VersionsDiverged
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
 from stagecoach.shared.protocol.flow_control import KeyDamaged, RunState, sound
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.scripts import Script
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stagecoach.shared.errors import Fenced, StagecoachError, UserError, place
+from stagecoach.shared.base.errors import Fenced, StagecoachError, UserError, place
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PublishReply

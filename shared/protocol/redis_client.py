@@ -1,36 +1,28 @@
-"""How a role reaches its run: address, credentials, and a Redis client that reconnects.
-
-Credentials come from the environment, from files that it names (mounted secrets), or, for embedded services, from a
-file that only its owner may read. Each role may have its own for Redis: STAGECOACH_WORKER_REDIS_PASSWORD, say, comes
-before STAGECOACH_REDIS_PASSWORD. They never stand in a config, log or error text.
-"""
+"""A Redis client that reconnects, and names what is wrong with a server, a connection or a key."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
+from stagecoach.shared.base import tls
+from stagecoach.shared.base.address import Address, RoleName, check_redis_url, check_verified, credentials, redis_place
+from stagecoach.shared.base.errors import RedisUnavailable
+from stagecoach.shared.base.local_disk import unwritten
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import RedisConfig
-from stagecoach.shared.errors import ConfigError, RedisUnavailable
 from stagecoach.shared.protocol.flow_control import KeyDamaged, parse_flow
-from stagecoach.shared.protocol.keys import COUNTS, check_redis_url, key_name, key_type, redis_place
-from stagecoach.shared.runtime import tls
-from stagecoach.shared.storage.local_disk import unwritten
+from stagecoach.shared.protocol.keys import COUNTS, key_name, key_type
 
 _LONGEST_PAUSE_SECONDS = 1.0
 _LASTING_SECONDS = 2.0
@@ -52,68 +44,6 @@ _FULL = "exhausted the last possible ID"
 """Of a stream with an entry at the greatest position that there is."""
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _T = TypeVar("_T")
-
-RoleName = Literal["worker", "evaluator", "trainer", "coordinator", "viewer"]
-"""Who connects to Redis; `deploy/users.acl` has a user for each. A viewer only looks (`status`, `watch`)."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a run's services are. Holds no secret; `credentials_file` names the file that does."""
-
-    run_id: str
-    redis_url: str
-    store_url: str
-    endpoint_url: str | None = None
-    credentials_file: str | None = None
-    store_folder: str | None = None
-    """Where the embedded S3 server, which leaves it to the kernel when to write, keeps its buckets on this machine."""
-    redis_folder: str | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class Credentials:
-    redis_username: str | None
-    redis_password: str | None
-
-
-def credentials(address: Address, role: RoleName | None = None) -> Credentials:
-    """From the credentials file of embedded services, else from the environment: the role's own, else those for all
-    roles. A viewer may use those of the coordinator. Raises `ConfigError`."""
-    stored = _stored(address)
-    if "redis_password" in stored:  # user and password come from the file together
-        return Credentials(stored.get("redis_username"), stored["redis_password"])
-    for name in {None: (), "viewer": ("viewer", "coordinator")}.get(role, (role,)):
-        own = f"STAGECOACH_{str(name).upper()}_REDIS"
-        password = _secret(f"{own}_PASSWORD")
-        if password is not None:
-            return Credentials(os.environ.get(f"{own}_USERNAME") or name, password)
-    return Credentials(os.environ.get("STAGECOACH_REDIS_USERNAME") or None, _secret("STAGECOACH_REDIS_PASSWORD"))
-
-
-def s3_keys(address: Address) -> tuple[str | None, str | None]:
-    """Access key and secret key of an embedded S3 server; for any other boto3 finds them itself."""
-    stored = _stored(address)
-    return stored.get("s3_access_key"), stored.get("s3_secret_key")
-
-
-def _stored(address: Address) -> dict[str, str | None]:
-    return dict(json.loads(Path(address.credentials_file).read_text())) if address.credentials_file else {}
-
-
-def _secret(variable: str) -> str | None:
-    """The variable's value, else the first line of the file that VARIABLE_FILE names."""
-    path = os.environ.get(f"{variable}_FILE")
-    if os.environ.get(variable) or not path:
-        return os.environ.get(variable) or None
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{variable}_FILE={path} cannot be read: {reason}; correct it, or its permissions") from None
-    if not lines or not lines[0]:
-        raise ConfigError(f"{variable}_FILE={path} is empty; expected the password in its first line")
-    return lines[0]
 
 
 class _Secrets(redis.CredentialProvider):
@@ -359,7 +289,7 @@ def _checked_client(url: str, address: Address, config: Config, role: RoleName |
 def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict[str, Any]:
     """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
     try:
-        tls.check_verified(field, url, "redis.ca_file")
+        check_verified(field, url, "redis.ca_file")
         check_redis_url(field, url)
         if not url.startswith("rediss://"):
             return {}

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import redis
 
-from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.keys import RunKeys
 
 INCARNATIONS_KEPT = 16

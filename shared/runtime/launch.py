@@ -15,15 +15,16 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, cast
 
+from stagecoach.shared.base.address import Address, RoleName
+from stagecoach.shared.base.errors import RunNotFound
+from stagecoach.shared.base.local_disk import unwritten
+from stagecoach.shared.base.printable import PrintableFormatter, printable
+from stagecoach.shared.base.process import handling, tell_of_exits
+from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.loading import load_config, parse_config
-from stagecoach.shared.errors import RunNotFound
-from stagecoach.shared.printable import PrintableFormatter, printable
 from stagecoach.shared.protocol.keys import check_run_id
-from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from stagecoach.shared.runtime.process import handling, tell_of_exits
+from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.shared.runtime.user_code import extend_imports
-from stagecoach.shared.storage.local_disk import unwritten
 
 _LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"

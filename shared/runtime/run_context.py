@@ -8,14 +8,15 @@ from typing import Any
 
 import redis
 
+from stagecoach.shared.base.address import Address, RoleName
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.payload_shards import Bodies
-from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, shard_clients
+from stagecoach.shared.protocol.redis_client import connect_redis, shard_clients
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.object_store import open_store

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
@@ -27,8 +26,9 @@ from stagecoach.shared.errors import (
     ObjectMissing,
     RunNotFound,
 )
+from stagecoach.shared.base.printable import JSON_OBJECT
+from stagecoach.shared.experience.checkpoint_name import CheckpointName, checkpoint_version
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.printable import JSON_OBJECT
 
 if TYPE_CHECKING:
     from stagecoach.shared.storage.object_store import (
@@ -43,25 +43,7 @@ FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "
 
 CLEARED = b"{}"
 """The content of a sync file that was taken away in a store that does not delete."""
-_NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
 _READ_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
-
-
-def checkpoint_name(version: int, env_steps: int) -> str:
-    """`12_Step-24576.ckpt`: policy version and env steps trained on."""
-    return f"{version}_Step-{env_steps}.ckpt"
-
-
-def checkpoint_version(name: str) -> int | None:
-    """The policy version in a checkpoint's name; None for any other folder."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def checkpoint_env_steps(name: str) -> int:
-    """The env steps in a checkpoint's name; 0 for any other folder."""
-    match = _NAME.fullmatch(name)
-    return int(match[2]) if match else 0
 
 
 def _check_object_name(name: str) -> str:
@@ -71,7 +53,6 @@ def _check_object_name(name: str) -> str:
     return name
 
 
-CheckpointName = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
 ObjectName = Annotated[str, AfterValidator(_check_object_name)]
 UnixTime = Annotated[FiniteFloat, Field(ge=0, le=1e11)]
 """Seconds, within what a clock can show."""

@@ -7,9 +7,10 @@ if it is one of the best, and deletes this object.
 
 import numpy as np
 
-from stagecoach.shared.errors import CheckpointDamaged, FragmentError
+from stagecoach.shared.base.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.experience import tensor_blob
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_version, describe_objects
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
 from stagecoach.shared.storage.object_store import ObjectStore
 
 _FOLDER = "evaluations/"

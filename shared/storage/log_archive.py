@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stagecoach.shared.errors import ArchiveIncomplete, FragmentError, ObjectMissing
+from stagecoach.shared.base.errors import ArchiveIncomplete, FragmentError, ObjectMissing
 from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import START, LogEntry, id_order

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagecoach.shared.errors import FragmentError, MetricsDamaged, ObjectMissing
+from stagecoach.shared.base.errors import FragmentError, MetricsDamaged, ObjectMissing
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.spaces import Array
 

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import DeletionRefused, ObjectMissing, StoreError, StoreUnavailable, UserError
+from stagecoach.shared.base.local_disk import TEMPORARY, folders_of, replacing, sync, unwritten
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import StoreConfig
-from stagecoach.shared.errors import DeletionRefused, ObjectMissing, StoreError, StoreUnavailable, UserError
-from stagecoach.shared.protocol.redis_client import Address
-from stagecoach.shared.storage.local_disk import TEMPORARY, folders_of, replacing, sync, unwritten
 from stagecoach.shared.storage.s3_store import S3Store, s3_client
 
 _ACCESS = ("endpoint_url", "region", "addressing_style", "ca_file")

@@ -22,8 +22,9 @@ import botocore.parsers
 import botocore.session
 import urllib3.exceptions
 
-from stagecoach.shared.config.services import StoreConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base import tls
+from stagecoach.shared.base.address import Address, s3_keys
+from stagecoach.shared.base.errors import (
     CredentialsRefused,
     DeletionRefused,
     ObjectMissing,
@@ -31,9 +32,8 @@ from stagecoach.shared.errors import (
     StoreError,
     StoreUnavailable,
 )
-from stagecoach.shared.protocol.redis_client import Address, s3_keys
-from stagecoach.shared.runtime import tls
-from stagecoach.shared.storage.local_disk import folders_of, lacks_room, sync
+from stagecoach.shared.base.local_disk import folders_of, lacks_room, sync
+from stagecoach.shared.config.services import StoreConfig
 
 FAILURES = (
     boto.ClientError, boto.BotoCoreError, boto.HTTPClientError, botocore.parsers.ResponseParserError,

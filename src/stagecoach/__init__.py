@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from stagecoach.coordinator.run import Run
     from stagecoach.rollout_worker.environments.factory import make_environment
     from stagecoach.rollout_worker.exploration.base import Exploration
+    from stagecoach.shared.base.errors import StagecoachError
     from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
     from stagecoach.shared.config.algorithms.off_policy import SACConfig
     from stagecoach.shared.config.algorithms.on_policy import A2CConfig, PPOConfig
     from stagecoach.shared.config.algorithms.q_learning import DQNConfig
     from stagecoach.shared.config.loading import load_config
     from stagecoach.shared.config.run_config import Config
-    from stagecoach.shared.errors import StagecoachError
+    from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
     from stagecoach.shared.experience.counters import Counters
     from stagecoach.shared.experience.spaces import Columns
     from stagecoach.shared.policies.actor_critic import ActorCritic
-    from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
     from stagecoach.shared.policies.masks import masked
     from stagecoach.shared.policies.policy import Policy
     from stagecoach.shared.policies.q_network import QNetwork

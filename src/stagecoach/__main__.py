@@ -1,6 +1,6 @@
 """Where `stagecoach` (or `python -m stagecoach`) begins: imports the command line and runs it."""
 
-from stagecoach.shared.runtime.process import interruptible
+from stagecoach.shared.base.process import interruptible
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.league.players import PLAYERS
 from stagecoach.shared.protocol.payload_shards import named_bodies
+from stagecoach.shared.storage.players import PLAYERS
 from stagecoach.trainer_node.checkpointing import checkpoint_writer
 from stagecoach.trainer_node.metrics import recorder
 from stagecoach.trainer_node.replay import replay

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.shared.errors import ArchiveIncomplete, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.storage.log_archive import Archive

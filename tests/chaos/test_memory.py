@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.shared.errors import DropReason
+from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.protocol.ledger import read_accounting
 from tests.chaos.memory import new_role, pump
 from tests.conftest import RedisServer

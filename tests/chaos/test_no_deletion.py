@@ -13,9 +13,9 @@ import pytest
 from stagecoach.coordinator.catalog.checkpoint_operations import promote, prune_checkpoints, withdraw
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.shared.base.errors import DeletionRefused
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.errors import DeletionRefused
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.shared.storage.due_evaluations import due_evaluations

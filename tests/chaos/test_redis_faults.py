@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.errors import RedisUnavailable
+from stagecoach.shared.base.errors import RedisUnavailable
 from stagecoach.shared.protocol.events import emit, read_evaluations, record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState

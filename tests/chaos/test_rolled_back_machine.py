@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.errors import WorkerSuperseded
+from stagecoach.shared.base.errors import WorkerSuperseded
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Ledger, read_accounting

@@ -17,8 +17,8 @@ from stagecoach.coordinator.diagnostics.doctor import examine
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.coordinator.lifecycle.validation import check_services
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.errors import RedisUnavailable, UserError, WaitTimeout
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import RedisUnavailable, UserError, WaitTimeout
 from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import read_heartbeats

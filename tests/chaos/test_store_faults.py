@@ -14,8 +14,8 @@ import pytest
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT, MANIFEST
 from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer

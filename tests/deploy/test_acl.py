@@ -25,9 +25,11 @@ from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.address import Address, RoleName
+from stagecoach.shared.base.errors import RedisUnavailable
+from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import RedisUnavailable
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.policies.serialization import VersionHeader
 from stagecoach.shared.protocol import events
@@ -38,8 +40,7 @@ from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys
 from stagecoach.shared.protocol.ledger import Ledger, fast_forward, read_accounting
 from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.protocol.policy_board import PolicyBoard
-from stagecoach.shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
-from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED, READY

@@ -19,10 +19,10 @@ import redis
 import yaml
 
 from stagecoach.coordinator.services.embedded import free_port, new_secret
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.protocol.flow_control import Flow, RunState
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.storage.checkpoint_store import FINISHED, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store
 from tests.support.command_line import DEADLINE_SECONDS, check_ledger

@@ -152,7 +152,7 @@ absent = ["ray", "redis", "boto3", "botocore", "gymnasium"]
 absent += [f"stagecoach.{name}" for name in ("coordinator", "rollout_worker", "trainer_node")]
 for name in absent:
     sys.modules[name] = None
-from stagecoach.shared.policies.deployed import load_policy
+from stagecoach.shared.deployment.deployed_policy import load_policy
 policy = load_policy(sys.argv[1])
 for name in absent:
     del sys.modules[name]

@@ -28,8 +28,8 @@ from stagecoach.rollout_worker.environments.factory import (
     make_vector,
 )
 from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
+from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import EnvironmentFailure, EnvironmentUnusable
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config

@@ -19,13 +19,14 @@ from stagecoach.rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, 
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.playing import evaluate_policies, play_sides
 from stagecoach.rollout_worker.watchdog import Watchdog
+from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.errors import ConfigError, EnvironmentFailure
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.league.table import PlayerRef
 from stagecoach.shared.policies.actor_critic import RecurrentActorCritic
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import encode_policy
@@ -40,7 +41,7 @@ from stagecoach.shared.protocol.events import (
 from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, checkpoint_name, describe_objects
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, describe_objects
 from stagecoach.shared.storage.due_evaluations import write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
 from tests.support.checkpoints import manifest_of

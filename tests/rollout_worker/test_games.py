@@ -19,14 +19,14 @@ from stagecoach.rollout_worker.environments.description import check_new, descri
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors
 from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure
 from stagecoach.shared.config.recorded import DatasetConfig
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import ConfigError, EnvironmentFailure
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment, kept_rows
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import RecurrentActorCritic
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.building_blocks.batch import forward_pass, log_probs
 from stagecoach.trainer_node.learning.learner import make_learner, turns_lost

@@ -23,13 +23,13 @@ from stagecoach.rollout_worker.league.stacked import Stacked, likeness
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
-from stagecoach.shared.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.base.errors import EnvironmentFailure, PlayerUnusable
 from stagecoach.shared.experience.fragment import MatchRecord
-from stagecoach.shared.league.players import PLAYERS, read_player, write_player
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.shared.storage.players import PLAYERS, read_player, write_player
 from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM

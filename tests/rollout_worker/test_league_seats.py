@@ -9,7 +9,7 @@ import pytest
 from stagecoach import DQN, DQNConfig
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.description import check_new, describe_environment
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies

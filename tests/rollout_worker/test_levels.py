@@ -19,9 +19,9 @@ from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Greed
 from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
 from stagecoach.rollout_worker.exploration.noise import GaussianNoise
 from stagecoach.rollout_worker.playing import evaluate_policies
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.policy import Policy
 from tests.conftest import minimal_config
 from tests.support.levels import CORRIDOR, THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options

@@ -16,7 +16,7 @@ from stagecoach.rollout_worker.environments.factory import make_environment
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors
 from stagecoach.rollout_worker.playing import evaluate_policies
-from stagecoach.shared.errors import ConfigError, EnvironmentUnusable
+from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.policy import Policy

@@ -16,8 +16,8 @@ from stagecoach.rollout_worker.exploration.base import Exploration, RandomActing
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
 from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.datasets.recording import Recording, Recordings
-from stagecoach.shared.errors import EnvironmentFailure
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import Heads, RecurrentActorCritic

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
+from stagecoach.shared.base.failure import FailureKind
+from stagecoach.shared.base.process import last_words
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Heartbeat, Wait, poll, read_heartbeats
 from stagecoach.shared.protocol.ledger import read_accounting
-from stagecoach.shared.runtime.failure import FailureKind
-from stagecoach.shared.runtime.process import last_words
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE

@@ -12,8 +12,8 @@ import pytest
 
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.errors import ConfigError, DropReason, EnvironmentFailure, WorkerSuperseded
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ConfigError, DropReason, EnvironmentFailure, WorkerSuperseded
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment

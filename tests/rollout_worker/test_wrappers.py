@@ -16,10 +16,10 @@ import yaml
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
 from stagecoach.rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
+from stagecoach.shared.base.errors import EnvironmentUnusable
 from stagecoach.shared.config.environment import EnvironmentConfig
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import EnvironmentUnusable
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, BREAKOUT = (ROOT / "docs" / "FILTERS.md").read_text(), ROOT / "examples" / "breakout.yaml"

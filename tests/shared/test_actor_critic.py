@@ -15,12 +15,12 @@ from torch.distributions import Normal
 
 from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.rollout_worker.environments.vector_env import pick
+from stagecoach.shared.base.errors import ConfigError, UserError
 from stagecoach.shared.config.algorithms.on_policy import PPOConfig
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import ConfigError, UserError
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stateful, with_states
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import state_arrays
 from tests.support.environments import ACTIONS, OBSERVATIONS

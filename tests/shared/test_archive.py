@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stagecoach.coordinator.services.embedded import BUCKET
-from stagecoach.shared.errors import ArchiveIncomplete, StoreUnavailable, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, StoreUnavailable, UserError
 from stagecoach.shared.experience.log_entry import LogEntry
 from stagecoach.shared.storage.log_archive import Archive, Segment, decode_segment, encode_segment, read_experience
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore, open_folder

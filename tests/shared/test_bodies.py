@@ -11,7 +11,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
+from stagecoach.shared.base.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
 from stagecoach.shared.experience.log_entry import BodyPlace
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.keys import RunKeys

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     FINISHED,
@@ -28,8 +29,6 @@ from stagecoach.shared.storage.checkpoint_store import (
     CheckpointStore,
     Manifest,
     Pointer,
-    checkpoint_name,
-    checkpoint_version,
 )
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.retention import take_inventory

@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.base.errors import CheckpointDamaged
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import CheckpointDamaged
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import Columns, PolicySpaces

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from stagecoach.shared.errors import FragmentError
+from stagecoach.shared.base.errors import FragmentError
 from stagecoach.shared.experience import column_codec, tensor_blob
 from stagecoach.shared.experience.column_codec import Compression
 from stagecoach.shared.experience.spaces import Array, Columns

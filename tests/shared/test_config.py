@@ -11,13 +11,13 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import dump_config, parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.section import Schedule
 from stagecoach.shared.config.validation import sections_in
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.counters import Duration
 from tests.conftest import minimal_config
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import dump_config, load_config, parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.validation import field_paths, section_tag, sections_in
-from stagecoach.shared.errors import ConfigError
 from tests.conftest import minimal_config
 
 BASE = """

@@ -18,17 +18,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from stagecoach.shared.base.address import Address, Credentials, RoleName, credentials
+from stagecoach.shared.base.errors import ConfigError, RedisUnavailable, RunNotFound, UserError
 from stagecoach.shared.config.loading import dump_config
-from stagecoach.shared.errors import ConfigError, RedisUnavailable, RunNotFound, UserError
 from stagecoach.shared.protocol.flow_control import Flow
-from stagecoach.shared.protocol.redis_client import (
-    Address,
-    Credentials,
-    RoleName,
-    check_redis,
-    connect_redis,
-    credentials,
-)
+from stagecoach.shared.protocol.redis_client import check_redis, connect_redis
 from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import RedisServer, minimal_config
 from tests.support.own_redis import OwnRedis

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stagecoach.shared.base.errors import DatasetError, UserError
 from stagecoach.shared.config.recorded import DatasetConfig
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Episode, Recording
-from stagecoach.shared.errors import DatasetError, UserError
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.services.embedded import BUCKET, start_s3
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.conftest import RedisServer, minimal_config

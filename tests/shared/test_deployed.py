@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.actor_critic import ActorCritic
-from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
 from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork, unscaled
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.checkpoint_store import (
@@ -166,7 +166,10 @@ def test_the_folder_of_a_run_on_this_machine_stands_for_its_embedded_bucket(
 
 
 def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:
-    code = "import sys, shared.policies.deployed; print(*{'boto3', 'redis', 'ray', 'gymnasium'} & {*sys.modules})"
+    code = (
+        "import sys, stagecoach.shared.deployment.deployed_policy; "
+        "print(*{'boto3', 'redis', 'ray', 'gymnasium'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

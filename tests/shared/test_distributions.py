@@ -22,7 +22,7 @@ from torch.distributions import (
 )
 
 from stagecoach.rollout_worker.environments.description import describe_space
-from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.policies.continuous import BoundedActions, SquashedGaussian
 from stagecoach.shared.policies.distributions import ActionDistribution
 from tests.support.policies import SIGHT, built_policy, generator

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.rollout_worker.environments.description import describe_space
+from stagecoach.shared.base.errors import ConfigError, UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import ConfigError, UnsupportedSpace
 from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
 from tests.conftest import minimal_config
 from tests.support.environments import OBSERVATIONS

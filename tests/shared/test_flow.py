@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.errors import RunNotFound, WorkerSuperseded
+from stagecoach.shared.base.errors import RunNotFound, WorkerSuperseded
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import Claim, Flow, KeyDamaged, RunState
 from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys, key_type

@@ -29,13 +29,13 @@ from hypothesis.stateful import (
 from stagecoach.coordinator.lifecycle.preparation import create_flow
 from stagecoach.coordinator.services.embedded import new_secret
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.shared.errors import Fenced, WorkerSuperseded
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import Fenced, WorkerSuperseded
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.payload_shards import Bodies, named_bodies
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.protocol.scripts import Script
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore

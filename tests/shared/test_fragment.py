@@ -13,7 +13,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecoach.shared.errors import DropReason, FragmentError
+from stagecoach.shared.base.errors import DropReason, FragmentError
 from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.column_codec import Compression
 from stagecoach.shared.experience.counters import Phase

@@ -14,7 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from stagecoach.shared.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
+from stagecoach.shared.base.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
 from stagecoach.shared.protocol import heartbeat
 from stagecoach.shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
 from stagecoach.shared.protocol.heartbeat import (

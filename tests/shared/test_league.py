@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.league import first_learner
 from stagecoach.shared.config.loading import dump_config, parse_config
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord

@@ -9,11 +9,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound
+from stagecoach.shared.deployment.deployed_policy import DeployedMixture, load_policy
 from stagecoach.shared.league.mean import decode_mixture, encode_mixture, is_mixture, mean_of, member
 from stagecoach.shared.policies.actor_critic import ActorCritic
-from stagecoach.shared.policies.deployed import DeployedMixture, load_policy
 from stagecoach.shared.policies.serialization import encode_policy
 from tests.support.fragments import describe
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.base.errors import DropReason, Fenced
 from stagecoach.shared.experience.log_entry import STRANGERS
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import (

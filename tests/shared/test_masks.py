@@ -21,11 +21,11 @@ from stagecoach.rollout_worker.environments.action_masks import from_info, marke
 from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors
 from stagecoach.rollout_worker.exploration.own import make_own_exploration
+from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
 from stagecoach.shared.config.exploration import OwnExploration
-from stagecoach.shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.distributions import ActionDistribution
 from stagecoach.shared.policies.masks import ILLEGAL, masked
 from stagecoach.shared.policies.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagecoach.shared.errors import MetricsDamaged, StoreError
+from stagecoach.shared.base.errors import MetricsDamaged, StoreError
 from stagecoach.shared.storage import metric_log
 from stagecoach.shared.storage.metric_log import (
     ENV_STEPS,

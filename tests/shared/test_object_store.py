@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stagecoach.coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
-from stagecoach.shared.errors import ObjectMissing, StoreError, StoreUnavailable
-from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import ObjectMissing, StoreError, StoreUnavailable
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from stagecoach.shared.storage.s3_store import S3Store, s3_client
 from tests.conftest import minimal_config

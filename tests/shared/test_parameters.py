@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.parameters import evaluated_table, table_at
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.parameters import ParameterTable
 from tests.conftest import minimal_config
 

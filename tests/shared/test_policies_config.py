@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.loading import dump_config, parse_config, parse_yaml
-from stagecoach.shared.errors import ConfigError
 from stagecoach.trainer_node.checkpointing.fork import beginnings
 from tests.conftest import minimal_config
 

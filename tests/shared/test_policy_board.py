@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagecoach.shared.errors import Fenced
+from stagecoach.shared.base.errors import Fenced
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.registry import build_policies

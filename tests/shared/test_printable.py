@@ -21,8 +21,8 @@ from rich.text import Text
 
 from stagecoach.coordinator.cli.options import PrintableConsole
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.errors import PACKAGE
-from stagecoach.shared.printable import complain, counted, printable, printable_data, score_in_words
+from stagecoach.shared.base.errors import PACKAGE
+from stagecoach.shared.base.printable import complain, counted, printable, printable_data, score_in_words
 from stagecoach.shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat, read_heartbeats
@@ -154,7 +154,7 @@ def test_one_is_no_plural() -> None:
     ]  # fmt: skip
     products = [path for folder in PACKAGE.iterdir() for path in folder.rglob("*.py")]
     plural = [f"{path.name}: {found}" for path in products for found in COUNTED.findall(path.read_text())]
-    assert [line for line in plural if not line.startswith(("deployed.py", "recording.py"))] == []
+    assert [line for line in plural if not line.startswith(("deployed_policy.py", "recording.py"))] == []
 
 
 def test_a_score_tells_of_each_policy_or_side_and_of_what_a_league_has_won() -> None:

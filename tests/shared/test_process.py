@@ -12,12 +12,13 @@ import threading
 
 import pytest
 
-from stagecoach.shared.runtime.process import at_rest, handling, last_words
+from stagecoach.shared.base.process import at_rest, handling, last_words
 from stagecoach.shared.runtime.restarts import RestartBound
 from tests.support.environments import StartsAChild
 
 BEGIN = (
-    "import faulthandler, os, sys; from shared.runtime import process as p; faulthandler.enable(); p.tell_of_exits()"
+    "import faulthandler, os, sys; from stagecoach.shared.base import process as p; "
+    "faulthandler.enable(); p.tell_of_exits()"
 )
 
 
@@ -109,7 +110,7 @@ def test_forked_children_keep_the_handlers_that_they_set() -> None:
     """Those that the environment has set, in this process or in the child, also for grandchildren."""
     code = """
 import os, signal
-from stagecoach.shared.runtime.process import handle
+from stagecoach.shared.base.process import handle
 handle(lambda *_: os._exit(7), signal.SIGTERM)
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
 if os.fork() == 0:

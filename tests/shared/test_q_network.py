@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.policies.q_network import NoisyLinear, QNetwork
 from stagecoach.shared.policies.serialization import state_arrays
 from tests.support.policies import Q_NETWORKS, SIGHT, built_policy, generator

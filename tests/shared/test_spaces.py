@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagecoach.rollout_worker.environments.description import describe_space
-from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.experience.fragment import expected_columns
 from stagecoach.shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from tests.support.strategies import boxes, gymnasium_spaces

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.shared.runtime.stage_timer import OTHER, Interval, Profile, StageTimer
+from stagecoach.shared.base.stage_timer import OTHER, Interval, StageTimer
+from stagecoach.shared.runtime.profile import Profile
 from stagecoach.shared.storage.object_store import FileStore
 
 
@@ -22,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("stagecoach.shared.runtime.stage_timer.time.perf_counter_ns", lambda: clock.now)
+    monkeypatch.setattr("stagecoach.shared.base.stage_timer.time.perf_counter_ns", lambda: clock.now)
     return clock
 
 

@@ -20,9 +20,15 @@ from stagecoach.coordinator.diagnostics.doctor import examine
 from stagecoach.coordinator.diagnostics.store_trial import try_store
 from stagecoach.coordinator.lifecycle.validation import check_services
 from stagecoach.coordinator.services.embedded import BUCKET, free_port
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import (
+    CredentialsRefused,
+    DeletionRefused,
+    OperationRefused,
+    StoreError,
+    StoreUnavailable,
+)
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CredentialsRefused, DeletionRefused, OperationRefused, StoreError, StoreUnavailable
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.storage import s3_store
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import minimal_config

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import ConfigError, RedisUnavailable, StoreUnavailable
 from stagecoach.shared.config.loading import dump_config
-from stagecoach.shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
-from stagecoach.shared.protocol.redis_client import Address, connect_redis
+from stagecoach.shared.protocol.redis_client import connect_redis
 from stagecoach.shared.runtime.launch import launch_from_arguments, role_arguments
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config

@@ -14,12 +14,13 @@ from stagecoach.coordinator.catalog.checkpoint_lookup import require_recorder
 from stagecoach.coordinator.cli.curves.plot import require_matplotlib
 from stagecoach.coordinator.lifecycle.ray_job import job_client
 from stagecoach.rollout_worker.environments.factory import make_environment
+from stagecoach.shared.base.code_version import SOURCE
+from stagecoach.shared.base.errors import ConfigError, UserError
+from stagecoach.shared.base.user_code import EXTRAS, extend_imports, import_object, install, with_extra
 from stagecoach.shared.config.environment import EnvironmentConfig
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.datasets.read import read_hdf5
-from stagecoach.shared.errors import ConfigError, UserError
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
 from stagecoach.trainer_node.export.onnx_translation import require_onnx
 from stagecoach.trainer_node.metrics.writers import check_writers
 

@@ -18,7 +18,7 @@ from redis.retry import Retry
 
 from stagecoach.coordinator.services.embedded import free_port, new_secret
 from stagecoach.coordinator.services.redis_servers import redis_binary
-from stagecoach.shared.protocol.redis_client import RoleName
+from stagecoach.shared.base.address import RoleName
 from tests.support.certificate_authority import Authority
 from tests.support.own_redis import wait_ready
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stagecoach.shared.storage.checkpoint_store import (
-    MANIFEST,
-    CheckpointStore,
-    Manifest,
-    checkpoint_name,
-    describe_objects,
-)
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name
+from stagecoach.shared.storage.checkpoint_store import MANIFEST, CheckpointStore, Manifest, describe_objects
 
 
 def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:

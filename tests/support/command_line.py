@@ -25,9 +25,10 @@ import yaml
 from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.heartbeat import Wait
-from stagecoach.shared.protocol.redis_client import Address, connect_redis
+from stagecoach.shared.protocol.redis_client import connect_redis
 from tests.support.speed import stretched
 
 SOURCE = Path(__file__).parent.parent.parent

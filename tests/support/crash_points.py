@@ -21,8 +21,8 @@ import redis
 
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, Fenced, WaitTimeout
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, Fenced, WaitTimeout
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.events import read_evaluations, record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.runtime.failure import RoleEnd
 from tests.support.fault_proxy import FaultProxy
 from tests.support.game import Game, balanced, make_game, small
 from tests.support.own_redis import OwnRedis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stagecoach.shared.errors import ObjectMissing, StoreError
+from stagecoach.shared.base.errors import ObjectMissing, StoreError
 
 
 class MemoryStore:

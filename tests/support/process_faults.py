@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from stagecoach.shared.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
+from stagecoach.shared.base.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.log_entry import START, STRANGERS, LogEntry, id_order

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from stagecoach.coordinator.services.embedded import free_port
-from stagecoach.shared.runtime.process import end_with_parent
+from stagecoach.shared.base.process import end_with_parent
 from tests.support.speed import stretched
 
 _SECONDS = 120.0

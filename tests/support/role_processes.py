@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stagecoach.shared.base.address import credentials, s3_keys
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.protocol.events import read_events
-from stagecoach.shared.protocol.redis_client import credentials, s3_keys
 from stagecoach.shared.runtime.run_context import RunContext
 
 

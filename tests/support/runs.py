@@ -11,9 +11,10 @@ import redis
 
 from stagecoach.coordinator.services.embedded import new_secret
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.redis_client import Address, shard_clients
+from stagecoach.shared.protocol.redis_client import shard_clients
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT
 

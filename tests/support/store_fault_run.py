@@ -10,9 +10,9 @@ from typing import Any
 
 from stagecoach.coordinator.catalog.status import Status, live_status
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import CheckpointNotFound
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointNotFound
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, FINISHED, MANIFEST, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store

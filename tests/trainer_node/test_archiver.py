@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
+from stagecoach.shared.base.errors import ArchiveIncomplete, StoreError
 from stagecoach.shared.config.sections import ArchiveConfig
-from stagecoach.shared.errors import ArchiveIncomplete, StoreError
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience

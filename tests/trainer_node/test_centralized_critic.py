@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.critic import MASK, NUMBER, ValueScale

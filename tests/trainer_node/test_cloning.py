@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.errors import DatasetError
 from stagecoach.shared.config.recorded import DemonstrationsConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import DatasetError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.trainer_node.learning.building_blocks.compilation import (
     check_compiling,

@@ -9,7 +9,7 @@ import pytest
 
 from stagecoach.rollout_worker.acting_policies import make_exploration
 from stagecoach.rollout_worker.exploration.base import RandomActing
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Phase
 from tests.conftest import minimal_config
 from tests.support.environments import MODULE

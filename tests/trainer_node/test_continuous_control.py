@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments.description import describe_space
-from stagecoach.shared.errors import UnsupportedSpace
+from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.trainer_node.learning.building_blocks.optimization import state_of

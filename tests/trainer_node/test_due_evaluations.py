@@ -12,18 +12,12 @@ import pytest
 
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.rollout_worker.evaluator import Evaluator
+from stagecoach.shared.base.errors import StoreUnavailable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import StoreUnavailable
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import Heartbeat
-from stagecoach.shared.storage.checkpoint_store import (
-    CHECKPOINTS,
-    MANIFEST,
-    POINTER,
-    STATUS,
-    Checkpoint,
-    checkpoint_version,
-)
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, STATUS, Checkpoint
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from stagecoach.shared.storage.object_store import FileStore

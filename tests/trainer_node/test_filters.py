@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.learner import ExperienceFilter
 

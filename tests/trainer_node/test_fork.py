@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest

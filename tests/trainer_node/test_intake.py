@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from stagecoach.shared.errors import DropReason, Fenced
+from stagecoach.shared.base.errors import DropReason, Fenced
 from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.log_entry import STRANGERS, LogEntry

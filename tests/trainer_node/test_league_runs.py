@@ -13,15 +13,15 @@ from stagecoach.coordinator.catalog.checkpoint_operations import verify
 from stagecoach.coordinator.catalog.league import league_of
 from stagecoach.coordinator.catalog.run_metrics import last_row
 from stagecoach.rollout_worker.evaluator import Evaluator
-from stagecoach.shared.errors import PlayerUnusable, StoreUnavailable
+from stagecoach.shared.base.errors import PlayerUnusable, StoreUnavailable
 from stagecoach.shared.experience.counters import Phase
-from stagecoach.shared.league.mean import decode_mixture, read_mean
-from stagecoach.shared.league.players import LEAGUE, PLAYERS, read_player, write_player
+from stagecoach.shared.league.mean import decode_mixture
 from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.policy_board import PolicyBoard, version_of
 from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.shared.storage.object_store import FileStore
+from stagecoach.shared.storage.players import LEAGUE, PLAYERS, read_mean, read_player, write_player
 from stagecoach.trainer_node.checkpointing.snapshot import POLICY
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from tests.support.environments import CHASE, CHASE_POLICIES

@@ -13,10 +13,10 @@ from torch.distributions import Categorical
 
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
 from stagecoach.shared.policies.continuous import Actor
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import QNetwork
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy

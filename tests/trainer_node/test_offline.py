@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from stagecoach.shared.base.errors import DatasetError
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.recorded import DatasetConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import DatasetError
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.log_entry import START

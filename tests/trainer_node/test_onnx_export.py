@@ -17,10 +17,10 @@ from torch import Tensor
 from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.rollout_worker.league.opponents import Exported
 from stagecoach.shared.config.sections import PolicyConfig
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.spaces import Columns, PolicySpaces
 from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
 from stagecoach.shared.policies.continuous import Actor, Deterministic
-from stagecoach.shared.policies.deployed import DeployedPolicy
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork
 from stagecoach.shared.policies.serialization import encode_policy

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stagecoach.shared.errors import CheckpointNotFound, Fenced, StoreError
+from stagecoach.shared.base.errors import CheckpointNotFound, Fenced, StoreError
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol.events import read_events, record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.keys import RunKeys
@@ -27,8 +28,6 @@ from stagecoach.shared.storage.checkpoint_store import (
     Manifest,
     Pointer,
     Promotion,
-    checkpoint_name,
-    checkpoint_version,
     describe_objects,
 )
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
-from stagecoach.shared.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
+from stagecoach.shared.base.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.protocol.keys import RunKeys

@@ -17,9 +17,9 @@ import pytest
 
 from stagecoach.coordinator.catalog.status import bottleneck
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.errors import Fenced
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import Fenced
 from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stagecoach.shared.base.errors import WeightsNotFinite
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import WeightsNotFinite
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.trainer_node.checkpointing import snapshot

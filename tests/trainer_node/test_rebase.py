@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY
 

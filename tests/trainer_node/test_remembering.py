@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stagecoach.shared.base.errors import ArchiveIncomplete, StoreUnavailable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import ArchiveIncomplete, StoreUnavailable
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.keys import RunKeys

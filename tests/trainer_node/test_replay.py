@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagecoach.shared.errors import ArchiveIncomplete, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
 from stagecoach.trainer_node.checkpointing import snapshot

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.storage.checkpoint_store import checkpoint_name, checkpoint_version
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.trainer_node.checkpointing.retention import best_checkpoints, select_for_pruning
 
 VERSIONS = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=20).map(sorted)

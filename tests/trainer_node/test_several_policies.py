@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.recorded import DatasetConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.deployment.deployed_policy import load_policy
 from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.counters import Phase
-from stagecoach.shared.policies.deployed import load_policy
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import TRAIN

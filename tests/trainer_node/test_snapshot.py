@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from stagecoach.shared.base.errors import CheckpointDamaged, DropReason
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointDamaged, DropReason
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.protocol.ledger import Ledger

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagecoach.shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
+from stagecoach.shared.base.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
 from stagecoach.shared.experience.log_entry import LogEntry
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.protocol.events import record_evaluation

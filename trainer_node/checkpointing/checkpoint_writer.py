@@ -17,8 +17,7 @@ from typing import Any, cast
 
 import redis
 
-from stagecoach.shared.config.sections import ArchiveConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     Fenced,
     ObjectMissing,
@@ -27,8 +26,11 @@ from stagecoach.shared.errors import (
     StoreUnavailable,
     WaitTimeout,
 )
+from stagecoach.shared.base.printable import counted
+from stagecoach.shared.base.stage_timer import StageTimer
+from stagecoach.shared.config.sections import ArchiveConfig
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import START, LogEntry, id_order
-from stagecoach.shared.printable import counted
 from stagecoach.shared.protocol.events import prune_evaluations, read_evaluations
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.heartbeat import growing_pauses, read_heartbeats
@@ -37,8 +39,7 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.protocol.scripts import write_small
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.runtime.stage_timer import StageTimer
-from stagecoach.shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer
 from stagecoach.shared.storage.due_evaluations import (
     delete_due_evaluation,
     due_evaluations,

@@ -1,6 +1,6 @@
 """The store as a trainer of one epoch has it: older trainers write nothing, and deleting comes after durability."""
 
-from stagecoach.shared.errors import Fenced
+from stagecoach.shared.base.errors import Fenced
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.storage.object_store import ObjectStore
 

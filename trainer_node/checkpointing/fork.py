@@ -9,17 +9,18 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, ConfigError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, ConfigError
 from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import START
-from stagecoach.shared.league.players import PLAYERS
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy, load_state_arrays, state_arrays
 from stagecoach.shared.protocol.ledger import Ledger, read_ledger
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
+from stagecoach.shared.storage.players import PLAYERS
 from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot
 from stagecoach.trainer_node.learning.algorithms.off_policy import OffPolicy

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     BodyLost,
     CheckpointNotFound,

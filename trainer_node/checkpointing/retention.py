@@ -9,18 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.errors import (
+from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     StoreError,
     StoreUnavailable,
 )
+from stagecoach.shared.config.sections import CheckpointConfig
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import id_order
-from stagecoach.shared.league.players import PLAYERS
 from stagecoach.shared.protocol.events import confirmed_return
-from stagecoach.shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer
+from stagecoach.shared.storage.players import PLAYERS
 
 T = TypeVar("T")
 

@@ -16,20 +16,21 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
+from stagecoach.shared.base.code_version import code_version
+from stagecoach.shared.base.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import TrainerConfig
-from stagecoach.shared.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.experience import tensor_blob
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name
 from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.log_entry import START, id_order
 from stagecoach.shared.experience.spaces import Columns
-from stagecoach.shared.league.players import LEAGUE
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
 from stagecoach.shared.protocol.ledger import Ledger
-from stagecoach.shared.runtime.user_code import code_version
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_name, describe_objects
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
+from stagecoach.shared.storage.players import LEAGUE
 from stagecoach.trainer_node.learning.building_blocks.compilation import compiler_version
 from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
 from stagecoach.trainer_node.learning.learner import Learner

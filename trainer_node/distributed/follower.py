@@ -5,12 +5,12 @@ It reads neither the log nor the store; all it learns from comes from rank 0 (di
 
 import logging
 
-from stagecoach.shared.errors import WeightsNotFinite
+from stagecoach.shared.base.errors import WeightsNotFinite
+from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.policies.registry import torch_device
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.protocol.redis_client import retries
-from stagecoach.shared.runtime.failure import RoleEnd
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.distributed.leader import Call, Rendezvous, follow, rank_id
 from stagecoach.trainer_node.distributed.process_group import Group, GroupBroken, join

@@ -23,10 +23,11 @@ import redis
 import xxhash
 from pydantic import TypeAdapter
 
+from stagecoach.shared.base.errors import Fenced, StagecoachError
+from stagecoach.shared.base.printable import foreign
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import TrainerConfig
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.errors import Fenced, StagecoachError
 from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
@@ -34,7 +35,6 @@ from stagecoach.shared.experience.log_entry import START, id_order, whole_number
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import torch_device
 from stagecoach.shared.policies.serialization import state_arrays
-from stagecoach.shared.printable import foreign
 from stagecoach.shared.protocol.heartbeat import Wait, read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import own_address

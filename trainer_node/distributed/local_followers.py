@@ -15,14 +15,14 @@ from dataclasses import asdict
 
 import torch
 
+from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.printable import complain
+from stagecoach.shared.base.process import child_environment
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import StagecoachError, UserError
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import torch_device
-from stagecoach.shared.printable import complain
-from stagecoach.shared.runtime.process import child_environment
 from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
 from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess, follow
 from stagecoach.trainer_node.distributed.process_group import GroupBroken, Invitation, Opening, join

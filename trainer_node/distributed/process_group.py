@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 
 _REACH_SECONDS, _POLL_SECONDS = 10.0, 0.02

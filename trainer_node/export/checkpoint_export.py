@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from pydantic import BaseModel
 
-from stagecoach.shared.errors import ArchiveIncomplete, FragmentError
+from stagecoach.shared.base.errors import ArchiveIncomplete, FragmentError
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import before

@@ -20,12 +20,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.user_code import install
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import Array, Columns, Leaf, SpaceSpec
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.runtime.user_code import install
 from stagecoach.shared.storage.checkpoint_store import Manifest, StoredObject, stored
 
 PARAMETERS, STATE_IN, STATE_OUT = "parameters", "state_in", "state_out"

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from stagecoach.shared.base.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.recorded import RecordedConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import PolicyConfig, TrainerConfig
 from stagecoach.shared.datasets.recording import DatasetReader, Recordings
-from stagecoach.shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
 from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, holdable
 from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies, torch_device
 from stagecoach.shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
-from stagecoach.shared.runtime.user_code import import_object
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
 from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
 from stagecoach.trainer_node.learning.building_blocks.optimization import part

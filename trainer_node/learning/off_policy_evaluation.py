@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.datasets.recording import DatasetReader, Episode, Recording, Recordings
-from stagecoach.shared.errors import StagecoachError
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 from stagecoach.shared.policies.continuous import SquashedGaussian
 from stagecoach.shared.policies.distributions import ActionDistribution

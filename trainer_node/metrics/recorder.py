@@ -18,15 +18,15 @@ from typing import Any
 
 import redis
 
+from stagecoach.shared.base.errors import MetricsDamaged
+from stagecoach.shared.base.printable import NAME_CHARACTERS, printable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import MetricsDamaged
+from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps
 from stagecoach.shared.experience.log_entry import id_order
-from stagecoach.shared.printable import NAME_CHARACTERS, printable
 from stagecoach.shared.protocol.events import emit, read_events
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.metric_tail import append_row
-from stagecoach.shared.storage.checkpoint_store import checkpoint_env_steps
 from stagecoach.shared.storage.metric_log import (
     ENV_STEPS,
     EVALUATIONS,

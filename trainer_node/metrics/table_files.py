@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from stagecoach.shared.storage.local_disk import replacing
+from stagecoach.shared.base.local_disk import replacing
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS
 from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stagecoach.shared.printable import counted
+from stagecoach.shared.base.printable import counted
 
 
 class WriterThread:

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import import_object, misfit, with_extra
 from stagecoach.shared.config.sections import MetricsConfig
-from stagecoach.shared.errors import ConfigError
-from stagecoach.shared.runtime.user_code import import_object, misfit, with_extra
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TRAIN
 
 WRITERS = {

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from stagecoach.coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example
-from stagecoach.shared.printable import figure
-from stagecoach.shared.runtime.failure import reason_in_words
+from stagecoach.shared.base.failure import reason_in_words
+from stagecoach.shared.base.printable import figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

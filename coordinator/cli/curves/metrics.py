@@ -28,8 +28,8 @@ from stagecoach.coordinator.cli.options import (
     console,
     example,
 )
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.printable import counted
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.printable import counted
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run import Run
@@ -137,7 +137,7 @@ def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]
 
 def _write(path: str, write: Callable[[TextIO], int]) -> None:
     """To a file, whole or not at all, or to standard output, whose reader may stop early."""
-    from stagecoach.shared.storage.local_disk import replacing
+    from stagecoach.shared.base.local_disk import replacing
 
     if path == _STDOUT:
         try:

@@ -11,8 +11,8 @@ import typer
 
 from stagecoach.coordinator.cli.curves.metrics import Stream, check_metrics, metric_names
 from stagecoach.coordinator.cli.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, console, example, run_ids
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.runtime.user_code import with_extra
+from stagecoach.shared.base.errors import UserError
+from stagecoach.shared.base.user_code import with_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

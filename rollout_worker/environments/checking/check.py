@@ -31,13 +31,13 @@ from stagecoach.rollout_worker.environments.factory import is_factory, make_envi
 from stagecoach.rollout_worker.environments.pettingzoo_env import OneAtATime
 from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import OUTCOME, pick
+from stagecoach.shared.base.errors import OtherApi, StagecoachError, UserError
+from stagecoach.shared.base.printable import counted
+from stagecoach.shared.base.process import tell_of_exits
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import RunPolicyConfig
-from stagecoach.shared.errors import OtherApi, StagecoachError, UserError
 from stagecoach.shared.experience.spaces import Array, EnvironmentDescription, PolicySpaces
-from stagecoach.shared.printable import counted
-from stagecoach.shared.runtime.process import tell_of_exits
 
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _COMPARED_STEPS = 20

@@ -18,9 +18,9 @@ from stagecoach.rollout_worker.environments.gymnasium_env import SAME_STEP_EXPEC
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import Step, pick, reject_unusable
+from stagecoach.shared.base.errors import EnvironmentFailure, headline
 from stagecoach.shared.config.environment import EnvironmentConfig
 from stagecoach.shared.config.parameters import evaluated_table
-from stagecoach.shared.errors import EnvironmentFailure, headline
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _MOST_STEPS, _MOST_SECONDS = 1100, 5.0

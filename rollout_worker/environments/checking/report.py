@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stagecoach.shared.errors import EnvironmentUnusable
-from stagecoach.shared.printable import counted
+from stagecoach.shared.base.errors import EnvironmentUnusable
+from stagecoach.shared.base.printable import counted
 
 FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
 """A run cannot learn in it; it raised (`environment.failures_allowed` bears some); it is wrong; it does no harm."""

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.exploration import ExplorationConfig, Sampling
 from stagecoach.shared.config.reward_signals import RewardSignalsConfig
 from stagecoach.shared.config.section import Schedule, ScheduleField, Section
 from stagecoach.shared.config.validation import validated
-from stagecoach.shared.errors import ConfigError
-from stagecoach.shared.runtime.user_code import import_object
 
 
 def _constant_name(schema: dict[str, Any]) -> None:

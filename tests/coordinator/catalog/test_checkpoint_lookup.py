@@ -17,7 +17,7 @@ import yaml
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import CheckpointNotFound, EnvironmentUnusable
+from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support import games
 from tests.support.command_line import Stagecoach, check_refused, contents

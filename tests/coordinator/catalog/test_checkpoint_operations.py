@@ -24,9 +24,9 @@ from stagecoach.coordinator.catalog.checkpoint_operations import (
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
 from stagecoach.shared.config.sections import CheckpointConfig
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
-from stagecoach.shared.policies.deployed import load_policy
+from stagecoach.shared.deployment.deployed_policy import load_policy
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy
 from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,

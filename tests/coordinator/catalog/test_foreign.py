@@ -205,7 +205,7 @@ def test_hostile_progress_fields_end_no_reader(role: RunContext, name: str) -> N
 def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
     role: RunContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagecoach.shared.printable._told", set())
+    monkeypatch.setattr("stagecoach.shared.base.printable._told", set())
     keys = RunKeys(role.run_id)
     Heartbeat(role.redis, role.run_id, "trainer", "trainer").start()
     in_heartbeats(role, b"worker-3", b"1234567890.000000 {}")
@@ -234,7 +234,7 @@ def test_accounting_that_somebody_has_spoilt_do_not_balance(role: RunContext) ->
 def test_much_garbage_is_counted_and_only_some_of_it_is_named(
     role: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stagecoach.shared.printable._told", set())
+    monkeypatch.setattr("stagecoach.shared.base.printable._told", set())
     for number in range(300):
         role.redis.hset(RunKeys(role.run_id).heartbeats("worker"), f"worker-{number}", b"{")
     for _ in range(2):

@@ -25,14 +25,14 @@ from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from stagecoach.shared.base.printable import figure
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from stagecoach.shared.league.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
+from stagecoach.shared.deployment.deployed_policy import load_policy
 from stagecoach.shared.league.table import MatchTable, player_hash
-from stagecoach.shared.policies.deployed import load_policy
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.printable import figure
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
+from stagecoach.shared.storage.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.groups import some_quick

@@ -24,11 +24,11 @@ from stagecoach.coordinator.lifecycle.ray_job import JobServer
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.redis_client import Address
 from stagecoach.shared.runtime.run_context import open_run_context
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import Stagecoach, check_refused
@@ -252,7 +252,7 @@ import json, sys, time
 from stagecoach.coordinator.lifecycle import run_lease
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.base.address import Address
 from stagecoach.shared.runtime.run_context import open_run_context
 told = json.load(sys.stdin)
 if told["where"] == "elsewhere":

@@ -16,9 +16,9 @@ import pytest
 from stagecoach.coordinator.catalog.run_files import run_paths
 from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import RunExists, RunNotFound, UserError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import RunExists, RunNotFound, UserError
-from stagecoach.shared.protocol.redis_client import Address
 from tests.conftest import minimal_config
 from tests.support.command_line import contents
 

@@ -10,7 +10,7 @@ import pytest
 
 from stagecoach.coordinator.catalog.status import bottleneck, ended_status, live_status
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
 from stagecoach.shared.protocol.keys import RunKeys

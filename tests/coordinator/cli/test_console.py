@@ -18,11 +18,11 @@ from stagecoach.coordinator.cli.options import PrintableConsole
 from stagecoach.coordinator.fleet.managed_actor import cause
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
-from stagecoach.shared.printable import figure
+from stagecoach.shared.base.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
+from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.base.printable import figure
 from stagecoach.shared.protocol.heartbeat import Beat
 from stagecoach.shared.protocol.ledger import Count, LedgerLine
-from stagecoach.shared.runtime.failure import Failure, FailureKind, RunEnd
 from tests.conftest import minimal_config
 
 LINE = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0)).as_dict()

@@ -19,8 +19,8 @@ from stagecoach.coordinator.cli.curves.metrics import Stream
 from stagecoach.coordinator.run import Run
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.protocol.redis_client import Address, RoleName
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.metric_log import STREAMS, TRAIN, MetricStream
 from stagecoach.shared.storage.object_store import FileStore

@@ -11,7 +11,7 @@ import pytest
 from stagecoach.coordinator.cli.live_view import in_one_line
 from stagecoach.coordinator.cli.profile_and_bench import read_profile
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore
 from tests.support.command_line import Stagecoach

@@ -24,10 +24,10 @@ from stagecoach.coordinator.cli import foreground
 from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.base.code_version import SOURCE
+from stagecoach.shared.base.errors import RunLive
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import RunLive
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.runtime.user_code import SOURCE
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import Stagecoach, check_refused, contents
 from tests.support.store_faults import StoreFaults, refusal

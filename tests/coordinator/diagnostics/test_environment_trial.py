@@ -16,7 +16,7 @@ from stagecoach.coordinator.diagnostics.environment_trial import Trial, try_envi
 from stagecoach.rollout_worker.environments.checking import check
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.shared.errors import EnvironmentUnusable
+from stagecoach.shared.base.errors import EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE
 from tests.support.command_line import CONFIG, Stagecoach, check_refused

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stagecoach.coordinator.catalog.status import WorkerCapacity, check_order
 from stagecoach.coordinator.fleet.capacity import Additions, Machines, fit, parse_additions, read_autoscaler_config
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 
 CPU1, CPU4, GPU = {"CPU": 1.0}, {"CPU": 4.0}, {"CPU": 1.0, "GPU": 0.25}
 

@@ -17,8 +17,8 @@ import pytest
 from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import UserError
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.launch import LOGS

@@ -11,8 +11,8 @@ import pytest
 from stagecoach.coordinator.diagnostics.preflight import difference, examine_machine, versions
 from stagecoach.coordinator.lifecycle import validation
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.shared.errors import ConfigError
-from stagecoach.shared.protocol.redis_client import Address
+from stagecoach.shared.base.address import Address
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE as BROKEN

@@ -17,7 +17,7 @@ from stagecoach.coordinator.fleet.worker_pool import Places
 from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.embedded import new_secret
 from stagecoach.coordinator.services.ray_internals import reread_settings
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
 from tests.support import ray_head
 from tests.support.waiting import eventually

@@ -22,9 +22,10 @@ from stagecoach.coordinator.cli.live_view import LiveView, print_status, print_s
 from stagecoach.coordinator.cli.options import PrintableConsole
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
+from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol.heartbeat import Wait, poll
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, checkpoint_name, checkpoint_version
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import read_due_evaluation
 from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
 from stagecoach.shared.storage.object_store import ObjectStore

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.run import Run
+from stagecoach.shared.base.errors import DatasetError, UserError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import DatasetError, UserError
 from tests.support.cartpole_data import played, write_played
 from tests.support.command_line import Stagecoach, check_refused
 

@@ -19,10 +19,10 @@ import yaml
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.base.code_version import SOURCE
+from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.config.loading import load_config
-from stagecoach.shared.errors import UserError
-from stagecoach.shared.policies.deployed import DeployedPolicy, load_policy
-from stagecoach.shared.runtime.user_code import SOURCE
+from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import CONFIG, Ended, Stagecoach, check_refused
 from tests.support.own_algorithm import TEXT

@@ -14,7 +14,7 @@ from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_re
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.errors import StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.experience.log_entry import before
 from stagecoach.shared.protocol.flow_control import KeyDamaged
 from stagecoach.shared.protocol.keys import TYPES, RunKeys, key_name, key_type

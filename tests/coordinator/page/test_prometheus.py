@@ -27,7 +27,7 @@ from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.totals import MOST_NAMES, Spent, Totals
 from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import DropReason
+from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.command_line import until

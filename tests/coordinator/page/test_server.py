@@ -20,7 +20,7 @@ from stagecoach.coordinator.page import access, server, view
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
 from tests.support.command_line import CommandLine, Stagecoach, check_refused, until
 from tests.support.fault_proxy import FaultProxy

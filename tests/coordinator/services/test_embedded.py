@@ -22,7 +22,7 @@ from redis.retry import Retry
 from stagecoach.coordinator.services import embedded
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis
 from stagecoach.coordinator.services.redis_servers import redis_binary
-from stagecoach.shared.errors import UserError
+from stagecoach.shared.base.errors import UserError
 from tests.support.command_line import own_servers
 from tests.support.waiting import eventually
 

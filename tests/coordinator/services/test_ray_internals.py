@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from stagecoach.coordinator.services.ray_internals import MONITORS
-from stagecoach.shared.runtime.user_code import SOURCE
+from stagecoach.shared.base.code_version import SOURCE
 
 USED = (
     "ray._raylet.AuthenticationTokenLoader.instance", "ray._raylet.Config.initialize", "ray._raylet.GcsClient",

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagecoach.shared.runtime.process import end_with_parent
+from stagecoach.shared.base.process import end_with_parent
 from tests.support.speed import stretched
 
 SOURCE = Path(__file__).resolve().parents[3]

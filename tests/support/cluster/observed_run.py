@@ -9,7 +9,7 @@ import yaml
 
 from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.catalog.status import Status, live_status
-from stagecoach.shared.errors import RunNotFound
+from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Beat

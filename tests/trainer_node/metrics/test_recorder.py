@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import redis
 
+from stagecoach.shared.base.errors import StoreError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.errors import StoreError
 from stagecoach.shared.protocol.events import emit, read_events
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.metric_tail import newest_row, read_rows

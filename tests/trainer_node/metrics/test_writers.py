@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.sections import MetricsConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.trainer_node.metrics import table_files, writers
 from stagecoach.trainer_node.metrics.table_files import CsvFile
 from stagecoach.trainer_node.metrics.tensorboard_writer import TensorBoardWriter

@@ -7,8 +7,8 @@ the number of the update. While the strength is 0 nothing is drawn, and every bi
 import torch
 from torch import Tensor
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.base import CloningConfig, MarginCloningConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.policies.continuous import Certain
 from stagecoach.shared.policies.policy import Policy

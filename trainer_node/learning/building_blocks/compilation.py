@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting
 
 Answer = TypeVar("Answer")

@@ -16,12 +16,12 @@ from typing import Literal
 
 import numpy as np
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.replay_buffer import HindsightReplay
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience import goals
 from stagecoach.shared.experience.fragment import INFO
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
-from stagecoach.shared.runtime.user_code import import_object
 from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING
 from stagecoach.trainer_node.learning.replay_buffers.storage import FragmentRing
 from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer

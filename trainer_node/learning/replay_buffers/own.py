@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import make_own, raised
 from stagecoach.shared.config.replay_buffer import OwnReplay
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.runtime.user_code import make_own, raised
 from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 

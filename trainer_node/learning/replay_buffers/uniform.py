@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from stagecoach.shared.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
 from stagecoach.trainer_node.learning.replay_buffers.observation_column import NOTHING
 from stagecoach.trainer_node.learning.replay_buffers.storage import FragmentRing

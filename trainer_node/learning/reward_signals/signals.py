@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.reward_signals import GAILConfig, ICMConfig, RNDConfig
-from stagecoach.shared.errors import ConfigError
 from stagecoach.shared.policies.encoders import Encoder
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.demonstrations import Demonstrations

@@ -9,7 +9,7 @@ import traceback
 from enum import StrEnum
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 """The folder of the package `stagecoach`."""
 _OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(PACKAGE))}/")
 """Files of Stagecoach, of Python, and of installed packages."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
-from stagecoach.shared.errors import ObjectMissing, PlayerUnusable
+from stagecoach.shared.base.errors import ObjectMissing, PlayerUnusable
+from stagecoach.shared.league.mean import is_mean, mean_of
 from stagecoach.shared.league.table import player_hash
 
 if TYPE_CHECKING:
+    from stagecoach.shared.storage.checkpoint_store import CheckpointStore
     from stagecoach.shared.storage.object_store import ObjectStore
 
 PLAYERS = "league/players/"
@@ -52,3 +55,11 @@ def named_so(asked: str, snapshots: Collection[str]) -> list[str]:
 def snapshots_in(league: bytes) -> dict[str, str]:
     """Player id → SHA-256 of the snapshots in a checkpoint's league; raises `ValueError` or `KeyError`."""
     return {snapshot["id"]: snapshot["sha256"] for snapshot in json.loads(league)["snapshots"]}
+
+
+def read_mean(checkpoints: CheckpointStore, checkpoint: str, name: str) -> bytes | None:
+    """Reads the mean strategy `name` of a stored checkpoint, as `mean_of` does; raises what the store raises, too."""
+    if not is_mean(name):
+        return None
+    league = checkpoints.load(checkpoint, only=LEAGUE).objects.get(LEAGUE)
+    return mean_of(name, league, partial(read_player, checkpoints.store)) if league is not None else None

@@ -4,7 +4,6 @@ import re
 import socket
 import ssl
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 _PROBE_SECONDS = 2.0
 _CAUSES = (
@@ -23,16 +22,6 @@ _CAUSES = (
 )  # fmt: skip
 _SAID = re.compile(r"(?:certificate verify failed: |hostname )(.*?)\.?(?: \(_ssl|$)")
 _URLS = {"redis": ("url", "redis"), "store": ("endpoint_url", "http")}
-
-
-def check_verified(field: str, url: str, ca_field: str) -> None:
-    """Raises `ValueError` where a URL has a say in how TLS is verified."""
-    query = parse_qsl(url.partition("?")[2], keep_blank_values=True)
-    if asked := [key for key, _ in query if key.lower().startswith("ssl")]:
-        raise ValueError(
-            f"{field} sets {', '.join(asked)}: certificates are always verified, and not by the URL; take it out, and "
-            f"name an authority of your own in {ca_field}"
-        )
 
 
 def check_files(

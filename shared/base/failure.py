@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stagecoach.shared.errors import EnvironmentFailure, EnvironmentUnusable, headline
+from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable, headline
 
 
 class FailureKind(StrEnum):

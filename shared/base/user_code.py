@@ -4,28 +4,19 @@ The user's modules come after everything that is installed, so that none of them
 Stagecoach needs.
 """
 
-import functools
 import importlib
-import importlib.metadata
 import inspect
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stagecoach.shared.errors import PACKAGE, ConfigError, UserError, place
-from stagecoach.shared.runtime.process import child_environment
+from stagecoach.shared.base.errors import ConfigError, UserError, place
 
 Made = TypeVar("Made")
-SOURCE = PACKAGE.parents[1]
-"""The checkout, if the package is in one."""
 IMPORT_PATH = "import_path.json"
 """In a run's folder: the folders of the user's own modules, as they were when the run was made."""
-CODE_VERSION = "STAGECOACH_CODE_VERSION"
-"""The environment variable that tells code without an installation which version it is."""
 EXTRAS = {
     "cluster": ("ray[default]",),
     "pettingzoo": ("pettingzoo",),
@@ -48,23 +39,6 @@ EXTRAS = {
 _OF_NO_EXTRA = ("mpe2",)
 _MISSING = re.compile(r"gymnasium\[([\w-]+)\]|No module named '(\w+)|Namespace (\w+) not found")
 _ADVICE = re.compile(r", (you can install it by )?run `pip install.*?gymnasium\[.*?`")
-
-
-@functools.cache
-def code_version() -> str:
-    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`. Code that
-    traveled to a cluster is told what it is (`CODE_VERSION`)."""
-    if told := os.environ.get(CODE_VERSION):
-        return told
-    version = importlib.metadata.version("stagecoach-rl")
-    if not (SOURCE / ".git").exists():
-        return version
-    command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, env=child_environment())
-    except (OSError, subprocess.SubprocessError):
-        return version
-    return f"{version}+{found.stdout.strip()}"
 
 
 def install(extra: str) -> str:

@@ -1,27 +1,15 @@
 """Where a thread's time goes: at any moment it is in one stage, and inner stages interrupt outer ones.
 
-Shown by `status` through the heartbeat. With `metrics.profile` each process also writes its newest intervals to the
-store when it ends, in the Trace Event format that Perfetto and speedscope open.
+`status` shows it through the heartbeat, and `shared/runtime/profile.py` writes it as a timeline.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import socket
 import time
 from collections import deque
-from typing import Any, NamedTuple
-
-from stagecoach.shared.errors import StagecoachError
-from stagecoach.shared.storage.object_store import ObjectStore
+from typing import NamedTuple
 
 OTHER = "other"
-FOLDER = "profile"
-NEWEST = 200_000
-"""Intervals that each thread of a profile keeps: minutes, or some seconds of a fast environment."""
-_LOGGER = logging.getLogger("stagecoach.profile")
 
 
 class Interval(NamedTuple):
@@ -90,47 +78,3 @@ class Stage:
         stages._now, stages._since = outer, now
         if stages._intervals is not None:
             stages._intervals.append(Interval(self._name, began, now))
-
-
-class Profile:
-    """The timelines of one process's threads; where it is not `on`, nothing is kept and nothing written."""
-
-    def __init__(self, store: ObjectStore, name: str, on: bool) -> None:
-        self._store, self._name, self._on = store, name, on
-        self._threads: dict[str, StageTimer] = {}
-
-    def add(self, thread: str, stages: StageTimer) -> StageTimer:
-        """From now on keeps what this thread does; returns `stages`."""
-        if self._on:
-            stages.record(NEWEST)
-        self._threads[thread] = stages
-        return stages
-
-    def write(self) -> None:
-        """Puts it into the store; a failure is logged, and nothing else depends on it."""
-        if not self._on:
-            return
-        try:
-            self._store.put(f"{FOLDER}/{self._name}-{os.getpid()}.json", self._encoded())
-        except (StagecoachError, OSError) as error:
-            _LOGGER.warning("the profile of %s is lost: %s", self._name, error)
-
-    def _encoded(self) -> bytes:
-        """JSON: `traceEvents` (microseconds of the wall clock), and seconds by thread and stage in `otherData`."""
-        to_clock = time.time_ns() - time.perf_counter_ns()  # so that several machines' lie side by side
-        pid, seconds = os.getpid(), {}
-        events: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0,
-             "args": {"name": f"{self._name} ({socket.gethostname()})"}}
-        ]  # fmt: skip
-        for number, (thread, stages) in enumerate(self._threads.items(), 1):
-            events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": number, "args": {"name": thread}})
-            events += [
-                {
-                    "name": item.stage, "ph": "X", "pid": pid, "tid": number,
-                    "ts": (item.began + to_clock) / 1000, "dur": (item.ended - item.began) / 1000,
-                }
-                for item in stages.intervals
-            ]  # fmt: skip
-            seconds[thread] = {stage: round(spent, 6) for stage, spent in stages.seconds().items()}
-        return json.dumps({"traceEvents": events, "otherData": {"name": self._name, "seconds": seconds}}).encode()

@@ -13,17 +13,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
+from stagecoach.shared.base.printable import printable
+from stagecoach.shared.base.user_code import IMPORT_PATH, extend_imports
 from stagecoach.shared.config.loading import load_config
-from stagecoach.shared.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
-from stagecoach.shared.league.players import LEAGUE, PLAYERS, named_so, snapshots_in
 from stagecoach.shared.league.table import player_hash
 from stagecoach.shared.policies.distributions import ActionDistribution
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
-from stagecoach.shared.printable import printable
-from stagecoach.shared.runtime.user_code import IMPORT_PATH, extend_imports
 from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
     CLEARED,
@@ -35,6 +34,7 @@ from stagecoach.shared.storage.checkpoint_store import (
     Pointer,
     Promotion,
 )
+from stagecoach.shared.storage.players import LEAGUE, PLAYERS, named_so, snapshots_in
 
 _FILE = "policy.safetensors"
 _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"

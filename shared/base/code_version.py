@@ -1,0 +1,31 @@
+"""The version of this code."""
+
+import functools
+import importlib.metadata
+import os
+import subprocess
+
+from stagecoach.shared.base.errors import PACKAGE
+from stagecoach.shared.base.process import child_environment
+
+SOURCE = PACKAGE.parents[1]
+"""The checkout, if the package is in one."""
+CODE_VERSION = "STAGECOACH_CODE_VERSION"
+"""The environment variable that tells code without an installation which version it is."""
+
+
+@functools.cache
+def code_version() -> str:
+    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`. Code that
+    traveled to a cluster is told what it is (`CODE_VERSION`)."""
+    if told := os.environ.get(CODE_VERSION):
+        return told
+    version = importlib.metadata.version("stagecoach-rl")
+    if not (SOURCE / ".git").exists():
+        return version
+    command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, env=child_environment())
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}+{found.stdout.strip()}"

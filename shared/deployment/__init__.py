@@ -1,0 +1,1 @@
+"""Acting with a trained policy, without Ray, Redis or a store."""
