@@ -1,10 +1,10 @@
 """Levels of one agent: a Gymnasium environment as a game of levels in turns (`environment.hierarchy`).
 
-An action of an upper level is a directive that stands in what the level below observes from then on: a goal, or which
-elements it sees. It lasts until the lower level has achieved the goal, has acted `every` times, or a level above is
-done. What the lower level did for one directive is an episode of its own within the environment's: terminated where
-the goal is achieved, otherwise truncated, as in hierarchical actor-critic (Levy et al. 2019). Everything random (tests
-of subgoals) follows from the seed of the environment's episode.
+An action of an upper level is a goal that stands in what the level below observes from then on. It lasts until the
+lower level has achieved the goal, has acted `every` times, or a level above is done. What the lower level did for one
+goal is an episode of its own within the environment's: terminated where the goal is achieved, otherwise truncated, as
+in hierarchical actor-critic (Levy et al. 2019). Everything random (tests of subgoals) follows from the seed of the
+environment's episode.
 """
 
 import math
@@ -32,7 +32,7 @@ class _Goal:
     """A goal for some elements of a leaf of the observation."""
 
     def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
-        self._leaf, self.threshold = level.of or ACHIEVED, level.threshold
+        self._leaf, self.threshold = level.of, level.threshold
         space = _leaf(observed, self._leaf, where)
         size = math.prod(space.shape or ())
         self._elements = list(range(size) if level.elements is None else level.elements)
@@ -70,26 +70,6 @@ class _Goal:
         anything = spaces.Box(-np.inf, np.inf, self.space.shape, np.float32)
         rest = {name: space for name, space in observed.items() if name not in (ACHIEVED, DESIRED)}
         return {**rest, ACHIEVED: anything, DESIRED: self.space}
-
-
-class _Attention:
-    """Which elements of a leaf of the observation the level sees; the others are zero (as in Coach)."""
-
-    def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
-        self._leaf = level.of or "observation"
-        self._shape = _leaf(observed, self._leaf, where).shape or ()
-        self.space = spaces.MultiBinary(math.prod(self._shape))
-
-    def shown(self, seen: Mapping[str, Any], directive: Array) -> dict[str, Any]:
-        value = np.asarray(seen[self._leaf])
-        mask = np.reshape(directive, self._shape).astype(value.dtype)
-        return {**seen, self._leaf: value * mask, "attention": directive}
-
-    def shown_space(self, observed: Mapping[str, spaces.Space[Any]]) -> dict[str, spaces.Space[Any]]:
-        space = observed[self._leaf]
-        if isinstance(space, spaces.Box):
-            space = spaces.Box(np.minimum(space.low, 0), np.maximum(space.high, 0), dtype=space.dtype.type)
-        return {**observed, self._leaf: space, "attention": self.space}
 
 
 def _leaf(observed: Mapping[str, spaces.Space[Any]], name: str, where: str) -> spaces.Space[Any]:
@@ -173,8 +153,7 @@ class Levels(GameOfOne):
         observed = self._named(env.observation_space)
         self._given: list[Any] = [None]
         for number, level in enumerate(config.levels[1:], 1):
-            kind = _Goal if level.directive == "goal" else _Attention
-            self._given.append(kind(level, f"environment.hierarchy.levels.{number}", observed))
+            self._given.append(_Goal(level, f"environment.hierarchy.levels.{number}", observed))
         if config.reward_of(0) != "environment" and not {ACHIEVED, DESIRED} <= observed.keys():
             raise ConfigError(
                 f"environment.hierarchy.levels.0.reward={config.reward_of(0)} needs an environment with {ACHIEVED} and "
@@ -193,8 +172,8 @@ class Levels(GameOfOne):
 
     def _observed_by(self, number: int, observed: Mapping[str, spaces.Space[Any]]) -> spaces.Dict:
         shown = dict(observed) if number == 0 else self._given[number].shown_space(observed)
-        below = self._given[number + 1] if number + 1 < len(self._given) else None
-        if isinstance(below, _Goal):
+        if number + 1 < len(self._given):
+            below = self._given[number + 1]
             shown[BELOW] = spaces.Box(-np.inf, np.inf, below.space.shape, np.float32)
         return spaces.Dict(shown)
 
@@ -229,7 +208,7 @@ class Levels(GameOfOne):
         found: dict[str, dict[str, Any]] = {}
         for number, agent in enumerate(self.possible_agents):
             info = dict(self._info) if number == 0 else {}
-            if isinstance(self._given[number], _Goal):
+            if number:
                 info["goals_achieved"] = self._achieved[number] / max(1, self._goals[number])
             found[agent] = {**info, MISSED: self._missed[number]}
         return found
@@ -257,8 +236,7 @@ class Levels(GameOfOne):
         self._cumulative_rewards[agent] = 0.0
         self.terminations[agent] = self.truncations[agent] = False
         drawn = self._config.test_subgoals > 0 and self._random.random() < self._config.test_subgoals
-        is_goal = isinstance(self._given[number], _Goal)
-        self._tested[number] = self._tested[number - 1] or (drawn and is_goal)
+        self._tested[number] = self._tested[number - 1] or drawn
         self._missed[number - 1] = math.nan
 
     def _step_environment(self, action: Any) -> None:
@@ -302,8 +280,7 @@ class Levels(GameOfOne):
 
     def _is_achieved(self, number: int) -> bool:
         """Whether this level's goal is; at the top that counts with a sparse reward alone."""
-        given = self._given[number]
-        if not (isinstance(given, _Goal) if number else self._config.reward_of(0) == "sparse"):
+        if number == 0 and self._config.reward_of(0) != "sparse":
             return False
         achieved, desired = self._goal(number)
         return bool(reached(achieved[None], desired[None], self._config.levels[number].threshold)[0])

@@ -431,7 +431,7 @@ def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightR
             f"and the level of {level.policy!r} reward={told[0]}, threshold={told[1]}, and ends where its goal is "
             f"achieved; say the same on both, and terminates: true"
         )
-    if buffer.hindsight_actions and (not below or below[0].directive != "goal" or n_step > 1):
+    if buffer.hindsight_actions and (not below or n_step > 1):
         raise ValueError(
             f"{where}.hindsight_actions=true with algorithm.n_step={n_step}: it is for levels that give goals to one "
             f"below, and for one step at a time; leave it out, or set n_step=1"

@@ -29,12 +29,8 @@ class LevelConfig(Section):
     every: int | None = Field(None, ge=1)
     """How many actions of its own the level has for one directive, before the level above gives another one. Needed
     below the top; the top level acts until the episode ends."""
-    directive: Literal["goal", "attention"] = "goal"
-    """What the level above tells this one: a `goal` that it is to achieve, or by `attention` which elements of a leaf
-    of the observation it sees (the others are zero)."""
-    of: str | None = None
-    """The leaf of the environment's observation that the directive is about: for a goal what is achieved, by default
-    `achieved_goal`; for attention by default `observation` (the whole, where that is a single array)."""
+    of: str = "achieved_goal"
+    """The leaf of the environment's observation that goals refer to. A single array is the leaf `observation`."""
     elements: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Which elements of that (flattened) leaf make up a goal; all by default."""
     low: Numbers | None = None
@@ -46,7 +42,7 @@ class LevelConfig(Section):
     reward: Literal["sparse", "distance", "environment"] | None = None
     """What one of its actions brings: `sparse`, 0 if its goal is achieved then, else -1; `distance`, minus what is left
     to the goal; `environment`, the sum of the environment's rewards meanwhile. By default `environment` for the top
-    level and by attention, `sparse` for a goal. With a sparse top level the episode ends where its goal is achieved."""
+    level, `sparse` below it. With a sparse top level the episode ends where its goal is achieved."""
 
 
 class OptionsConfig(Section):
@@ -97,28 +93,20 @@ class HierarchyConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"levels: policy {twice[0]!r} stands on two levels; give each level a policy of its own")
         top, *lower = self.levels
-        if top.every is not None or top.directive != "goal":
-            raise ValueError(
-                f"levels: {top.policy!r} is the top level, which nothing directs; leave every and directive out"
-            )
+        if top.every is not None:
+            raise ValueError(f"levels: {top.policy!r} is the top level, which nothing directs; leave every out")
         for level in lower:
             if level.every is None:
                 raise ValueError(
                     f"levels: {level.policy!r} has no `every`, so one directive would last for ever; say how many "
                     f"actions it has for one, such as every: 10"
                 )
-            if level.directive == "attention" and level.reward not in (None, "environment"):
-                raise ValueError(
-                    f"levels: {level.policy!r} has reward={level.reward} with directive=attention, which is no goal; "
-                    f"leave reward out"
-                )
         return self
 
     def reward_of(self, number: int) -> str:
         """What the level of this number (0: top) is paid by."""
         level = self.levels[number]
-        by_goal = number > 0 and level.directive == "goal"
-        return level.reward or ("sparse" if by_goal else "environment")
+        return level.reward or ("sparse" if number else "environment")
 
     def actions_within(self, number: int) -> int:
         """How many actions of the environment one action of this level may take."""

@@ -76,23 +76,10 @@ class PastConfig(Section):
     share: float = Field(0.5, ge=0, le=1)
     """Share of seats that they take."""
     choose: Literal["uniform", "recent", "pfsp"] = "uniform"
-    """`uniform`: each alike; `recent`: of n the newest n times as often as the oldest; `pfsp`: by the learner's win
-    rate x against each (prioritized fictitious self-play, Vinyals et al. 2019)."""
-    weighting: Literal["hard", "even"] = "hard"
-    """For `pfsp`: `hard` weighs by (1 − x)^`power`, `even` by x (1 − x)."""
-    power: float = Field(2.0, gt=0, le=100)
-    """The exponent of `hard`."""
+    """`uniform`: each alike; `recent`: of n the newest n times as often as the oldest; `pfsp`: by (1 − x)², x being
+    the learner's win rate against each (prioritized fictitious self-play, Vinyals et al. 2019)."""
     window: int = Field(10, ge=1)
     """The newest snapshots that are drawn, of each policy; the first one always is, so that ratings do not drift."""
-
-    @model_validator(mode="after")
-    def _weighs_something(self) -> Self:
-        if self.choose != "pfsp" and (self.weighting, self.power) != ("hard", 2.0):
-            raise ValueError(
-                f"weighting={self.weighting} and power={self.power:g} with choose={self.choose}: only pfsp weighs so; "
-                f"leave them out"
-            )
-        return self
 
 
 class FixedShareConfig(Section):
@@ -163,8 +150,6 @@ class LeagueConfig(Section):
     swap_every: Annotated[DurationField, AT_LEAST_ONE] | None = None
     """Only one learner trains at a time, and the next one's turn comes when the run's counters pass a multiple of this
     (ML-Agents' `team_change`). By default all learn, match by match."""
-    forfeits_allowed: int = Field(20, ge=0)
-    """How many matches a fixed player may lose by forfeit before an event says so."""
 
     @property
     def functions(self) -> frozenset[str]:

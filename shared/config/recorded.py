@@ -1,12 +1,10 @@
 """Recorded experience: what a run learns from instead of acting, or imitates beside it."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
 from stagecoach.shared.config.section import Section
-
-DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
 
 
 class DataEvaluationConfig(Section):
@@ -29,8 +27,6 @@ class RecordedConfig(Section):
     path: str
     """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
     D4RL's layout, or a CSV file; the same path on the machines of coordinator and workers (demonstrations: trainer)."""
-    format: Literal["auto", DatasetFormat] = "auto"
-    """What is there; `auto` looks."""
     endpoint_url: str | None = None
     """The S3 endpoint of an archive at `s3://…`; none is AWS."""
     min_return: float | None = None

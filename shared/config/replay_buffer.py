@@ -61,10 +61,6 @@ class HindsightReplay(MemorySection):
     list, each element's own."""
     terminates: bool = False
     """Whether `sparse` ends the episode where the goal is reached, as the environment does or does not."""
-    clip_targets: bool = True
-    """Whether DDPG's, TD3's and DQN's targets are clipped to [−1/(1 − gamma), 0], the values that there can be, as in
-    the papers. Applies with `reward: sparse` as long as every reward that was ever seen is −1 or 0, and none is scaled
-    or added by reward signals."""
     hindsight_actions: bool = False
     """For an upper level of a hierarchy: learn as if it had asked for the goal that the level below achieved (Levy et
     al. 2019), so that the lower levels look as if they were perfect already."""

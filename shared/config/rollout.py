@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainSerializer, model_validator
+from pydantic import Field, model_validator
 
 from stagecoach.shared.config.section import Section, short_for
 from stagecoach.shared.experience.counters import Duration, DurationField
@@ -95,9 +95,5 @@ class HeatupConfig(Section):
     as at its start."""
 
 
-HeatupField = Annotated[
-    HeatupConfig,
-    short_for("duration", str, Duration),
-    PlainSerializer(lambda its: str(its.duration) if its.acting == "random" else its.model_dump(mode="json")),
-]
-"""A duration alone, or the section; the first where nothing else is said, also in the config's hash."""
+HeatupField = Annotated[HeatupConfig, short_for("duration", str, Duration)]
+"""The section, or its duration alone."""

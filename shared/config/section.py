@@ -12,7 +12,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    PlainSerializer,
     Tag,
     model_validator,
 )
@@ -192,9 +191,3 @@ def _never_negative(schedule: Schedule) -> Schedule:
 
 ScheduleField = Annotated[Schedule, short_for("start", int, float), AfterValidator(_never_negative)]
 """A number, or a `Schedule`, as a config field; step sizes, bounds, probabilities and noise are never negative."""
-
-
-NumberOrSchedule = Annotated[
-    ScheduleField, PlainSerializer(lambda its: its.start if its.kind == "constant" else its.model_dump(mode="json"))
-]
-"""A `ScheduleField` that was a plain number once: where it still is one, a run keeps its config hash."""

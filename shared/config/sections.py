@@ -187,11 +187,9 @@ class CheckpointConfig(Section):
 class ArchiveConfig(Section):
     """The experience log's entries, kept in the store after they have left Redis; `archive: all` is short."""
 
-    keep: Literal["off", "replay_buffer", "all"] = "off"
-    """`off`: only what the replay buffers of the newest checkpoints are restored from; `replay_buffer`: the newest
-    `replay_env_steps` too; `all`: the whole log, for `stagecoach replay` and as a dataset."""
-    replay_env_steps: int = Field(1_000_000, ge=1)
-    """How far back `replay_buffer` reaches at least."""
+    keep: Literal["off", "all"] = "off"
+    """`off`: only the entries that restore the replay buffers of the newest checkpoints; `all`: the whole log, for
+    `stagecoach replay` and as a dataset."""
     segment_bytes: int = Field(16 << 20, ge=1 << 10)
     """Fragments are stored in objects of about this size; a segment also ends where a checkpoint does."""
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from stagecoach.shared.base.errors import DatasetError
 from stagecoach.shared.base.user_code import install
-from stagecoach.shared.config.recorded import DatasetFormat, RecordedConfig
+from stagecoach.shared.config.recorded import RecordedConfig
 from stagecoach.shared.datasets import archive_format
 from stagecoach.shared.datasets.recording import (
     Episode,
@@ -73,15 +73,13 @@ def _good_enough(config: RecordedConfig, episodes: list[Episode], where: str) ->
     return [episode for episode, episode_return in whole if episode_return >= config.min_return]
 
 
-def _format(config: RecordedConfig) -> DatasetFormat:
-    if config.format != "auto":
-        return config.format
+def _format(config: RecordedConfig) -> str:
     path = Path(config.path).expanduser()
     if urlsplit(config.path).scheme in {"s3", "file"} or (path / EXPERIENCE).is_dir():
         return "archive"
     if (path / _MINARI).is_file():
         return "minari"
-    by_suffix: dict[str, DatasetFormat] = {".csv": "csv", ".hdf5": "hdf5", ".h5": "hdf5"}
+    by_suffix = {".csv": "csv", ".hdf5": "hdf5", ".h5": "hdf5"}
     if path.suffix.lower() in by_suffix:
         return by_suffix[path.suffix.lower()]
     listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) if path.is_dir() else ""

@@ -1,4 +1,4 @@
-"""Levels of one agent: each transition against a plain loop, tests of subgoals, successors, attention, bad input."""
+"""Levels of one agent: each transition against a plain loop, tests of subgoals, successors, bad input."""
 
 from __future__ import annotations
 
@@ -123,29 +123,10 @@ def test_uniform_actions_are_as_many_as_asked_for() -> None:
     assert len(best) > 300 and 0.2 < 1 - best.mean() < 0.4
 
 
-def test_attention_shows_what_the_level_above_says_and_the_environment_pays_both() -> None:
-    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3, "directive": "attention"}]
-    stage = Stage(
-        {"id": "Pendulum-v1", "max_episode_steps": 20, "hierarchy": {"levels": levels}},
-        policies={"top": {}, "bottom": {}}, rollout={"fragment_steps": 32},
-    )  # fmt: skip
-    columns = stage.sample(32).columns
-    bottom, top = (columns[name] for name in ("bottom", "top"))
-    there = bottom["mask"]
-    mask, seen = bottom["obs.attention"][there], bottom["obs.observation"][there]
-    assert 0 < mask.mean() < 1 and (seen[mask == 0] == 0).all() and (seen[mask == 1] != 0).all()
-    episodes = [record for _ in range(3) for record in stage.sample(32).episodes]
-    assert episodes and top["reward"][top["mask"]].max() < 0
-    for record in episodes:
-        returns = record.agent_returns
-        assert returns["top"] == pytest.approx(returns["bottom"]) == pytest.approx(record.episode_return)
-
-
-@pytest.mark.parametrize("directive", ["attention", "goal"])
-def test_the_environment_s_end_is_one_for_whom_it_pays_and_for_a_goal_just_the_time_is_over(directive: str) -> None:
-    goal = {"of": "observation", "low": [-1.0] * 4, "high": [1.0] * 4, "threshold": 1e-6, "reward": "sparse"}
-    below: dict[str, Any] = {"directive": "attention"} if directive == "attention" else goal
-    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3} | below]
+@pytest.mark.parametrize("reward", ["environment", "sparse"])
+def test_environment_end_terminates_levels_that_it_pays(reward: str) -> None:
+    goal = {"of": "observation", "low": [-1.0] * 4, "high": [1.0] * 4, "threshold": 1e-6, "reward": reward}
+    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3} | goal]
     stage = Stage(
         {"id": "CartPole-v1", "hierarchy": {"levels": levels}},
         policies={"top": {}, "bottom": {}}, rollout={"fragment_steps": 128},
@@ -154,7 +135,7 @@ def test_the_environment_s_end_is_one_for_whom_it_pays_and_for_a_goal_just_the_t
     top, bottom = (sample.columns[name] for name in ("top", "bottom"))
     fell = len(sample.episodes)
     assert fell > 3 and top["terminated"].sum() == fell
-    assert bottom["terminated"].sum() == (fell if directive == "attention" else 0)
+    assert bottom["terminated"].sum() == (fell if reward == "environment" else 0)
     assert bottom["truncated"].sum() > fell
 
 
@@ -233,7 +214,6 @@ _BUFFER = "algorithm.replay_buffer"
         (_LEVELS, [THREE[0], THREE[1] | {"policy": "top"}], "policy 'top' stands on two levels"),
         (_LEVELS, [THREE[0] | {"every": 3}, THREE[1]], "'top' is the top level, which nothing directs"),
         (_LEVELS, [THREE[0], {"policy": "bottom"}], "'bottom' has no `every`"),
-        (_LEVELS, [THREE[0], THREE[2] | {"directive": "attention", "reward": "sparse"}], "which is no goal"),
         (_LEVELS, [THREE[0], THREE[2]], r"policies has \['bottom', 'middle', 'top'\]"),
         (_LEVELS, [THREE[0], THREE[1] | {"every": 9}, THREE[2] | {"every": 1}], "every=9.* 9 steps.*episodes have 8"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"of": "speed"}], "levels.2 needs 'speed'.*achieved_goal"),

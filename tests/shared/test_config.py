@@ -214,8 +214,6 @@ def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[s
         for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
     )
     assert here.hash() == there.hash() != other.hash(), "nor does where a dataset lies, but what it holds"
-    auto, nature, small = (minimal_config(policies={"default": {"cnn": cnn}}) for cnn in ("auto", "nature", "small"))
-    assert minimal_config().hash() == auto.hash() == nature.hash() != small.hash(), "`nature` was the default"
 
 
 def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
@@ -300,25 +298,6 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
             100_000 if name in {"dqn", "rainbow", "r2d2", "vdn", "qmix"} else 1_000_000
         )
     assert parse_config(yaml.safe_load(dump_config(config))) == config
-
-
-@pytest.mark.parametrize(
-    ("name", "digits"),
-    [
-        ("dqn", "fb01fd00632888d8"),
-        ("rainbow", "a935bd66050f9e37"),
-        ("sac", "05c8cc4869773815"),
-        ("td3", "6117c1e99e750497"),
-        ("ddpg", "3adbbdbcb7700cf7"),
-        ("cql", "47457b541b6711cf"),
-    ],
-)
-def test_a_run_without_what_came_later_keeps_its_hash(name: str, digits: str) -> None:
-    """As it was before cloning and reward signals were among the fields."""
-    config = short(name)
-    assert config.hash().startswith(digits)
-    asked = short({"name": name, "reward_signals": {"rnd": {}}, "n_step": 1})
-    assert any(field.startswith("algorithm.reward_signals") for field in config.decides_otherwise(asked))
 
 
 def test_what_is_said_counts_before_what_the_algorithm_has() -> None:

@@ -423,7 +423,7 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
         with pytest.raises(DatasetError, match=message):
             read(tmp_path / name, DESCRIPTION)
     with pytest.raises(DatasetError, match="does not exist; expected a csv dataset"):
-        read(tmp_path / "none.csv", DESCRIPTION, format="csv")
+        read(tmp_path / "none.csv", DESCRIPTION)
     two = EnvironmentDescription({"a": "default", "b": "default"}, described().policies)
     recording = Recording(SPACES, episodes(SPACES), "memory")
     write_archive(tmp_path, [fragment_of(recording.cut([0], 8)[0], 0)])

@@ -56,7 +56,6 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"snapshot": {"every": None, "win_rate": 0.6}, "opponents": {"latest": 1, "past": 0}},
          "each match of 'main' is against itself, so no snapshot of it would ever be taken; give snapshot.every"),
         ({"snapshot": {"at_most_every": "9 episodes"}}, "at_most_every='9 episodes' bounds snapshots by win_rate"),
-        ({"opponents": {"past": {"power": 3}}}, "power=3 with choose=uniform: only pfsp weighs so"),
         ({"opponents": {"latest": 0, "past": 1}, "learners": {"a": {"policy": "main"}, "b": RESET}},
          "learners.b.reset.win_rate counts .* current weights, and with league.opponents.latest=0 there are none"),
         ({"fixed": {"main": "random"}}, r"league.fixed: \['main'\] are ids of policies"),
@@ -104,13 +103,10 @@ def test_who_stands_for_a_run_is_the_first_learner_that_plays_no_other() -> None
     assert first_learner(league_config({}, PAIR).league_learners).policy == "exploiter", "by name"
 
 
-def test_a_league_decides_learning_and_a_run_without_one_keeps_its_hash() -> None:
+def test_league_config_changes_the_hash() -> None:
     none, some = league_config(None), league_config({})  # type: ignore[arg-type]
     assert none.decides_otherwise(some) == some.decides_otherwise(none) != []
     assert league_config({"players": 7}).hash() != some.hash()
-    sections = {"environment": {"id": "x:y", "api": "pettingzoo"}, "agents": {"a": "main", "b": "main"}}
-    before = parse_config(sections | {"policies": {"main": {}, "exploiter": {}}, "stop_at": {"updates": 3}})
-    assert before.hash() == "b1ae661f79b73ea164b8c69092db1536ad9d2ed5598051541b4a262a4baedbb0"
     for config in (none, some):
         assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
         assert "league" in dump_config(config)

@@ -167,7 +167,7 @@ def test_sections_that_do_not_fit_are_rejected(sections: Any, said: str) -> None
         config_of(**sections)
 
 
-def test_a_run_without_parameters_keeps_its_hash_and_progress_makes_its_length_a_part_of_it() -> None:
+def test_hash_covers_parameters_and_length_of_progress() -> None:
     def hash_of(steps: int, **environment: Any) -> str:
         return config_of(environment, stop_at={"env_steps": steps}).hash()
 

@@ -89,12 +89,12 @@ def test_what_goes_goes_from_its_end_so_that_no_hole_stays(pushed: Pushed) -> No
     for position in positions:
         archiver.store(position, "0-0")
     assert pushed.archived() == positions
-    archiver = pushed.archiver(ArchiveConfig(keep="replay_buffer", replay_env_steps=8))
+    archiver = pushed.archiver(ArchiveConfig(keep="off"))
     pushed.store.broken = ("delete",)
     with pytest.raises(StoreError):
-        archiver.store(positions[-1], "0-0")
+        archiver.store(positions[-1], "0-0", positions[-2])
     assert pushed.archived() == positions
-    archiver.store(positions[-1], "0-0")
+    archiver.store(positions[-1], "0-0", positions[-2])
     assert pushed.archived() == positions[-2:]
 
 

@@ -137,11 +137,10 @@ def test_warm_up_acts_by_the_policy_when_asked(new_game: NewGame) -> None:
     assert type(found["policy"]) is type(expected)
 
 
-def test_heatup_duration_alone_keeps_the_config_hash() -> None:
+def test_heatup_accepts_a_duration() -> None:
     short, long, other = (
         minimal_config(heatup=heatup)
         for heatup in ("64 env_steps", {"duration": "64 env_steps"}, {"duration": "64 env_steps", "acting": "policy"})
     )
     assert short.hash() == long.hash() != other.hash()
-    assert short.model_dump(mode="json")["heatup"] == "64 env_steps"
     assert minimal_config(algorithm={"name": "sac"}, heatup={"acting": "policy"}).heatup.duration.amount == 1000

@@ -167,8 +167,9 @@ def test_entropy_is_in_the_values_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("largest_gap", "goes"), [(-50.0, 1), (50.0, -1), (None, 0)])
-def test_the_weight_goes_up_where_the_gap_is_too_large_and_else_down(largest_gap: float | None, goes: int) -> None:
-    cql, generator = make_cql(largest_gap=largest_gap, conservatism_learning_rate=0.1), torch.Generator().manual_seed(1)
+def test_cql_weight_follows_the_gap(largest_gap: float | None, goes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagecoach.trainer_node.learning.algorithms.cql._WEIGHT_LEARNING_RATE", 0.1)
+    cql, generator = make_cql(largest_gap=largest_gap), torch.Generator().manual_seed(1)
     for _ in range(3):
         cql.learn(minibatch(BOXES), Counters(), generator)
     assert float(cql.log_conservatism.exp()) == pytest.approx(WEIGHT * math.exp(0.3 * goes), rel=1e-3)

@@ -180,8 +180,7 @@ def test_the_oldest_leave_a_full_league_but_the_first_stays_and_nothing_of_them_
     [
         ({"choose": "uniform"}, [1, 1, 1]),
         ({"choose": "recent"}, [1, 2, 3]),
-        ({"choose": "pfsp", "weighting": "hard", "power": 2}, [(1 - 0.5) ** 2, (1 - 2 / 3) ** 2, (1 - 1 / 3) ** 2]),
-        ({"choose": "pfsp", "weighting": "even"}, [0.25, 2 / 9, 2 / 9]),
+        ({"choose": "pfsp"}, [(1 - 0.5) ** 2, (1 - 2 / 3) ** 2, (1 - 1 / 3) ** 2]),
     ],
 )
 def test_past_opponents_are_the_first_and_the_newest_by_their_weights(
@@ -344,10 +343,9 @@ def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
     assert not league.lines_to_tell()
 
 
-def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:
-    config = league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}})
-    assert config.hash() == league_config({"fixed": {"stone": "m:f"}}).hash(), "it decides an event alone"
-    league, _ = league_of(config)
+def test_forfeits_are_counted_by_player_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagecoach.trainer_node.learning.league._FORFEITS_ALLOWED", 1)
+    league, _ = league_of(league_config({"fixed": {"stone": "m:f"}}))
     assert league.lines_to_tell() == ["fixed players are met in evaluations alone (stone): league.opponents.fixed is 0"]
     for number in range(2):
         assert league.lines_to_tell() == []

@@ -111,12 +111,10 @@ class Archiver:
 
     def _forget(self, segments: list[Segment], replay_from: str | None) -> list[Segment]:
         """Deletes segments that are not needed any more, the oldest first, or a hole could stay; returns the others."""
-        wanted = self._config.replay_env_steps if self._config.keep == "replay_buffer" else 0
-        kept, steps = len(segments), 0
+        kept = len(segments)
         needed = [replay_from and id_order(segment.through) >= id_order(replay_from) for segment in segments]
-        while kept and (steps < wanted or needed[kept - 1]):
+        while kept and needed[kept - 1]:
             kept -= 1
-            steps += segments[kept].env_steps
         for segment in segments[:kept]:
             self._archive.delete(segment)
         return segments[kept:]

@@ -27,6 +27,7 @@ from stagecoach.shared.policies.serialization import encode_policy
 
 _MODEL = PlackettLuce()
 _ELO, _ELO_SCALE = 1200.0, 400.0
+_FORFEITS_ALLOWED = 20
 ALL = ""
 """In place of an opponent: all but itself, since its last snapshot."""
 
@@ -318,8 +319,7 @@ class League:
             return {player: float(rank) for rank, player in enumerate(ids, 1)}
         form = self.state.learners[name].form
         rates = {player: form.get(player, (0, 0.5))[1] for player in ids}
-        hard = config.weighting == "hard"
-        weights = {id_: math.pow(1 - rate, config.power) if hard else rate * (1 - rate) for id_, rate in rates.items()}
+        weights = {player: math.pow(1 - rate, 2.0) for player, rate in rates.items()}
         return weights if any(weights.values()) else dict.fromkeys(ids, 1.0)
 
     def resettable(self) -> list[str]:
@@ -353,9 +353,8 @@ class League:
 
     def lines_to_tell(self) -> list[str]:
         """A line for each reset since the last call; and once in a process, where fixed players are not met, for each
-        learner whose `plays` is no opponent of it, and for each player that has forfeited more matches than
-        `forfeits_allowed`."""
-        allowed, lines = self._config.forfeits_allowed, self._resets
+        learner whose `plays` is no opponent of it, and for each player that has forfeited many matches."""
+        lines = self._resets
         self._resets = []
         if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
             self._told.add("")
@@ -383,9 +382,9 @@ class League:
                 whom = " and ".join(met)
                 lines.append(f"{name} takes the seats of {learner.seat}, where it meets {whom} alone (plays)")
         for player, count in sorted(self.state.forfeits.items()):
-            if count > allowed and player not in self._told:
+            if count > _FORFEITS_ALLOWED and player not in self._told:
                 self._told.add(player)
-                found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
+                found = f"player {player} has forfeited {count:,} matches"
                 lines.append(f"{found}, the last one: {self._why.get(player, 'it raised, or chose what it may not')}")
         return lines
 

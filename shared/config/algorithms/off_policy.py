@@ -59,8 +59,6 @@ class SoftConfig(ActorConfig):
     """The fields of all that rewards entropy with a temperature."""
 
     policy: ClassVar[str] = "actor"
-    temperature_learning_rate: ScheduleField | None = None
-    """Step size of the temperature; `learning_rate` by default."""
     initial_temperature: float = Field(1.0, gt=0)
     """Weight of the entropy at the start (α)."""
     learn_temperature: bool = True

@@ -65,8 +65,6 @@ class CQLConfig(SoftConfig):
     largest_gap: float | None = None
     """Learn the weight, such that on average the critics value what could be done by this much more than what the data
     did (the paper's τ; 5 or 10 there): more weight above it, less below. Null: the weight stays."""
-    conservatism_learning_rate: float = Field(3e-4, gt=0)
-    """Step size of the logarithm of the weight, where that is learned."""
     considered_actions: int = Field(10, ge=1)
     """Actions of boxes that are drawn for the penalty from each of three sources: uniformly, from the policy at the
     observation, and at the next one. The critics judge three times as many for each transition: the cost of CQL."""

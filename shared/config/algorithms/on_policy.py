@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stagecoach.shared.config.algorithms.base import BatchOfUpdate, Signals
-from stagecoach.shared.config.section import NumberOrSchedule, Schedule, ScheduleField, Section
+from stagecoach.shared.config.section import Schedule, ScheduleField, Section
 
 
 class OnPolicyConfig(Signals):
@@ -13,7 +13,7 @@ class OnPolicyConfig(Signals):
 
     learns_from_others: ClassVar[bool] = False
     recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
-    entropy_coefficient: NumberOrSchedule = Schedule(start=0.0)
+    entropy_coefficient: ScheduleField = Schedule(start=0.0)
     """Weight of the entropy bonus; a number or a schedule."""
     value_coefficient: float = Field(0.5, ge=0)
     """Weight of the value loss."""

@@ -16,6 +16,7 @@ from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
 
 _LOG_WEIGHT_BOUNDS = math.log(1e-6), math.log(1e6)
 """Of the penalty, where it is learned: so that it comes back soon from where the gap cannot be what is asked for."""
+_WEIGHT_LEARNING_RATE = 3e-4
 
 
 class CQL(SAC):
@@ -107,5 +108,5 @@ class CQL(SAC):
         """Eq. 30, with ln α in place of α, so that α stays positive: up where the gap is more than it may be."""
         if self._config.largest_gap is not None:
             self.log_conservatism.grad = self._config.largest_gap - gap
-            self._conservatism_adam.step(self._config.conservatism_learning_rate)
+            self._conservatism_adam.step(_WEIGHT_LEARNING_RATE)
             self.log_conservatism.clamp_(*_LOG_WEIGHT_BOUNDS)

@@ -52,7 +52,7 @@ def make_replay_buffer(
         return HindsightReplayBuffer(
             *size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward,
             actions=config.hindsight_actions, missed_penalty=config.missed_penalty,
-            bounded=config.clip_targets and config.reward == "sparse",
+            bounded=config.reward == "sparse",
         )  # fmt: skip
     if isinstance(config, replay_buffer_config.BalancedReplay):
         return BalancedReplayBuffer(*size, classes=config.classes)

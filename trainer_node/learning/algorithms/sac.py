@@ -156,7 +156,7 @@ class SAC(ActorAndCritics):
         metrics |= self._step_actor(loss, counters)
         metrics |= {"train/entropy": entropies.mean(), "train/temperature": self.log_temperature.detach().exp()}
         if self._config.learn_temperature:
-            schedule = self._config.temperature_learning_rate or self._config.learning_rate
+            schedule = self._config.learning_rate
             asked: float | Tensor = self.target_entropy
             if self._config.target_entropy is None:
                 asked = self.actions.asked(batch.observations)
