@@ -40,7 +40,7 @@ from stagecoach.shared.runtime.restarts import RestartBound
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import due_evaluations, read_due_evaluation
-from stagecoach.shared.storage.players import read_player
+from stagecoach.shared.storage.shared_objects import read_shared_object
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
@@ -215,7 +215,7 @@ class Evaluator:
             stored = {key.partition("/")[0]: data for key, data in found.objects.items() if key.endswith(_POLICY)}
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
-            ratings = found.manifest.provenance.get("ratings", {})
+            ratings = found.manifest.provenance["fold_metrics"]
             against = self._against_fixed(name, stored, policies, SCORING)
             scores |= against | self._ranked(ratings, against)
             if self._may_be_best(events.ranking(scores)):
@@ -277,7 +277,7 @@ class Evaluator:
             told = f"mean return of {first} against fixed players"
             return {"ranking": fmean(gained) if gained else -LARGEST_SHOWN, "ranked_by": told}
         whose = best_by if best_by in known else first_learner(learners).policy
-        return {"ranking": float(ratings[whose]["rating"]), "ranked_by": f"rating of {whose}"}
+        return {"ranking": float(ratings[f"league/rating/{whose}"]), "ranked_by": f"rating of {whose}"}
 
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy], evaluation_round: int
@@ -289,7 +289,7 @@ class Evaluator:
         seed, league = evaluation_seed(config, name, evaluation_round), config.league or LeagueConfig()
         rates, returns = dict[str, float](), dict[str, float]()
         opponents = Opponents(
-            lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256), league.functions
+            lambda sha256: own[sha256] if sha256 in own else read_shared_object(store, sha256), league.functions
         )
         for learner, its in sorted(config.league_learners.items()):
             current = PlayerRef("policy", player_hash(stored[its.policy]), name)
@@ -300,7 +300,7 @@ class Evaluator:
                         config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
                         opponents, policies, config.evaluation.episodes, seed, self._watchdog,
                     )  # fmt: skip
-                except errors.PlayerUnusable as error:
+                except errors.SharedObjectUnusable as error:
                     self._context.tell("evaluation", f"{name} is not played: {error}")
                     continue
                 if games := [(side, its) for side, matches in played.items() for its in matches]:

@@ -27,7 +27,9 @@ from stagecoach.shared.base.failure import Failure, RoleEnd, reason_in_words
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.experience.parameters import ParameterTable
 from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.protocol.flow_control import Claim, ClaimReply
 from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
@@ -35,7 +37,7 @@ from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.profile import Profile
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.players import read_player
+from stagecoach.shared.storage.shared_objects import read_shared_object
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0
@@ -159,9 +161,11 @@ class Worker:
         """Acts one fragment, or cuts it from recorded experience; raises `EnvironmentFailure`."""
         self.episodes.try_acting()
         steps, policies = self._config.rollout.fragment_steps, self.policies
-        if self._parameters is not None and policies.header.parameters is not None:
-            self._parameters.table = policies.header.parameters
-        return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, policies.header.league)
+        folds = policies.header.folds
+        if self._parameters is not None:
+            self._parameters.table = ParameterTable.from_dict(folds["curriculum"])
+        table = MatchTable.from_dict(folds["league"]) if "league" in folds else None
+        return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, table)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:
         sampler, config, policies = self.episodes.sampler, self._config, self.policies
@@ -253,17 +257,20 @@ class Worker:
     @cached_property
     def _parameters(self) -> EpisodeParameters | None:
         """What is drawn for each episode, if anything is."""
-        table = self.policies.header.parameters
-        return None if table is None else EpisodeParameters(table, self._config.environment.num_envs)
+        table = self.policies.header.folds.get("curriculum")
+        if table is None:
+            return None
+        return EpisodeParameters(ParameterTable.from_dict(table), self._config.environment.num_envs)
 
     def _cast(self) -> Casting | None:
         """Who plays whom, in a league."""
-        if (table := self.policies.header.league) is None:
+        if (found := self.policies.header.folds.get("league")) is None:
             return None
+        table = MatchTable.from_dict(found)
         store, seconds = self.context.checkpoints.store, self._config.store.retry_seconds
         functions = self._config.league.functions if self._config.league is not None else ()
         opponents = Opponents(
-            lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds), functions
+            lambda sha256: self.heartbeat.outlast(lambda: read_shared_object(store, sha256), seconds), functions
         )
         tell = partial(self.context.tell, "league") if self._index == 0 else lambda text: None  # all would say the same
         return Casting(self._data[0], self._config.environment.num_envs, table, opponents, tell)

@@ -150,12 +150,9 @@ class Trainer:
         if self._config.metrics.episodes:
             for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):
                 self.recorder.record(EPISODES, row, worker)
-        if self.learner.league is not None:
-            for text in self.learner.league.lines_to_tell():
-                self.incarnation.tell(text, "league")
-        if self.learner.curriculum is not None:
-            for text in self.learner.curriculum.to_tell():
-                self.incarnation.tell(text, "curriculum")
+        for fold in self.learner.folds:
+            for text in fold.drain_events():
+                self.incarnation.tell(text, fold.name)
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
             episodes, env_steps = self.learner.episodes, self.learner.counters.train.env_steps

@@ -12,7 +12,7 @@ from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
 from stagecoach.shared.protocol.heartbeat import poll
 from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
-from stagecoach.shared.storage.players import write_player
+from stagecoach.shared.storage.shared_objects import write_shared_object
 from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
@@ -80,9 +80,6 @@ class TrainerState:
         self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
-        self._left: dict[str, int] = {}
-        """Players that have left the league → the version at which, or at which a running episode last had them.
-        Checkpoints list them until a later one is durable and no version that names them may act."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
         read, stages = incarnation.read_log, incarnation.heartbeat.stages
@@ -92,6 +89,13 @@ class TrainerState:
         incarnation.closing.callback(self.writer.close)
         incarnation.profile.add("publishing", self.writer.stages)
         self.version, self.lineage, self.parent = -1, Lineage(), Parent()
+        self._stored = set[str]()
+        """Of the folds' new objects, those in the store."""
+        self._named = set[str]()
+        """All objects that the folds named in the last version."""
+        self._left: dict[str, int] = {}
+        """Objects that no fold names any more → the version since which, or at which a running episode last had them.
+        Checkpoints list them until a later one is durable and no version that names them may act."""
 
     @property
     def phase(self) -> Phase:
@@ -112,30 +116,30 @@ class TrainerState:
         return taken
 
     def new_snapshot(self) -> Snapshot:
-        self._store_players()
+        self._store_objects()
         progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
         if self._left:
-            playing = self._incarnation.log.running_players()
-            self._left |= dict.fromkeys(self._left.keys() & playing, self.version)
+            used = self._incarnation.log.objects_in_episodes()
+            self._left |= dict.fromkeys(self._left.keys() & used, self.version)
         bound = min(self.writer.durable, self.version - self._config.rollout.max_policy_lag)
         self._left = {sha256: version for sha256, version in self._left.items() if version > bound}
         committed, left = self.consumer.committed, tuple(self._left)
         return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
 
-    def restore_left(self, players: Iterable[str]) -> None:
-        """From those that the checkpoint lists of this version."""
-        if (league := self.learner.league) is not None:
-            self._left = dict.fromkeys({*players} - {*league.objects()}, self.version)
+    def restore_objects(self, listed: Iterable[str]) -> None:
+        """Continues with the shared objects that the restored checkpoint lists."""
+        self._named = {sha256 for fold in self.learner.folds for sha256 in fold.objects()}
+        self._left = dict.fromkeys({*listed} - self._named, self.version)
 
-    def _store_players(self) -> None:
-        """The league's new snapshots, before a version or a checkpoint names them; waits for the store, by name."""
-        if (league := self.learner.league) is None:
-            return
-        self._left |= dict.fromkeys(league.left, self.version)
-        league.left, unstored = [], league.unstored
-        for sha256 in sorted(unstored):
-            self._incarnation.with_store(partial(write_player, self.writer.store, unstored[sha256]))
-            del unstored[sha256]
+    def _store_objects(self) -> None:
+        """Stores the folds' new objects before a version or a checkpoint names them; waits for the store."""
+        new = {sha256: data for fold in self.learner.folds for sha256, data in fold.new_objects().items()}
+        named = {sha256 for fold in self.learner.folds for sha256 in fold.objects()}
+        self._left |= dict.fromkeys((self._named | new.keys()) - named, self.version)
+        self._named = named
+        for sha256 in sorted(new.keys() - self._stored):
+            self._incarnation.with_store(partial(write_shared_object, self.writer.store, new[sha256]))
+        self._stored = {*new}
 
     def checkpoint(self) -> None:
         """A checkpoint of the present version, durable soon; the next ones are counted from it."""
@@ -165,11 +169,9 @@ class TrainerState:
         """
         self.consumer.trimmed(self.writer.trimmed)
         self.consumer.commit(self.version)
-        self._store_players()
-        league = self.learner.league.table(self.learner.counters.train) if self.learner.league else None
-        parameters = self.learner.curriculum.table() if self.learner.curriculum else None
+        self._store_objects()
         history = self.consumer.history(self.version)
-        header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters, history)
+        header = VersionHeader(self.version, self.phase, self.learner.counters, self.learner.tables(), history)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
             taken = self.save_durably("version")

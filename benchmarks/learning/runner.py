@@ -24,7 +24,8 @@ from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate
 from stagecoach.coordinator.run import Run
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.storage.checkpoint_store import FINISHED
-from stagecoach.shared.storage.players import LEAGUE, read_player
+from stagecoach.shared.storage.players import LEAGUE
+from stagecoach.shared.storage.shared_objects import read_shared_object
 from stagecoach.trainer_node.learning.league import LeagueState
 
 _SIGNAL = "rollout/ep_rew_mean"
@@ -149,7 +150,7 @@ def judged(run: Run, checkpoint: str, task: Task) -> float:
 
     def snapshots() -> list[DeployedPolicy]:
         taken = LeagueState.from_dict(json.loads(objects[LEAGUE])).snapshots
-        return [load_policy(read_player(store.store, its.sha256)) for its in taken if its.policy == task.policy]
+        return [load_policy(read_shared_object(store.store, its.sha256)) for its in taken if its.policy == task.policy]
 
     policy = load_policy(objects[f"{task.policy}/policy.safetensors"])
     return float(getattr(scores, task.judge)(policy, snapshots))

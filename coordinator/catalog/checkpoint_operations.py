@@ -19,8 +19,8 @@ from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ExportFailed,
-    PlayerUnusable,
     PolicyKindUnknown,
+    SharedObjectUnusable,
     UserError,
 )
 from stagecoach.shared.config.loading import dump_config
@@ -40,7 +40,7 @@ from stagecoach.shared.storage.checkpoint_store import (
     Promotion,
 )
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.shared.storage.players import PLAYERS, read_player, write_player
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
 from stagecoach.trainer_node.checkpointing.retention import (
     announce,
     remove,
@@ -83,12 +83,12 @@ class Removed:
 
 
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
-    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks; a league's ratings."""
+    """The kept ones, oldest first: name, steps, mean return, evaluation, size, marks and the metrics of folds."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
     promotion = unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
     return [
-        {key: value for key, value in entry.items() if key != "players"}
+        {key: value for key, value in entry.items() if key != "shared_objects"}
         | {"marks": [mark for mark, name in marked.items() if name == entry["name"]]}
         for entry in status["checkpoints"]
     ]
@@ -106,21 +106,21 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
     examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
     verdicts = [verdict for verdict in examined if verdict is not None]
     whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
-    return [*verdicts, *_damaged_players(checkpoints, whole, live), *files]
+    return [*verdicts, *_damaged_shared(checkpoints, whole, live), *files]
 
 
-def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
-    """Of the leagues in whole checkpoints, each once."""
+def _damaged_shared(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
+    """Yields the damaged shared objects of whole checkpoints, each once."""
     listed: dict[str, str] = {}
     for name in names:
         with suppress(CheckpointNotFound):  # pruned meanwhile
-            listed |= dict.fromkeys(checkpoints.manifest(name).provenance.get("players", ()), name)
+            listed |= dict.fromkeys(checkpoints.manifest(name).provenance.get("shared_objects", ()), name)
     for sha256, name in sorted(listed.items()):
         try:
-            read_player(checkpoints.store, sha256)
-        except PlayerUnusable as error:
+            read_shared_object(checkpoints.store, sha256)
+        except SharedObjectUnusable as error:
             if not _goes(checkpoints, name, live):
-                yield Verdict(PLAYERS + sha256, State.DAMAGED, (str(error),))
+                yield Verdict(SHARED_OBJECTS + sha256, State.DAMAGED, (str(error),))
 
 
 def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict:
@@ -316,8 +316,8 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     data, manifest = checkpoints.read_manifest(name)
     for key in manifest.objects:
         copy.store.put(manifest.folder + key, checkpoints.read_object(manifest, key))
-    for sha256 in manifest.provenance.get("players", ()):
-        write_player(copy.store, read_player(checkpoints.store, sha256))
+    for sha256 in manifest.provenance.get("shared_objects", ()):
+        write_shared_object(copy.store, read_shared_object(checkpoints.store, sha256))
     copy.store.put(manifest.folder + MANIFEST, data)
     copy.store.put(stored.ENVIRONMENT, checkpoints.store.get(stored.ENVIRONMENT))
     copy.store.put(stored.CONFIG, dump_config(config).encode())

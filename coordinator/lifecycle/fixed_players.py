@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
-from stagecoach.shared.base.errors import CheckpointError, ConfigError, PlayerUnusable, RunNotFound, UserError
+from stagecoach.shared.base.errors import CheckpointError, ConfigError, RunNotFound, SharedObjectUnusable, UserError
 from stagecoach.shared.base.user_code import import_object, install, misfit
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import StoreConfig
@@ -20,8 +20,8 @@ from stagecoach.shared.league.mean import MEAN, decode_mixture, is_mixture
 from stagecoach.shared.league.table import PlayerRef, kind_of, player_hash
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.storage.object_store import ObjectStore
-from stagecoach.shared.storage.players import LEAGUE, named_so, read_mean, snapshots_in, write_player
-from stagecoach.shared.storage.players import read_player as stored_player
+from stagecoach.shared.storage.players import LEAGUE, named_so, read_mean, snapshots_in
+from stagecoach.shared.storage.shared_objects import read_shared_object, write_shared_object
 
 _POLICY_FILE = "policy.safetensors"
 
@@ -76,7 +76,7 @@ def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> No
                 data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir, config.store)
             if player_hash(data) != player.sha256:
                 raise ConfigError(_changed(name, player.source, player.sha256))
-            write_player(store, data)
+            write_shared_object(store, data)
 
 
 def _changed(name: str, source: str, sha256: str) -> str:
@@ -131,7 +131,7 @@ def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | N
         return next(iter(policies.values()))
     try:
         mean = None if policy_id in policies else read_mean(found.store, found.name, policy_id)
-    except (CheckpointError, PlayerUnusable) as error:
+    except (CheckpointError, SharedObjectUnusable) as error:
         raise ConfigError(f"{field}: {error}") from None
     if mean is not None:
         return mean
@@ -162,8 +162,8 @@ def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
             if len(its) > 1:
                 raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
             try:
-                return stored_player(found.store.store, snapshots[its[0]])
-            except PlayerUnusable as error:
+                return read_shared_object(found.store.store, snapshots[its[0]])
+            except SharedObjectUnusable as error:
                 raise ConfigError(f"{field}: {error}") from None
     return None
 

@@ -35,7 +35,7 @@ from stagecoach.shared.protocol.payload_shards import bytes_by_shard
 from stagecoach.shared.protocol.quarantine import drop_entries
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore
-from stagecoach.shared.storage.players import PLAYERS, write_player
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, write_shared_object
 from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
 from stagecoach.trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from stagecoach.trainer_node.checkpointing.retention import status_file
@@ -86,7 +86,7 @@ def prepare_new(
             for policy_id in sorted(
                 learner.policy for learner in context.config.league_learners.values()
             ):  # its weights are the league's first snapshot
-                write_player(store, first.objects[POLICY.format(policy_id)])
+                write_shared_object(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
         store.put(CONFIG, dump_config(context.config).encode())  # the last: what has it was prepared whole
         create_flow(context)
@@ -98,7 +98,7 @@ def prepare_new(
         with contextlib.suppress(StagecoachError):
             if sources:
                 context.checkpoints.delete(FIRST_CHECKPOINT)
-            for key in (ENVIRONMENT, CONFIG, *store.keys(PLAYERS)):
+            for key in (ENVIRONMENT, CONFIG, *store.keys(SHARED_OBJECTS)):
                 store.delete(key)
         raise
 

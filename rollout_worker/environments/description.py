@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from stagecoach.shared.config.parameters import evaluated_table, table_at
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.goals import MISSED
 from stagecoach.shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from stagecoach.shared.league.table import sides_of
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -111,21 +110,21 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
-    seats = _seats(config, agents)
+    sides, seats = config.seating(agents)
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
-    return EnvironmentDescription(agents, policies, told, in_turns, seats)
+    return EnvironmentDescription(agents, policies, told, in_turns, seats, sides)
 
 
 def check_new(config: Config, description: EnvironmentDescription) -> None:
     """What a new run is not begun with, since it says or does other things than were meant; raises `ConfigError`. A run
     that has it is still resumed and played."""
     _check_patterns(config, description.agents)
-    _check_stops(config, description.agents)
+    config.check_stops(description.agents)
     for policy_id, spaces_of in description.policies.items():
         _check_convolutions(f"policies.{policy_id}.cnn", config.policies[policy_id].cnn, spaces_of.observation.own)
     if config.environment.api == "pettingzoo":
@@ -153,23 +152,6 @@ def _check_convolutions(field: str, cnn: object, observation: SpaceSpec) -> None
     )
 
 
-def _check_stops(config: Config, agents: Mapping[str, str]) -> None:
-    """Whether a return that ends the run is of one side: evaluations play current weights on all."""
-    asked = config.stop_at.mean_return
-    if config.league is None or asked is None:
-        return
-    sides, _ = sides_of(config.league.sides, agents)
-    for policy_id in asked if isinstance(asked, dict) else (None,):
-        summed = [side for side in sides if policy_id is None or policy_id in {agents[agent] for agent in side}]
-        if len(summed) > 1:
-            field = "" if policy_id is None else f".{policy_id}"
-            raise ConfigError(
-                f"stop_at.mean_return{field} would add up the returns of {len(summed)} sides of the league, which in a "
-                f"game that one side wins say nothing (0 where the pay is zero-sum); name a policy of one side, as in "
-                f"stop_at.mean_return={{POLICY: 0.5}}, or end by env_steps"
-            )
-
-
 def _check_patterns(config: Config, agents: Collection[str]) -> None:
     """Whether each pattern decides something, or what it says is so anyway; `*` may be for what is left, if any is."""
     deciding = {config.entry_of(agent) for agent in agents}
@@ -190,54 +172,6 @@ def _check_turns(config: Config, in_turns: bool) -> None:
             f"{config.environment.id} is played in turns, and a team's critic (critic_observes, vdn, qmix) learns what "
             f"agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
         )
-
-
-def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
-    """Policy → the policy whose agents' seats it takes, of a league's learners; raises `ConfigError` where the league's
-    sides and learners do not fit the environment's agents."""
-    if config.league is None:
-        return {}
-    sides = config.league.sides or tuple((agent,) for agent in agents)
-    named = [agent for side in sides for agent in side]
-    if unknown := sorted(set(named) - set(agents)):
-        raise ConfigError(f"league.sides names {unknown}, but the environment has {sorted(agents)}")
-    if left := sorted(set(agents) - set(named)):
-        raise ConfigError(f"league.sides has no side for {left}; add each agent of the environment to one")
-    if len(sides) < 2:
-        raise ConfigError(f"a league needs two sides, and the environment has one agent, {sorted(agents)}")
-    for side in sides:
-        if len(policies := sorted({agents[agent] for agent in side})) > 1:
-            raise ConfigError(
-                f"league.sides: the agents {list(side)} of one side are mapped to the policies {policies}, expected "
-                f"one; map them to one in `agents`, or make sides of them"
-            )
-    seats, algorithms = {its.policy: its.seat for its in config.league_learners.values()}, config.algorithms()
-    for policy_id, seat in seats.items():
-        its, team = algorithms[policy_id].name, config.policies[policy_id].critic_observes == "team"
-        opposed = [list(side) for side in sides if agents[side[0]] == seat]
-        if (team or its in ("vdn", "qmix")) and len(opposed) > 1:
-            raise ConfigError(
-                f"league: {policy_id!r} learns by {'a critic that observes its team' if team else its}, to which all "
-                f"agents of a policy are one team, and {seat!r} plays the sides {opposed} against each other; map each "
-                f"side to a policy of its own in `agents`, or use "
-                f"{'critic_observes=own or state' if team else 'another algorithm'}"
-            )
-        if "state" in (sees := {config.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
-            raise ConfigError(
-                f"league: {policy_id!r} plays in the seats of {seat!r}, and only one has critic_observes=state; set "
-                f"it for both, or for neither"
-            )
-        if seat not in agents.values():
-            raise ConfigError(
-                f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "
-                f"`agents`, or name another policy in plays (mapped are {sorted(set(agents.values()))})"
-            )
-        if seat != policy_id and policy_id in agents.values():
-            raise ConfigError(
-                f"league: {policy_id!r} plays in the seats of {seat!r}, and has agents of its own; leave plays out, or "
-                f"map its agents to another policy"
-            )
-    return seats
 
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stagecoach.rollout_worker.environments.vector_env import OUTCOME
 from stagecoach.rollout_worker.league.opponents import Forfeit, Mixture, Network, Opponents, Player, Random
 from stagecoach.rollout_worker.league.stacked import Stacked
-from stagecoach.shared.base.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.base.errors import EnvironmentFailure, SharedObjectUnusable
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -178,7 +178,7 @@ class Casting:
             spaces = self._description.policies[group]
             found = self._opponents.get(self._refs[player], group, spaces, policy, self._seated)
             return found.member(float(number)) if isinstance(found, Mixture) else found
-        except PlayerUnusable as error:
+        except SharedObjectUnusable as error:
             if player in self._table.players:
                 raise
             why = f"{player} has left the league in mid-episode, and cannot be loaded any more"

@@ -9,7 +9,7 @@ import torch
 
 from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling, act_for
 from stagecoach.rollout_worker.league.stacked import likeness
-from stagecoach.shared.base.errors import ConfigError, PlayerUnusable, StagecoachError, headline
+from stagecoach.shared.base.errors import ConfigError, SharedObjectUnusable, StagecoachError, headline
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
 from stagecoach.shared.league.mean import decode_mixture, member
@@ -176,7 +176,7 @@ class Opponents:
         self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
     ) -> Player:
         """For the seats of policy `group`; `policy` is any with its spaces. `seated` gives the SHA-256 of those that
-        are not forgotten. Raises `PlayerUnusable`, `ConfigError` for a function that is none."""
+        are not forgotten. Raises `SharedObjectUnusable`, `ConfigError` for a function that is none."""
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)
@@ -192,7 +192,7 @@ class Opponents:
             return Random(policy), 0
         if ref.kind == "function":
             if ref.source not in self._functions:  # what comes by Redis or the store names no code to run
-                raise PlayerUnusable(
+                raise SharedObjectUnusable(
                     f"a match table names the scripted player {ref.source!r:.100}, which this run's league.fixed does "
                     f"not have; it is not run"
                 )

@@ -153,8 +153,8 @@ class PolicyKindUnknown(CheckpointDamaged):
     """A policy is of a class that no module registered in this process."""
 
 
-class PlayerUnusable(StagecoachError):
-    """A league's player is missing from the store, or is not what it was when it joined."""
+class SharedObjectUnusable(StagecoachError):
+    """An object that checkpoints share, such as a player, is missing from the store, altered, or not allowed."""
 
 
 class ArchiveIncomplete(UserError):

@@ -1,5 +1,8 @@
-"""A league's learners, shares and players against the run's policies."""
+"""A league's learners, shares and players against the run's policies and agents."""
 
+from collections.abc import Mapping
+
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.league import MEAN_RETURN, LeagueConfig, LearnerConfig
 from stagecoach.shared.config.sections import ConfigFields
@@ -106,3 +109,68 @@ def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: Le
             f"{where}.reset.win_rate counts matches against current weights, and with league.opponents.latest=0 there "
             f"are none; give latest a share, or use reset.or_after"
         )
+
+
+def check_stops(run: ConfigFields, agents: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a return to stop at that adds up several sides: evaluations play current weights."""
+    asked = run.stop_at.mean_return
+    if run.league is None or asked is None:
+        return
+    sides = run.league.sides or tuple((agent,) for agent in agents)
+    for policy_id in asked if isinstance(asked, dict) else (None,):
+        summed = [side for side in sides if policy_id is None or policy_id in {agents[agent] for agent in side}]
+        if len(summed) > 1:
+            field = "" if policy_id is None else f".{policy_id}"
+            raise ConfigError(
+                f"stop_at.mean_return{field} would add up the returns of {len(summed)} sides of the league, which in a "
+                f"game that one side wins say nothing (0 where the pay is zero-sum); name a policy of one side, as in "
+                f"stop_at.mean_return={{POLICY: 0.5}}, or end by env_steps"
+            )
+
+
+def seating(run: ConfigFields, agents: Mapping[str, str]) -> tuple[tuple[tuple[str, ...], ...], dict[str, str]]:
+    """The sides of a league by agent; and by learning policy the policy whose agents' seats it takes. Raises
+    `ConfigError` where sides and learners do not fit the environment's agents."""
+    if run.league is None:
+        return (), {}
+    sides = run.league.sides or tuple((agent,) for agent in agents)
+    named = [agent for side in sides for agent in side]
+    if unknown := sorted(set(named) - set(agents)):
+        raise ConfigError(f"league.sides names {unknown}, but the environment has {sorted(agents)}")
+    if left := sorted(set(agents) - set(named)):
+        raise ConfigError(f"league.sides has no side for {left}; add each agent of the environment to one")
+    if len(sides) < 2:
+        raise ConfigError(f"a league needs two sides, and the environment has one agent, {sorted(agents)}")
+    for side in sides:
+        if len(policies := sorted({agents[agent] for agent in side})) > 1:
+            raise ConfigError(
+                f"league.sides: the agents {list(side)} of one side are mapped to the policies {policies}, expected "
+                f"one; map them to one in `agents`, or make sides of them"
+            )
+    seats, algorithms = {its.policy: its.seat for its in run.league_learners.values()}, run.algorithms()
+    for policy_id, seat in seats.items():
+        its, team = algorithms[policy_id].name, run.policies[policy_id].critic_observes == "team"
+        opposed = [list(side) for side in sides if agents[side[0]] == seat]
+        if (team or its in ("vdn", "qmix")) and len(opposed) > 1:
+            raise ConfigError(
+                f"league: {policy_id!r} learns by {'a critic that observes its team' if team else its}, to which all "
+                f"agents of a policy are one team, and {seat!r} plays the sides {opposed} against each other; map each "
+                f"side to a policy of its own in `agents`, or use "
+                f"{'critic_observes=own or state' if team else 'another algorithm'}"
+            )
+        if "state" in (sees := {run.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and only one has critic_observes=state; set "
+                f"it for both, or for neither"
+            )
+        if seat not in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "
+                f"`agents`, or name another policy in plays (mapped are {sorted(set(agents.values()))})"
+            )
+        if seat != policy_id and policy_id in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and has agents of its own; leave plays out, or "
+                f"map its agents to another policy"
+            )
+    return sides, seats

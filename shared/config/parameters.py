@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
 from stagecoach.shared.config.section import Section
 from stagecoach.shared.experience.parameters import ParameterTable, Sampler, Value
@@ -260,6 +260,12 @@ class ParameterConfig(SamplerConfig):
 
 ParameterField = Annotated[ParameterConfig, BeforeValidator(_sampler)]
 SamplerField = _Sampler
+_SAMPLER: TypeAdapter[SamplerConfig] = TypeAdapter(_Sampler)
+
+
+def sampler_of(value: object) -> Sampler:
+    """Returns the sampler of a value, or of a mapping as `environment.parameters` has; raises `ValueError`."""
+    return _SAMPLER.validate_python(value).sampler
 
 
 def table_at(parameters: Mapping[str, ParameterConfig], lessons: Mapping[str, int]) -> ParameterTable:

@@ -16,6 +16,7 @@ from pydantic import model_validator
 from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults
 from stagecoach.shared.config.compatibility import check_sections_together
 from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.league_compatibility import check_stops, seating
 from stagecoach.shared.config.section import leaves
 from stagecoach.shared.config.sections import ConfigFields
 
@@ -55,6 +56,14 @@ class Config(ConfigFields):
     def hash(self) -> str:
         """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
         return hashlib.sha256(json.dumps(self._deciding(), sort_keys=True).encode()).hexdigest()
+
+    def seating(self, agents: Mapping[str, str]) -> tuple[tuple[tuple[str, ...], ...], dict[str, str]]:
+        """Sides and seats as an `EnvironmentDescription` has them, of `agents` (→ policy); raises `ConfigError`."""
+        return seating(self, agents)
+
+    def check_stops(self, agents: Mapping[str, str]) -> None:
+        """Raises `ConfigError` where `stop_at.mean_return` adds up the returns of several sides."""
+        check_stops(self, agents)
 
     def decides_otherwise(self, other: Config) -> list[str]:
         """The fields by which this config's hash is another than that of `other`, with dots."""

@@ -34,7 +34,8 @@ from stagecoach.shared.storage.checkpoint_store import (
     Pointer,
     Promotion,
 )
-from stagecoach.shared.storage.players import LEAGUE, PLAYERS, named_so, snapshots_in
+from stagecoach.shared.storage.players import LEAGUE, named_so, snapshots_in
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 
 _FILE = "policy.safetensors"
 _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
@@ -340,7 +341,7 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
     if len(named) > 1:
         raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
     for name in named:
-        if (embedded / PLAYERS / snapshots[name]).is_file():
+        if (embedded / SHARED_OBJECTS / snapshots[name]).is_file():
             return _player(embedded, snapshots[name])
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
@@ -348,7 +349,7 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
     there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(asked, path)}"
     there += "; give one as policy_id" if others and policy_id == "default" else ""
-    there += ", or a snapshot that `stagecoach league` lists" if (embedded / PLAYERS).is_dir() else ""
+    there += ", or a snapshot that `stagecoach league` lists" if (embedded / SHARED_OBJECTS).is_dir() else ""
     if not path.exists():
         raise CheckpointNotFound(f"there is no {path}; {there}")
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
@@ -356,7 +357,7 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
 
 def _player(run: Path, sha256: str) -> bytes:
     """A league's player, verified; raises `CheckpointNotFound` or `CheckpointDamaged`."""
-    player = run / PLAYERS / sha256
+    player = run / SHARED_OBJECTS / sha256
     if not player.is_file():
         raise CheckpointNotFound(f"there is no {player}, which the checkpoint's league has")
     if player_hash(data := player.read_bytes()) != sha256:

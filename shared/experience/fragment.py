@@ -73,7 +73,7 @@ LARGEST_SHOWN = 1e30
 
 @dataclass(frozen=True)
 class MatchRecord:
-    """Who played an episode of a league, and how it ended (shared/league/table.py)."""
+    """Who played an episode against whom, and how it ended."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     learner: str
@@ -113,11 +113,20 @@ class EpisodeRecord:
     metrics: dict[str, _Number] = field(default_factory=dict)
     """Numbers that the environment put into its last `info`."""
     match: MatchRecord | None = None
-    """Of an episode of a league."""
+    """Of an episode in which players opposed each other."""
     parameters: dict[str, _Value] = field(default_factory=dict)
     """What the worker drew for it (`environment.parameters`)."""
     lessons: dict[str, _Count] = field(default_factory=dict)
     """The lessons that they were drawn in, by entry of `environment.parameters`."""
+
+    def returns_by_player(self, description: EnvironmentDescription) -> dict[str, float]:
+        """Returns what each policy's agents gained together; in a match, each player on all of its sides."""
+        players, found = self.match.players if self.match is not None else (), dict[str, float]()
+        seated = {agent: player for side, player in zip(description.sides, players, strict=False) for agent in side}
+        for agent, its in self.agent_returns.items():
+            player = seated.get(agent, description.agents.get(agent, ""))
+            found[player] = found.get(player, 0.0) + its
+        return found
 
     def plain(self) -> dict[str, Any]:
         """For JSON. What came later is left out where it is empty: then the bytes are what they always were."""

@@ -227,7 +227,9 @@ class EnvironmentDescription(PlainData):
     in_turns: bool = False
     """Whether one agent acts after another (PettingZoo's AEC), and a step is one turn."""
     seats: dict[str, str] = field(default_factory=dict)
-    """In a league, policy that learns → the policy id whose agents' seats it takes: mostly its own."""
+    """Where players take the seats of agents: policy that learns → the policy whose agents' seats it takes."""
+    sides: tuple[tuple[str, ...], ...] = ()
+    """There, the agents of each side; a side has one player."""
 
     @property
     def seated(self) -> tuple[str, ...]:

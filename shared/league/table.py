@@ -6,11 +6,10 @@ weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its nam
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import PlainData
 
 PlayerKind = Literal["policy", "mixture", "function", "onnx", "random"]
@@ -24,7 +23,7 @@ class PlayerRef(PlainData):
 
     kind: PlayerKind
     sha256: str = ""
-    """Of its object in the run's store (shared/storage/players.py), for `policy`, `mixture` and `onnx`."""
+    """Of its object in the run's store (shared/storage/shared_objects.py), for `policy`, `mixture` and `onnx`."""
     source: str = ""
     """What the config says of it: `module:function` for `function`; otherwise where it came from."""
     seats: tuple[str, ...] = ()
@@ -59,18 +58,6 @@ def sides_of(
     """`league.sides` (by default each of `agents`, agent → policy id, is one), and the policy of each side's seats."""
     found = sides or tuple((agent,) for agent in agents)
     return found, tuple(agents[side[0]] for side in found)
-
-
-def returns_by_player(
-    record: EpisodeRecord, agents: Mapping[str, str], sides: Sequence[Sequence[str]] = ()
-) -> dict[str, float]:
-    """The return of each policy, of its agents together; in a match that of each player, of the sides that it had."""
-    players, found = record.match.players if record.match is not None else (), dict[str, float]()
-    seated = {agent: player for side, player in zip(sides, players, strict=False) for agent in side}
-    for agent, its in record.agent_returns.items():
-        player = seated.get(agent, agents.get(agent, ""))
-        found[player] = found.get(player, 0.0) + its
-    return found
 
 
 def player_hash(data: bytes) -> str:

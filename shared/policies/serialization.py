@@ -1,7 +1,7 @@
 """Policies as bytes: the blob of the policy board (all policy ids at once) and a checkpoint's `policy.safetensors`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,7 @@ from stagecoach.shared.base.errors import CheckpointDamaged, ConfigError, Fragme
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
-from stagecoach.shared.experience.parameters import ParameterTable
 from stagecoach.shared.experience.spaces import Columns, PlainData, PolicySpaces
-from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import borrowed_random_state, is_registered, policy_class
 
@@ -29,16 +27,10 @@ class VersionHeader(PlainData):
     phase: Phase
     counters: PhaseCounters
     """The trainer's counters at publication: exploration schedules are functions of them."""
-    league: MatchTable | None = None
-    """Who may play whom from this version on, in a league."""
-    parameters: ParameterTable | None = None
-    """What each episode's parameters are drawn from, from this version on."""
+    folds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a fold → its table, by which episodes are decided from this version on."""
     history: str = ""
     """Names the experience that the version comes from: after a loss, a number may be given to other weights."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Without what came later as it always was."""
-        return {name: value for name, value in super().as_dict().items() if value not in (None, "")}
 
 
 def state_arrays(policy: nn.Module) -> Columns:

@@ -98,8 +98,8 @@ class ExperienceLog:
         self._redis.delete(self._keys.action_trace(worker))
         self._redis.hdel(self._keys.pushed, f"{worker}:tries")
 
-    def running_players(self) -> set[str]:
-        """Returns the SHA-256 of each league player in an episode that a worker's successor would resume."""
+    def objects_in_episodes(self) -> set[str]:
+        """Returns the SHA-256 of the shared objects in episodes that a worker's successor would resume."""
         found = set[str]()
         workers = sorted(cast(dict[bytes, bytes], self._redis.hgetall(self._keys.incarnations)))
         for first in range(0, len(workers), _PAGE):

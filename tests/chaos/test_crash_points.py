@@ -13,7 +13,7 @@ import pytest
 
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.payload_shards import named_bodies
-from stagecoach.shared.storage.players import PLAYERS
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing import checkpoint_writer
 from stagecoach.trainer_node.metrics import recorder
 from stagecoach.trainer_node.replay import replay
@@ -134,15 +134,15 @@ def test_a_trainer_of_a_league_that_dies_between_any_two_writes(new_run: NewRun)
         sections={"environment": CHASE | {"kwargs": kwargs, "num_envs": 4}, "league": league, **CHASE_POLICIES},
     )
     expected, whole = undisturbed(new_run, config)
-    assert len({write for write in whole.done if write.startswith(f"put {PLAYERS}")}) == 14, (
+    assert len({write for write in whole.done if write.startswith(f"put {SHARED_OBJECTS}")}) == 14, (
         "the first, and two at each update"
     )
     for point in thinned(range(len(whole.done))):
         run = new_run(config)
         die_and_come_through(run, expected, point)
         checkpoints = run.role.checkpoints
-        listed = {name: {*checkpoints.manifest(name).provenance["players"]} for name in checkpoints.names()}
-        there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
+        listed = {name: {*checkpoints.manifest(name).provenance["shared_objects"]} for name in checkpoints.names()}
+        there = {key.removeprefix(SHARED_OBJECTS) for key in checkpoints.store.keys(SHARED_OBJECTS)}
         assert there == set().union(*listed.values()), f"after a crash at the write {point}"
         assert len(there) < 14
 

@@ -214,7 +214,7 @@ def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypat
     log = ExperienceLog(worker.redis, unique_run_id)
     assert log.push("worker-9", incarnation, 0, epoch, 8, b"blob", b"action_trace", 2) == "pushed"
     assert log.left("worker-9").action_trace == [b"action_trace"]
-    assert trainer.log().running_players() == set()
+    assert trainer.log().objects_in_episodes() == set()
     log.trying("worker-9", 1)
     log.forget_action_trace("worker-9")
     assert worker.flow.claim("worker-9", incarnation, 1).granted

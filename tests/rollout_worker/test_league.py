@@ -23,13 +23,13 @@ from stagecoach.rollout_worker.league.stacked import Stacked, likeness
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
-from stagecoach.shared.base.errors import EnvironmentFailure, PlayerUnusable
+from stagecoach.shared.base.errors import EnvironmentFailure, SharedObjectUnusable
 from stagecoach.shared.experience.fragment import MatchRecord
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.shared.storage.players import PLAYERS, read_player, write_player
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
 from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM
@@ -63,7 +63,7 @@ class Season:
             data = encode_policy(
                 build_policies(self.description.policies, policies, algorithm, number + 1)["default"], number
             )
-            sha256 = write_player(store, data)
+            sha256 = write_shared_object(store, data)
             players[snapshot_id("default", sha256)] = PlayerRef("policy", sha256, f"number {number}", ("default",))
         known = {"default": shares.get("latest", 0.0)}
         known |= {name: shares.get(name, shares.get("past", 0.0) / max(1, snapshots)) for name in players}
@@ -76,7 +76,7 @@ class Season:
 
         def load(sha256: str) -> bytes:
             self.fetched.append(sha256)
-            return read_player(store, sha256)
+            return read_shared_object(store, sha256)
 
         functions = {ref.source for ref in players.values()}
         casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
@@ -254,7 +254,7 @@ def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
     for matches in wrong:
         assert not replace(trace, matches=matches).fits(stage.description, 3, {scripted.source})
     met, policy = Opponents(lambda sha256: b""), stage.policies["default"]
-    with pytest.raises(PlayerUnusable, match=r"'this:that', which this run's league.fixed does not have"):
+    with pytest.raises(SharedObjectUnusable, match=r"'this:that', which this run's league.fixed does not have"):
         met.get(replace(scripted, source=other), "default", stage.description.policies["default"], policy)
     league = {"fixed": {"one": {"source": scripted.source, "kind": "function"}, "two": "random", "three": other}}
     config = minimal_config(environment=NIM, league=league).league
@@ -330,11 +330,11 @@ def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:
 def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(store: FileStore) -> None:
     season = Season(store, {"past": 1.0}, snapshots=1)
     (ref,) = season.table.players.values()
-    store.put(PLAYERS + ref.sha256, b"something else")
-    with pytest.raises(PlayerUnusable, match="was altered"):
+    store.put(SHARED_OBJECTS + ref.sha256, b"something else")
+    with pytest.raises(SharedObjectUnusable, match="was altered"):
         season.sample()
-    store.delete(PLAYERS + ref.sha256)
-    with pytest.raises(PlayerUnusable, match="the store has no player"):
+    store.delete(SHARED_OBJECTS + ref.sha256)
+    with pytest.raises(SharedObjectUnusable, match="the store does not have"):
         season.sample()
 
 
@@ -347,7 +347,7 @@ def test_a_player_that_left_in_mid_episode_stays_while_it_has_a_seat_and_else_ep
     season.sample(20)
     assert len(season.fetched) == len(set(season.fetched)) > 1, "all have a seat, and are fetched once"
     for ref in season.table.players.values():
-        store.delete(PLAYERS + ref.sha256)
+        store.delete(SHARED_OBJECTS + ref.sha256)
     season.table = replace(season.table, players={})
     season.sample(20)
     successor = Season(store, {"past": 1.0}, snapshots=0, environment=long, left=season.left)

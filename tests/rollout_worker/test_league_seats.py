@@ -53,8 +53,8 @@ def test_who_takes_the_seats_of_a_policy_that_it_does_not_meet_is_told_whom_it_m
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
     league = League(config, description, policies)
-    assert league.lines_to_tell() == ["b takes the seats of hunter, where it meets prey alone (plays)"]
-    assert not league.lines_to_tell()
+    assert league.drain_events() == ["b takes the seats of hunter, where it meets prey alone (plays)"]
+    assert not league.drain_events()
     opponents = league.table(Counters()).learners["b"].opponents
     assert list(opponents) == ["prey"] and all(player.startswith("prey") for player, _ in opponents["prey"])
 

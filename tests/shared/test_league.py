@@ -164,7 +164,6 @@ def test_a_match_travels_in_its_record_and_other_records_are_what_they_were() ->
 
 def test_a_table_comes_with_the_version_that_it_is_for() -> None:
     state = {"main": {"weight": np.zeros(2, np.float32)}}
-    header = VersionHeader(3, Phase.TRAIN, PhaseCounters(), table())
+    header = VersionHeader(3, Phase.TRAIN, PhaseCounters(), {"league": table().as_dict()})
     assert decode_board(encode_board(state, header))[1] == header
-    without = VersionHeader(3, Phase.TRAIN, PhaseCounters())
-    assert "league" not in without.as_dict() and decode_board(encode_board(state, without))[1] == without
+    assert MatchTable.from_dict(decode_board(encode_board(state, header))[1].folds["league"]) == table()

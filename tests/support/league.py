@@ -11,8 +11,8 @@ from gymnasium import spaces
 
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.experience.counters import Counters
-from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.experience.counters import Counters, Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, FragmentHeader, MatchRecord
 from stagecoach.shared.league.matchmaking import draw
 from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.policy import Policy
@@ -72,12 +72,17 @@ def record(table: MatchTable, number: int, result: float, length: int = 7, **fie
     return EpisodeRecord(result, length, agent_returns=returns, match=MatchRecord(**told))
 
 
+def acted(league: League, version: int) -> None:
+    """The league observes a fragment of this policy version, in which no episode ended."""
+    league.observe_fragment(FragmentHeader("run", "worker-0", 0, 0, Phase.TRAIN, {"main": version}, 1, 1), Counters())
+
+
 def season(league: League, policies: dict[str, Policy], results: list[float]) -> None:
     """An episode for each result, an update after every fourth; each version acts until the next one."""
-    newest = league.state.version + 1
+    newest = league.now.version + 1
     for number, result in enumerate(results):
-        league.saw(newest + number // 4)
-        league.take(record(league.table(Counters(env_steps=7 * number)), number, result))
+        acted(league, newest + number // 4)
+        league.observe_episode(record(league.table(Counters(env_steps=7 * number)), number, result), Counters())
         if number % 4 == 3:
             for policy in policies.values():
                 change(policy)

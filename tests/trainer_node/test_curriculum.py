@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.counters import Counters, Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, MatchRecord
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.trainer_node.checkpointing.snapshot import read_state
 from stagecoach.trainer_node.learning.curriculum import Curriculum
+from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.metrics.update_metrics import of_policies
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, goes_on_exactly
 from tests.support.lessons import MODULE
 from tests.support.metric_rows import recorded
 
+NONE = Counters()
 LESSONS: list[dict[str, Any]] = [
     {"value": 2, "until": {"success": 0.75, "episodes": 4}},
     {"value": 3, "until": {"return": 0.5, "episodes": 3}, "back": {"success": 0.0, "episodes": 2}},
@@ -45,41 +47,41 @@ def curriculum(parameters: dict[str, Any], **sections: Any) -> Curriculum:
 
 def told(made: Curriculum, lesson: int, total: float, success: bool | None = None, length: int = 2) -> None:
     record = EpisodeRecord(total, length, success, parameters={"length": 2}, lessons={"length": lesson})
-    made.take(record, 0, lambda policy: 0.0)
+    made.observe_episode(record, NONE)
 
 
 def test_lessons_go_forward_and_back_by_their_own_episodes() -> None:
     made = curriculum({"length": {"lessons": LESSONS}})
     for success in (True, False, True, True):
-        assert made.table().lessons == {"length": 0}
+        assert made.table(NONE).lessons == {"length": 0}
         told(made, 0, 0.0, success)
-    assert made.table().lessons == {"length": 1} and made.table().draw(0) == {"length": 3}
+    assert made.table(NONE).lessons == {"length": 1} and made.table(NONE).draw(0) == {"length": 3}
     told(made, 0, 9.0, True)  # it began in the lesson before
-    assert made.summary() == {"length": {"lesson": 1.0}}
+    assert made.metrics() == {"lesson/length": 1}
     told(made, 1, 0.0, False)
     told(made, 1, 0.0, False)
-    assert made.table().lessons == {"length": 0}, "two failures"
+    assert made.table(NONE).lessons == {"length": 0}, "two failures"
     for success in (True, True, True, True):
         told(made, 0, 0.0, success)
     for total in (1.0, 0.0, 1.0):
         told(made, 1, total, True)
-    assert made.table().lessons == {"length": 2}
-    (first, *_, last) = made.to_tell()
+    assert made.table(NONE).lessons == {"length": 2}
+    (first, *_, last) = made.drain_events()
     assert first == "length: lesson 0 → 1 at 0 env steps (success 0.75, until 0.75)"
     assert last == "length: lesson 1 → 2 at 0 env steps (return 0.6667, until 0.5)"
-    assert made.to_tell() == []
+    assert made.drain_events() == []
 
 
 def test_progress_and_rating_are_met_by_what_they_are_after_the_least_number_of_episodes() -> None:
     lessons = [{"value": 1, "until": {"progress": 0.5, "episodes": 3}}, {"value": 2}]
     made = curriculum({"length": {"lessons": lessons}}, stop_at={"env_steps": 100})
     for env_steps in (60, 60):
-        made.take(EpisodeRecord(0.0, 1, lessons={"length": 0}), env_steps, lambda policy: 0.0)
-    assert made.table().lessons == {"length": 0}, "too few episodes"
-    made.take(EpisodeRecord(0.0, 1, lessons={"length": 0}), 49, lambda policy: 0.0)
-    assert made.table().lessons == {"length": 0}, "too early"
-    made.take(EpisodeRecord(0.0, 1, lessons={"length": 0}), 50, lambda policy: 0.0)
-    assert made.table().lessons == {"length": 1}
+        made.observe_episode(EpisodeRecord(0.0, 1, lessons={"length": 0}), Counters(env_steps=env_steps))
+    assert made.table(NONE).lessons == {"length": 0}, "too few episodes"
+    made.observe_episode(EpisodeRecord(0.0, 1, lessons={"length": 0}), Counters(env_steps=49))
+    assert made.table(NONE).lessons == {"length": 0}, "too early"
+    made.observe_episode(EpisodeRecord(0.0, 1, lessons={"length": 0}), Counters(env_steps=50))
+    assert made.table(NONE).lessons == {"length": 1}
 
 
 def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
@@ -90,7 +92,7 @@ def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
         told(made, 0, total)
         if number:
             smoothed = 0.25 * smoothed + 0.75 * (total + totals[number - 1]) / 2
-        assert made.table().lessons == {"length": int(smoothed >= 2.0)}
+        assert made.table(NONE).lessons == {"length": int(smoothed >= 2.0)}
     assert smoothed >= 2.0
 
 
@@ -101,7 +103,7 @@ def test_a_policys_return_is_what_it_played_for_and_not_what_others_did_in_its_s
     config = minimal_config(
         environment=environment, policies={"hunter": {}, "prey": {}}, agents=agents, league={"fixed": {"expert": "m:f"}}
     )
-    description = EnvironmentDescription(agents, {})
+    description = EnvironmentDescription(agents, {}, sides=(("cat",), ("mouse",)))
     made, records = Curriculum(config, description), []
     for players, paid in (
         (("expert", "prey"), 50.0),
@@ -112,14 +114,13 @@ def test_a_policys_return_is_what_it_played_for_and_not_what_others_did_in_its_s
         returns = {"cat": paid, "mouse": -paid}
         records.append(EpisodeRecord(0.0, 2, agent_returns=returns, lessons={"length": 0}, match=match))
     for record in records * 3:
-        made.take(record, 0, lambda policy: 0.0)
-    assert made.table().lessons == {"length": 0}, "the expert's 50 are not the hunter's"
-    sides = (("cat",), ("mouse",))
-    assert of_policies(records, {"hunter", "prey"}, agents, sides) == {
+        made.observe_episode(record, NONE)
+    assert made.table(NONE).lessons == {"length": 0}, "the expert's 50 are not the hunter's"
+    assert of_policies(records, {"hunter", "prey"}, description) == {
         "rollout/ep_rew_mean/hunter": -5.0, "rollout/ep_rew_mean/prey": -25.0
     }  # fmt: skip
     plain = [replace(record, match=None) for record in records]
-    assert of_policies(plain, {"hunter"}, agents) == {"rollout/ep_rew_mean/hunter": pytest.approx(40 / 3)}
+    assert of_policies(plain, {"hunter"}, description) == {"rollout/ep_rew_mean/hunter": pytest.approx(40 / 3)}
 
 
 def test_a_smoothed_measure_begins_with_the_first_mean_and_not_nearer_to_zero() -> None:
@@ -127,21 +128,21 @@ def test_a_smoothed_measure_begins_with_the_first_mean_and_not_nearer_to_zero() 
     made = curriculum({"length": {"lessons": lessons}})
     for total in (-100.0, -100.0, -100.0):
         told(made, 0, total)
-        assert made.table().lessons == {"length": 0}
+        assert made.table(NONE).lessons == {"length": 0}
     for total in (-60.0, -60.0):
         told(made, 0, total)
-    assert made.table().lessons == {"length": 1}
+    assert made.table(NONE).lessons == {"length": 1}
 
 
 def test_a_success_that_is_never_told_is_said_once() -> None:
     sometimes = curriculum({"length": {"lessons": LESSONS}})
     for success in (False, None, None, None, None, None):
         told(sometimes, 0, 1.0, success)
-    assert sometimes.to_tell() == []
+    assert sometimes.drain_events() == []
     made = curriculum({"length": {"lessons": LESSONS}})
     for _ in range(9):
         told(made, 0, 1.0)
-    (line,) = made.to_tell()
+    (line,) = made.drain_events()
     assert line.startswith(
         "environment.parameters.length: lesson 0 is measured by success, and the environment told none"
     )
@@ -155,9 +156,9 @@ def test_a_fold_that_is_cut_anywhere_goes_on_from_its_state(episodes: list[Any],
     for number, (lesson, total, success) in enumerate(episodes):
         told(whole, lesson, total, success)
         if number == cut:
-            second.load(first.encode())
+            second.load_state(json.loads(encode(first)))
         told(first if number < cut else second, lesson, total, success)
-    assert (second if cut < len(episodes) else first).encode() == whole.encode()
+    assert encode(second if cut < len(episodes) else first) == encode(whole)
 
 
 # Levels.
@@ -220,10 +221,10 @@ def slow_weights(scores: dict[int, float], played: dict[int, int], now: int, tot
 )
 def test_levels_are_scored_over_whole_episodes_and_drawn_by_score_and_staleness(config: dict[str, Any]) -> None:
     made = levels(config)
-    assert made.table().samplers["level"].numbers == pytest.approx([1 / 9] * 9)
+    assert made.table(NONE).samplers["level"].numbers == pytest.approx([1 / 9] * 9)
     fragments, advantages, ended = fragments_of(np.random.default_rng(3), 6, 7, 8)
     for first in range(0, 6, 2):  # two fragments an update
-        made.learned(fragments[first : first + 2], np.concatenate(advantages[first : first + 2], axis=1))
+        made.observe_update(fragments[first : first + 2], np.concatenate(advantages[first : first + 2], axis=1))
     changes: dict[str, Callable[[float], float]]
     changes = {"value_loss": abs, "gae": float, "positive_value_loss": lambda number: max(number, 0.0)}
     change = changes[config["score"]]
@@ -235,10 +236,12 @@ def test_levels_are_scored_over_whole_episodes_and_drawn_by_score_and_staleness(
         scores
     )
     asked = made._replayed["level"]
-    assert made.table().samplers["level"].numbers == pytest.approx(slow_weights(scores, played, len(ended), 9, asked))
+    assert made.table(NONE).samplers["level"].numbers == pytest.approx(
+        slow_weights(scores, played, len(ended), 9, asked)
+    )
     again = levels(config)
-    again.load(made.encode())
-    assert again.table() == made.table() and json.loads(again.encode()) == json.loads(made.encode())
+    again.load_state(json.loads(encode(made)))
+    assert again.table(NONE) == made.table(NONE) and json.loads(encode(again)) == json.loads(encode(made))
 
 
 def levels(config: dict[str, Any]) -> Curriculum:
@@ -251,7 +254,7 @@ def test_an_episode_of_which_a_fragment_is_missing_is_scored_by_the_rest() -> No
     made = levels({"score": "gae", "of": 9999})
     fragments, advantages, _ = fragments_of(np.random.default_rng(1), 3, 9, 9999)
     for index in (0, 2):
-        made.learned([fragments[index]], advantages[index])
+        made.observe_update([fragments[index]], advantages[index])
     over = fragments[2].columns["default"]["terminated"]
     step, slot = next((step, slot) for step in range(9) for slot in range(2) if over[step, slot])
     (level, *later) = [int(record.parameters["level"]) for record in fragments[2].header.episodes]
@@ -284,7 +287,7 @@ def test_lessons_are_told_and_stand_in_checkpoints_and_metrics(new_game: NewGame
     assert "length: lesson 0 → 1 at" in game.events("curriculum")
     latest = game.role.checkpoints.load_latest()
     assert latest is not None and read_state(latest).version == 7
-    lesson = latest.manifest.provenance["curriculum"]["length"]["lesson"]
-    assert lesson >= 1 and latest.manifest.provenance["parameters"]["lessons"] == {"length": int(lesson)}
+    lesson = latest.manifest.provenance["fold_metrics"]["curriculum/lesson/length"]
+    assert lesson >= 1 and latest.manifest.provenance["folds"]["curriculum"]["lessons"] == {"length": lesson}
     row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]
     assert row["curriculum/lesson/length"] == lesson and row["parameter/length"] >= 1

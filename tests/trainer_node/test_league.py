@@ -17,8 +17,9 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
 from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.policies.serialization import decode_policy, finite_weights
+from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.learning.league import League, Rating, standings, wilson
-from tests.support.league import EXPLOITED, change, league_config, league_of, record, season
+from tests.support.league import EXPLOITED, acted, change, league_config, league_of, record, season
 
 RESULTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=40)
 OFTEN: dict[str, Any] = {
@@ -44,14 +45,14 @@ def test_a_league_that_is_cut_anywhere_continues_as_the_whole_one(first: list[fl
     whole, policies = league_of(config)
     season(whole, policies, first)
     other, again = league_of(config)
-    other.load(whole.encode())
+    other.load_state(json.loads(encode(whole)))
     for name, policy in again.items():
         policy.load_state_dict(policies[name].state_dict())
     for league, its in ((whole, policies), (other, again)):
         season(league, its, then)
-    assert other.encode() == whole.encode()
+    assert encode(other) == encode(whole)
     assert table_of(other, 60) == table_of(whole, 60)
-    assert len(whole.state.snapshots) <= 4
+    assert len(whole.now.snapshots) <= 4
 
 
 @settings(max_examples=60)
@@ -60,10 +61,10 @@ def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(result
     league, _ = league_of(league_config({}))
     games = [record(table_of(league), number, result) for number, result in enumerate(results)]
     model = PlackettLuce()
-    strength = {player: model.rating() for player in ("main", league.state.snapshots[0].id)}
+    strength = {player: model.rating() for player in ("main", league.now.snapshots[0].id)}
     elo = dict.fromkeys(strength, 1200.0)
     for game in games:
-        league.take(game)
+        league.observe_episode(game, Counters())
         assert game.match is not None
         one, two = game.match.players
         if one != two:
@@ -73,13 +74,13 @@ def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(result
             change = game.episode_return - 1 / (1 + 10 ** ((elo[theirs] - elo[mine]) / 400))
             elo[mine], elo[theirs] = elo[mine] + change, elo[theirs] - change
     for player, rating in strength.items():
-        found = league.state.ratings["main"].get(player, Rating())
+        found = league.now.ratings["main"].get(player, Rating())
         assert (found.mu, found.sigma) == pytest.approx((rating.mu, rating.sigma))
         assert found.elo == pytest.approx(elo[player])
     told = Counter((its.players[1 - its.side], its.side, game.episode_return) for game in games if (its := game.match))
     cells = {
         (player, side): cell
-        for player, sides in league.state.payoff.get("main", {}).items() for side, cell in sides.items()
+        for player, sides in league.now.payoff.get("main", {}).items() for side, cell in sides.items()
     }  # fmt: skip
     assert cells == {
         (player, side): (
@@ -93,17 +94,17 @@ def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(result
 def test_a_rating_is_of_matches_with_others_and_a_snapshot_begins_with_its_learners() -> None:
     league, policies = league_of(league_config({"opponents": {"latest": 1, "past": 0}}))
     for number in range(20):
-        league.take(record(table_of(league), number, 1.0))
-    assert league.state.ratings["main"]["main"] == Rating()
-    assert league.summary()["main"] | {"matches": 20, "elo": 1200.0} == league.summary()["main"]
+        league.observe_episode(record(table_of(league), number, 1.0), Counters())
+    assert league.now.ratings["main"]["main"] == Rating()
+    assert league.metrics() | {"matches/main": 20, "elo/main": 1200.0} == league.metrics()
     league, policies = league_of(
         league_config({"opponents": {"latest": 0, "past": 1}, "snapshot": {"every": "8 episodes"}})
     )
     season(league, policies, [1.0] * 8)
-    (first, second), ratings = league.state.snapshots, league.state.ratings["main"]
+    (first, second), ratings = league.now.snapshots, league.now.ratings["main"]
     assert ratings[second.id] == ratings["main"] != Rating() and ratings["main"].ordinal > ratings[first.id].ordinal
-    assert set(league.state.payoff) == {second.id}, "the row of what it was becomes the snapshot's"
-    league.take(record(table_of(league), 1, 0.0))
+    assert set(league.now.payoff) == {second.id}, "the row of what it was becomes the snapshot's"
+    league.observe_episode(record(table_of(league), 1, 0.0), Counters())
     assert ratings[second.id] != ratings["main"]
 
 
@@ -111,45 +112,45 @@ def test_what_is_not_of_the_league_counts_nowhere() -> None:
     league, _ = league_of(league_config({}))
     good = record(table_of(league), 1, 1.0).match
     assert good is not None
-    before = league.encode()
+    before = encode(league)
     changes: list[dict[str, Any]] = [
         {"learner": "nobody"}, {"side": 2}, {"players": ("main",)}, {"outcome": (1.0,)},
         {"players": ("main", "gone-1")}, {"players": ("random", "random")},
     ]  # fmt: skip
     for fields in changes:
-        league.take(EpisodeRecord(1.0, 3, match=MatchRecord(**vars(good) | fields)))
-    league.take(EpisodeRecord(1.0, 3))
-    assert league.encode() == before
-    league.take(EpisodeRecord(1.0, 3, match=good))
-    assert league.encode() != before
+        league.observe_episode(EpisodeRecord(1.0, 3, match=MatchRecord(**vars(good) | fields)), Counters())
+    league.observe_episode(EpisodeRecord(1.0, 3), Counters())
+    assert encode(league) == before
+    league.observe_episode(EpisodeRecord(1.0, 3, match=good), Counters())
+    assert encode(league) != before
 
 
 def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}, "players": 2}))
-    stored = dict(league.unstored)
+    stored = dict(league.new_objects())
     for number in range(8):
-        league.take(record(table_of(league), number, 0.5))
+        league.observe_episode(record(table_of(league), number, 0.5), Counters())
         if number % 4 == 3:
             change(policies["main"])
             league.after_update(policies, number)
-            stored |= league.unstored
-            assert len(league.unstored) == 1
+            stored |= league.new_objects()
+            assert len(league.new_objects()) == 1
     assert [sha256 for sha256, data in stored.items() if sha256 == player_hash(data)] == list(stored)
     assert len(stored) == 3
-    first, last = league.state.snapshots
+    first, last = league.now.snapshots
     assert [first.env_steps, last.env_steps] == [0, 56]
-    assert league.left == [sha256 for sha256 in stored if sha256 not in (first.sha256, last.sha256)]
+    assert set(league.objects()) == {first.sha256, last.sha256} < stored.keys()
     assert all(finite_weights(decode_policy(data)[0]) for data in stored.values())
-    league.load(league.encode())
-    assert not league.unstored, "what is in a checkpoint is in the store"
+    league.load_state(json.loads(encode(league)))
+    assert not league.new_objects(), "what is in a checkpoint is in the store"
 
 
 def test_weights_that_have_not_changed_are_no_other_player() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "1 episodes"}}))
-    league.take(record(table_of(league), 0, 1.0))
+    league.observe_episode(record(table_of(league), 0, 1.0), Counters())
     league.after_update(policies, 5)
-    assert len(league.state.snapshots) == 1
-    assert league.state.payoff.keys() == {"main"}
+    assert len(league.now.snapshots) == 1
+    assert league.now.payoff.keys() == {"main"}
 
 
 def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
@@ -158,21 +159,21 @@ def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
     for at_most, taken in (("0 episodes", 4), ("12 episodes", 1)):
         league, policies = league_of(league_config({"snapshot": often | {"at_most_every": at_most}, "opponents": past}))
         season(league, policies, [1.0] * 16)
-        assert len(league.state.snapshots) - 1 == taken
+        assert len(league.now.snapshots) - 1 == taken
     season(league, policies, [0.0] * 16)
-    assert len(league.state.snapshots) == 2, "it wins no more"
+    assert len(league.now.snapshots) == 2, "it wins no more"
 
 
 def test_the_oldest_leave_a_full_league_but_the_first_stays_and_nothing_of_them_is_left() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "4 episodes"}, "players": 3}))
-    first = league.state.snapshots[0]
+    first = league.now.snapshots[0]
     season(league, policies, [1.0, 0.0] * 20)
-    ids = [snapshot.id for snapshot in league.state.snapshots]
-    assert len(ids) == 3 and league.state.snapshots[0] == first
-    assert [snapshot.env_steps for snapshot in league.state.snapshots[1:]] == [36 * 7, 40 * 7]
-    named = set(json.dumps(league.state.as_dict()).replace('"', " ").split())
+    ids = [snapshot.id for snapshot in league.now.snapshots]
+    assert len(ids) == 3 and league.now.snapshots[0] == first
+    assert [snapshot.env_steps for snapshot in league.now.snapshots[1:]] == [36 * 7, 40 * 7]
+    named = set(json.dumps(league.now.as_dict()).replace('"', " ").split())
     assert {name for name in named if name.startswith("main-")} <= {*ids}
-    assert league.objects() == sorted(snapshot.sha256 for snapshot in league.state.snapshots)
+    assert league.objects() == sorted(snapshot.sha256 for snapshot in league.now.snapshots)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +192,11 @@ def test_past_opponents_are_the_first_and_the_newest_by_their_weights(
     league, policies = league_of(league_config({"opponents": opponents, "snapshot": {"every": "1 episodes"}}))
     for number in range(3):
         change(policies["main"])
-        league.take(record(table_of(league), number, 0.5))
+        league.observe_episode(record(table_of(league), number, 0.5), Counters())
         league.after_update(policies, number)
-    ids = [snapshot.id for snapshot in league.state.snapshots]
+    ids = [snapshot.id for snapshot in league.now.snapshots]
     assert len(ids) == 4
-    standing = league.state.learners["main"]
+    standing = league.now.learners["main"]
     standing.form = {ids[2]: (1, 2 / 3), ids[3]: (1, 1 / 3)}
     drawn = dict(table_of(league).learners["main"].opponents["main"])
     assert list(drawn) == ["main", ids[0], ids[2], ids[3]]
@@ -208,7 +209,7 @@ def test_shares_without_a_player_go_to_current_weights_and_an_exploiter_meets_it
     fixed = {"fixed": {"stone": {"source": "m:f", "kind": "function", "seats": ["other"]}}}
     shares = {"opponents": {"latest": 0.2, "past": 0.5, "fixed": 0.3}}
     league, _ = league_of(league_config(EXPLOITED | fixed | shares, PAIR))
-    first = {snapshot.policy: snapshot.id for snapshot in league.state.snapshots}
+    first = {snapshot.policy: snapshot.id for snapshot in league.now.snapshots}
     learners = table_of(league).learners
     assert dict(learners["exploiter"].opponents["main"]) == {"main": 0.5, first["main"]: 0.5}
     assert dict(learners["main"].opponents["main"]) == {"main": 0.5, first["exploiter"]: 0.25, first["main"]: 0.25}
@@ -247,17 +248,17 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
         league, policies = league_of(league_config(settings, PAIR, policies=still))
         begun = [0]
         for number in range(games):
-            league.take(record(table_of(league), number, result))
+            league.observe_episode(record(table_of(league), number, result), Counters())
             if number % 4 == 3:
                 change(policies["exploiter"])
                 begun += [number + 1] * len(league.after_update(policies, number))
         assert begun == [0, games]
-        told = "".join(league.lines_to_tell())
+        told = "".join(league.drain_events())
         assert f"exploiter begins again with its initial weights after {7 * games} env steps (reset 1)" in told
-        assert "begins again" not in "".join(league.lines_to_tell())
-        standing = league.state.learners["exploiter"]
-        assert (standing.resets, standing.form, len(league.state.snapshots)) == (1, {}, 2)
-        assert league.state.ratings["main"]["exploiter"] == Rating()
+        assert "begins again" not in "".join(league.drain_events())
+        standing = league.now.learners["exploiter"]
+        assert (standing.resets, standing.form, len(league.now.snapshots)) == (1, {}, 2)
+        assert league.now.ratings["main"]["exploiter"] == Rating()
 
 
 def test_nor_does_it_lose_by_them_where_another_learns() -> None:
@@ -266,17 +267,17 @@ def test_nor_does_it_lose_by_them_where_another_learns() -> None:
     league, policies = league_of(league_config({"learners": resets}, PAIR))
     match = MatchRecord("main", 0, ("main", "exploiter"), (1.0, 0.0))
     league._seats = ("main", "exploiter")
-    league.saw(3)
-    league.take(EpisodeRecord(1.0, 3, match=replace(match, learner="exploiter", side=1)))
+    acted(league, 3)
+    league.observe_episode(EpisodeRecord(1.0, 3, match=replace(match, learner="exploiter", side=1)), Counters())
     league.after_update(policies, 4)
-    begun, elo = league.encode(), league.state.ratings["exploiter"]["exploiter"]
-    assert league.state.learners["exploiter"].resets == 1 and elo == Rating()
-    league.take(EpisodeRecord(1.0, 3, match=match))
-    assert league.state.ratings["exploiter"]["exploiter"] == Rating() and not league.state.learners["main"].form
-    assert league.encode() != begun, "its own play counts"
-    league.saw(4)
-    league.take(EpisodeRecord(1.0, 3, match=match))
-    assert league.state.ratings["exploiter"]["exploiter"].matches == 1 and league.state.learners["main"].form
+    begun, elo = encode(league), league.now.ratings["exploiter"]["exploiter"]
+    assert league.now.learners["exploiter"].resets == 1 and elo == Rating()
+    league.observe_episode(EpisodeRecord(1.0, 3, match=match), Counters())
+    assert league.now.ratings["exploiter"]["exploiter"] == Rating() and not league.now.learners["main"].form
+    assert encode(league) != begun, "its own play counts"
+    acted(league, 4)
+    league.observe_episode(EpisodeRecord(1.0, 3, match=match), Counters())
+    assert league.now.ratings["exploiter"]["exploiter"].matches == 1 and league.now.learners["main"].form
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -291,19 +292,19 @@ def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int
             algorithm={"name": "appo"} if lag else "ppo",
         )
     )  # fmt: skip
-    standing, resets, number = league.state.learners["exploiter"], [], 0
+    standing, resets, number = league.now.learners["exploiter"], [], 0
     for version in range(8 + lag):
         change(policies["exploiter"])
         acted_by = max(0, version - lag)
-        league.saw(acted_by)
+        acted(league, acted_by)
         for _ in range(8):
-            league.take(record(table_of(league), number, 1.0 if acted_by <= 0 else 0.0))
+            league.observe_episode(record(table_of(league), number, 1.0 if acted_by <= 0 else 0.0), Counters())
             number += 1
         league.after_update(policies, version)
         resets.append(standing.resets)
     assert resets == [1] * len(resets) and standing.played.episodes == number
     assert standing.form["main"][1] < 0.3, "the new ones are counted"
-    assert len(league.state.snapshots) == 2
+    assert len(league.now.snapshots) == 2
 
 
 def test_a_learner_begins_again_once_it_has_met_all_of_its_opponents_often_enough() -> None:
@@ -313,11 +314,11 @@ def test_a_learner_begins_again_once_it_has_met_all_of_its_opponents_often_enoug
     agents = {"main-0": "main", "main-1": "b", "main-2": "c"}
     settings = {"learners": learners, "snapshot": {"min_games": 100}, "opponents": {"latest": 1, "past": 0}}
     league, policies = league_of(league_config(settings, ("main", "b", "c"), agents=agents), agents)
-    standing = league.state.learners["main"]
+    standing = league.now.learners["main"]
     for games, rate, resets in ((99, 0.05, 0), (100, 0.05, 0), (100, 0.7, 1)):
         standing.form = {"b": (100, 0.9), "c": (games, rate)}
         assert league.after_update(policies, 1) == ["main"] * resets
-    assert not league.lines_to_tell()[1:]
+    assert not league.drain_events()[1:]
 
 
 def test_a_reset_by_matches_that_are_never_played_is_told_once() -> None:
@@ -328,9 +329,9 @@ def test_a_reset_by_matches_that_are_never_played_is_told_once() -> None:
     }  # fmt: skip
     agents = {"main-0": "main", "main-1": "b"}
     league, _ = league_of(league_config(settings, ("main", "b"), agents=agents), agents)
-    (line,) = league.lines_to_tell()
+    (line,) = league.drain_events()
     assert line.startswith("league.learners.main.reset.win_rate is never reached: it counts matches against current")
-    assert not league.lines_to_tell()
+    assert not league.drain_events()
 
 
 def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
@@ -338,26 +339,28 @@ def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
     stone = {"source": "random", "kind": "random", "seats": ["hero"]}
     fixed = {"stone": stone, "dice": stone | {"seats": ["main"]}}
     league, _ = league_of(league_config({"fixed": fixed, "opponents": {"latest": 0.5, "past": 0, "fixed": 0.5}}))
-    (line,) = league.lines_to_tell()
+    (line,) = league.drain_events()
     assert line.startswith("fixed player stone is never drawn: it fits the seats of hero, where no learner meets")
-    assert not league.lines_to_tell()
+    assert not league.drain_events()
 
 
 def test_forfeits_are_counted_by_player_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagecoach.trainer_node.learning.league._FORFEITS_ALLOWED", 1)
     league, _ = league_of(league_config({"fixed": {"stone": "m:f"}}))
-    assert league.lines_to_tell() == ["fixed players are met in evaluations alone (stone): league.opponents.fixed is 0"]
+    assert league.drain_events() == ["fixed players are met in evaluations alone (stone): league.opponents.fixed is 0"]
     for number in range(2):
-        assert league.lines_to_tell() == []
+        assert league.drain_events() == []
         told: dict[str, Any] = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
-        league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told))
-    (line,) = league.lines_to_tell()
+        league.observe_episode(
+            record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told), Counters()
+        )
+    (line,) = league.drain_events()
     assert "player stone has forfeited 2 matches" in line
-    assert league.lines_to_tell() == [], "once"
+    assert league.drain_events() == [], "once"
     both = MatchRecord("main", 0, ("main", "stone"), (1.0, 0.0), "stone: it fell\nmain: too\nx: y")
-    league.take(EpisodeRecord(0.0, 3, match=both))
-    assert league.state.forfeits == {"stone": 3, "main": 1}
-    listed = {row["player"]: row["forfeits"] for row in standings(league.state, ["stone"])["players"]}
+    league.observe_episode(EpisodeRecord(0.0, 3, match=both), Counters())
+    assert league.now.forfeits == {"stone": 3, "main": 1}
+    listed = {row["player"]: row["forfeits"] for row in standings(league.now, ["stone"])["players"]}
     assert listed["stone"] == 3 and listed["main"] == 1
 
 

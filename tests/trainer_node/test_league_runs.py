@@ -13,7 +13,7 @@ from stagecoach.coordinator.catalog.checkpoint_operations import verify
 from stagecoach.coordinator.catalog.league import league_of
 from stagecoach.coordinator.catalog.run_metrics import last_row
 from stagecoach.rollout_worker.evaluator import Evaluator
-from stagecoach.shared.base.errors import PlayerUnusable, StoreUnavailable
+from stagecoach.shared.base.errors import SharedObjectUnusable, StoreUnavailable
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.league.mean import decode_mixture
 from stagecoach.shared.league.table import MatchTable, player_hash
@@ -21,8 +21,11 @@ from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.policy_board import PolicyBoard, version_of
 from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.shared.storage.players import LEAGUE, PLAYERS, read_mean, read_player, write_player
+from stagecoach.shared.storage.players import LEAGUE, read_mean
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
 from stagecoach.trainer_node.checkpointing.snapshot import POLICY
+from stagecoach.trainer_node.learning.fold import encode
+from stagecoach.trainer_node.learning.league import League
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
@@ -37,6 +40,13 @@ LEAGUE_OF_TWO: dict[str, Any] = {
 def chase(league: dict[str, Any] = LEAGUE_OF_TWO, **sections: Any) -> Any:
     environment = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
     return archived(**({"environment": environment, "league": league} | CHASE_POLICIES | sections))
+
+
+def league_in(game: Game) -> League:
+    """The league of its present trainer."""
+    (league,) = game.trainer.learner.folds
+    assert isinstance(league, League)
+    return league
 
 
 def whole_end(game: Game) -> dict[str, str]:
@@ -64,10 +74,9 @@ def test_a_league_that_dies_at_each_version_ends_as_one_that_does_not_and_so_doe
     found = replayed(game)
     assert found.equal, found.different
     assert LEAGUE in found.sha256
-    league = game.trainer.learner.league
-    assert league is not None
-    assert league.state.learners["cat"].resets >= 1, "what a reset does is replayed as well"
-    assert len(league.state.snapshots) == 5
+    league = league_in(game)
+    assert league.now.learners["cat"].resets >= 1, "what a reset does is replayed as well"
+    assert len(league.now.snapshots) == 5
 
 
 def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) -> None:
@@ -84,7 +93,7 @@ def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) 
 
     def begun() -> Game:
         game = new_game(config)
-        write_player(game.role.checkpoints.store, data)
+        write_shared_object(game.role.checkpoints.store, data)
         return game
 
     whole, game = whole_end(begun()), begun()
@@ -103,12 +112,12 @@ def test_what_was_acted_by_chance_is_rated_nowhere(new_game: NewGame) -> None:
     game = new_game(chase(rollout={"fragment_steps": 32}))
     game.worker.step(0)
     item, learner = game.trainer.consumer.take(0, Phase.TRAIN, 0.0), game.trainer.learner
-    assert item is not None and item.header.episodes and learner.league is not None
-    before = learner.league.encode()
+    assert item is not None and item.header.episodes
+    before = encode(league_in(game))
     for phase, rated in ((Phase.HEATUP, False), (Phase.TRAIN, True)):
         its = replace(item, header=replace(item.header, phase=phase), columns=copy.deepcopy(item.columns))
         learner.emulate_acting([its], Phase.TRAIN)
-        assert (learner.league.encode() != before) is rated
+        assert (encode(league_in(game)) != before) is rated
 
 
 def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_same_table(new_game: NewGame) -> None:
@@ -118,18 +127,17 @@ def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_sam
         game.play_to(version)
         board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
         assert board is not None
-        table = board.header.league
-        assert table is not None
+        table = MatchTable.from_dict(board.header.folds["league"])
         for player in table.players.values():
-            read_player(store, player.sha256)
+            read_shared_object(store, player.sha256)
         assert table.sides == (("cat",), ("mouse",))
         assert table.seats == ("hunter", "prey")
     game.trainer.save_last("stopped")
     checkpoint = game.role.checkpoints.load_latest()
-    assert checkpoint is not None
-    assert version_of(checkpoint).header.league == table
+    assert checkpoint is not None and board is not None
+    assert version_of(checkpoint).header == board.header
     first = game.role.checkpoints.load(game.role.checkpoints.names()[0])
-    begun = MatchTable.from_dict(first.manifest.provenance["league"])
+    begun = MatchTable.from_dict(first.manifest.provenance["folds"]["league"])
     hashes = {first.manifest.objects[POLICY.format(policy)].sha256 for policy in ("hunter", "prey")}
     assert {player.sha256 for player in begun.players.values()} == hashes, "initial weights are the first snapshots"
 
@@ -141,7 +149,7 @@ def test_no_version_is_published_while_the_store_does_not_take_its_new_player(
     put, waits = FileStore.put, list[tuple[int, int, bool]]()
 
     def failing(self: FileStore, key: str, data: bytes) -> None:
-        if key.startswith(PLAYERS) and len(waits) < 3:
+        if key.startswith(SHARED_OBJECTS) and len(waits) < 3:
             heartbeat = game.trainer.incarnation.heartbeat
             waits.append((game.board_version(), game.trainer.version, heartbeat.waits))
             raise StoreUnavailable("the store is away")
@@ -155,19 +163,18 @@ def test_no_version_is_published_while_the_store_does_not_take_its_new_player(
 
 def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> None:
     game = new_game(chase(checkpoint={"every": "1 updates", "keep_last": 2}, stop_at={"updates": 12}))
-    store, league, taken = game.role.checkpoints.store, game.trainer.learner.league, 0
-    assert league is not None
+    store, league, taken = game.role.checkpoints.store, league_in(game), 0
     for version in range(1, 13):
         before = league.objects()
         game.play_to(version)
         game.durable()
         taken += len({*league.objects()} - {*before})
     status = json.loads((game.folder / "training_status.json").read_text())["checkpoints"]
-    kept = {sha256 for entry in status for sha256 in entry["players"]}
-    there = {key.removeprefix(PLAYERS) for key in store.keys(PLAYERS)}
+    kept = {sha256 for entry in status for sha256 in entry["shared_objects"]}
+    there = {key.removeprefix(SHARED_OBJECTS) for key in store.keys(SHARED_OBJECTS)}
     assert there == kept | {*league.objects()}
     assert len(there) < taken
-    assert set(status[-1]["ratings"]) == {"hunter", "prey"}
+    assert status[-1]["fold_metrics"].keys() >= {"league/rating/hunter", "league/rating/prey"}
 
 
 def test_a_player_stays_in_the_store_while_a_version_that_names_it_may_act(new_game: NewGame) -> None:
@@ -181,12 +188,13 @@ def test_a_player_stays_in_the_store_while_a_version_that_names_it_may_act(new_g
     for version in range(1, 14):
         game.play_to(version)
         board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
-        assert board is not None and board.header.league is not None
-        named[version] = {player.sha256 for player in board.header.league.players.values()}
+        assert board is not None
+        table = MatchTable.from_dict(board.header.folds["league"])
+        named[version] = {player.sha256 for player in table.players.values()}
         game.durable()
         if version in (8, 9):
             game.lose()
-        there = {key.removeprefix(PLAYERS) for key in game.role.checkpoints.store.keys(PLAYERS)}
+        there = {key.removeprefix(SHARED_OBJECTS) for key in game.role.checkpoints.store.keys(SHARED_OBJECTS)}
         assert set().union(*(named.get(version - lag, set()) for lag in range(4))) <= there, version
         gone |= set().union(*named.values()) - there
     assert gone
@@ -196,12 +204,12 @@ def test_a_missing_or_an_altered_player_is_an_error_that_names_it_and_verify_fin
     checkpoints = new_game(chase()).role.checkpoints
     store = checkpoints.store
     assert [verdict.state for verdict in verify(checkpoints)] == ["ok"]
-    one, two = store.keys(PLAYERS)
+    one, two = store.keys(SHARED_OBJECTS)
     store.delete(one)
     store.put(two, b"another")
-    for key, words in ((one, "has no player"), (two, "was altered")):
-        with pytest.raises(PlayerUnusable, match=words) as caught:
-            read_player(store, key.removeprefix(PLAYERS))
+    for key, words in ((one, "does not have"), (two, "was altered")):
+        with pytest.raises(SharedObjectUnusable, match=words) as caught:
+            read_shared_object(store, key.removeprefix(SHARED_OBJECTS))
         assert key in str(caught.value)
     found = verify(checkpoints)
     assert [(verdict.name, verdict.state) for verdict in found[1:]] == [(one, "damaged"), (two, "damaged")]
@@ -266,7 +274,7 @@ def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator
     lost = "script lost 2 of 2 evaluated matches by forfeit: ValueError: no move comes to mind"
     assert scores["win_rates"]["mouse/script"] == 1.0 and lost in game.events("evaluation")
     assert evaluation_row(scores)["eval/win_rate/cat/dice"] == scores["win_rates"]["cat/dice"]
-    assert "is not played: the store has no player league/players/000" in game.events("evaluation")
+    assert "is not played: the store does not have shared_objects/000" in game.events("evaluation")
 
 
 def test_episode_keeps_opponent_that_left_the_league(new_game: NewGame) -> None:

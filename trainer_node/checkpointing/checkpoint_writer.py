@@ -134,7 +134,7 @@ class DueEvaluations:
         self._store, self._checkpoints, self._keep_best = store, checkpoints, keep_best
         self._submitted: dict[str, Snapshot] = {}
         self._stored: dict[str, Collection[str]] | None = None
-        """Name → the league's players that it names."""
+        """Name → the shared objects that it lists."""
 
     def submit(self, due: Snapshot) -> None:
         self._submitted[due.name] = due
@@ -150,20 +150,20 @@ class DueEvaluations:
         return len(self._submitted)
 
     @property
-    def players(self) -> set[str]:
-        """The league's players that one of them may need as a checkpoint."""
-        return {player for players in (self._stored or {}).values() for player in players}
+    def shared_objects(self) -> set[str]:
+        """The shared objects that one of them may need as a checkpoint."""
+        return {sha256 for listed in (self._stored or {}).values() for sha256 in listed}
 
     def write(self, evaluated: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> None:
         """Stores what was submitted; of what is evaluated it keeps the best as checkpoints, and deletes the rest.
         Raises as the store does, and loses nothing."""
         if self._stored is None:
-            self._stored = {name: self._players_in(name) for name in due_evaluations(self._store)}
+            self._stored = {name: self._shared_objects_of(name) for name in due_evaluations(self._store)}
         for name in list(self._submitted):
             if name not in evaluated:  # a trainer that learns the log again passes it again
                 due = self._submitted[name].checkpoint
                 write_due_evaluation(self._store, due)
-                self._stored[name] = due.manifest.provenance.get("players", ())
+                self._stored[name] = due.manifest.provenance.get("shared_objects", ())
             del self._submitted[name]
         done = sorted(self._stored.keys() & set(evaluated))
         for name in self._best(done, evaluations):
@@ -174,10 +174,10 @@ class DueEvaluations:
             delete_due_evaluation(self._store, name)
             del self._stored[name]
 
-    def _players_in(self, name: str) -> Collection[str]:
+    def _shared_objects_of(self, name: str) -> Collection[str]:
         with contextlib.suppress(CheckpointDamaged, ObjectMissing):
-            players: Collection[str] = read_due_evaluation(self._store, name).manifest.provenance.get("players", ())
-            return players
+            manifest = read_due_evaluation(self._store, name).manifest
+            return cast(Collection[str], manifest.provenance.get("shared_objects", ()))
         return ()
 
     def _best(self, done: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -321,7 +321,7 @@ class CheckpointWriter:
         problem, removed, announced = "", list[str](), self._announced
         self._announced = None
         try:
-            for name in retention.remove(self._checkpoints, *announced, self.due.players) if announced else ():
+            for name in retention.remove(self._checkpoints, *announced, self.due.shared_objects) if announced else ():
                 removed.append(name)
             self.store.sweep()
         except (StoreError, StoreUnavailable) as error:

@@ -20,7 +20,7 @@ from stagecoach.shared.policies.serialization import decode_policy, load_state_a
 from stagecoach.shared.protocol.ledger import Ledger, read_ledger
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
-from stagecoach.shared.storage.players import PLAYERS
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot
 from stagecoach.trainer_node.learning.algorithms.off_policy import OffPolicy
@@ -51,8 +51,9 @@ def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapsho
     history = f"{restored.committed.histories.get(restored.version, '')} {version} {epoch}"
     named = hashlib.blake2b(history.encode(), digest_size=8).hexdigest()
     committed = replace(committed, lags=restored.committed.lags, histories={version: named})
-    players = (key.removeprefix(PLAYERS) for key in role.checkpoints.store.keys(PLAYERS))  # the abandoned line's too
-    return snapshot.take(learner, role.config, role.run_id, progress, committed, tuple(players))
+    there = role.checkpoints.store.keys(SHARED_OBJECTS)  # the abandoned line's, too
+    left = [key.removeprefix(SHARED_OBJECTS) for key in there]
+    return snapshot.take(learner, role.config, role.run_id, progress, committed, left)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
         there = ", ".join(policies_in(source.checkpoint))
         raise ConfigError(
             f"initialize_from: {source} has no policy {theirs!r}; it has {there}: name one for policies.{policy_id} as "
-            f"in initialize_from=RUN#POLICY, or a snapshot of its league as in RUN#PLAYER"
+            f"in initialize_from=RUN#POLICY, or a snapshot of a policy as in RUN#PLAYER"
         )
     found, _ = decode_policy(data)
     if found.spaces != policy.spaces and found.spaces.acting == policy.spaces.acting:

@@ -113,7 +113,7 @@ class Recovery:
         self.parent = checkpoint.manifest.provenance["policy_versions"][0]
         state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
-        state.restore_left(checkpoint.manifest.provenance.get("players", ()))
+        state.restore_objects(checkpoint.manifest.provenance.get("shared_objects", ()))
         if self._role.flow.read().version < state.version:
             self._forward(Forward.ANYWAY)
         self.incarnation.tell(text)

@@ -21,7 +21,7 @@ from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer
-from stagecoach.shared.storage.players import PLAYERS
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 
 T = TypeVar("T")
 
@@ -143,12 +143,13 @@ def announce(
 
 def remove(
     checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, announced: Sequence[str],
-    players: Collection[str] = (),
+    kept: Collection[str] = (),
 ) -> Iterator[str]:  # fmt: skip
-    """Removes the league's players that only announced checkpoints name, and none of `players`; then these checkpoints,
-    manifest first. Yields the names that went. Raises as the store does; what stays whole is in the status file again.
+    """Removes the shared objects that only announced checkpoints list, but for those that are `kept`; then these
+    checkpoints, manifest first. Yields the names that went. Raises as the store does; what stays whole is in the status
+    file again.
 
-    Players go first: where it ends in between, the next one still finds the checkpoints that name them.
+    Shared objects go first: where it ends in between, the next one still finds the checkpoints that name them.
 
     `promote` looks into the status file after it has set its mark, and the mark is looked for here after the
     announcement. So one of the two sees the other, and what is promoted is never removed.
@@ -159,9 +160,9 @@ def remove(
     doomed = [name for name in announced if promotion is None or name != promotion.checkpoint]
     gone, lost = list[str](), set[str]()
     try:
-        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
-        for sha256 in sorted(left - {*players}):
-            checkpoints.store.delete(PLAYERS + sha256)
+        left = _shared_objects_of(inventory, doomed) - _shared_objects_of(inventory, {*inventory.readable} - {*doomed})
+        for sha256 in sorted(left - {*kept}):
+            checkpoints.store.delete(SHARED_OBJECTS + sha256)
             lost.add(sha256)
         for name in doomed:
             checkpoints.delete(name)
@@ -169,7 +170,7 @@ def remove(
             yield name
     except (StoreError, StoreUnavailable):
         stopped_at = doomed[len(gone) :][:1]
-        gone += [name for name in doomed if lost & _players_of(inventory, [name])]
+        gone += [name for name in doomed if lost & _shared_objects_of(inventory, [name])]
         _write_status(checkpoints, inventory, pointer, [*gone, *_without_manifest(checkpoints, stopped_at)])
         raise
 
@@ -188,10 +189,10 @@ def _write_status(checkpoints: CheckpointStore, inventory: Inventory, pointer: P
     checkpoints.write_marker(STATUS, {"run_id": checkpoints.run_id, **names, "checkpoints": entries})
 
 
-def _players_of(inventory: Inventory, names: Collection[str]) -> set[str]:
-    """The league's players in these checkpoints. One that has left the league stays while a checkpoint has it."""
+def _shared_objects_of(inventory: Inventory, names: Collection[str]) -> set[str]:
+    """Returns the shared objects that these checkpoints list."""
     entries = (inventory.entries[name] for name in names if name in inventory.entries)
-    return {sha256 for entry in entries for sha256 in entry.get("players", ())}
+    return {sha256 for entry in entries for sha256 in entry.get("shared_objects", ())}
 
 
 def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
@@ -204,6 +205,6 @@ def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
         told = {**provenance["counters"]["train"], "mean_return": provenance["mean_return"], "replay_from": oldest}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"the provenance of {name} makes no sense ({type(error).__name__}: {error})") from None
-    told |= {key: provenance[key] for key in ("players", "ratings") if key in provenance}
+    told |= {key: provenance[key] for key in ("shared_objects", "fold_metrics") if provenance.get(key)}
     own = {"name": name, "version": manifest.version, "created": manifest.created, "bytes": manifest.total_bytes}
     return told | own | {"manifest_sha256": hashlib.sha256(data).hexdigest()}

@@ -7,10 +7,9 @@ import json
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
-from stagecoach.shared.storage.players import LEAGUE
+from stagecoach.trainer_node.learning import fold
 from stagecoach.trainer_node.learning.building_blocks.compilation import compiler_version
 from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
 from stagecoach.trainer_node.learning.learner import Learner
@@ -41,7 +40,7 @@ POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
 _EPISODES = TypeAdapter(list[EpisodeRecord])
 INITIAL = "trainer/{}.initial.safetensors"
-_CURRICULUM = "trainer/curriculum.json"
+FOLD = "trainer/{}.json"
 
 
 def phase_at(config: Config, counters: PhaseCounters) -> Phase:
@@ -102,11 +101,13 @@ class Progress:
 
 
 def take(
-    learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed, left: tuple[str, ...] = ()
+    learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed,
+    left: Collection[str] = (),
 ) -> Snapshot:  # fmt: skip
     """The snapshot of the learner at `progress`; copies everything, so that training may continue.
 
-    `left` are players that have left its league and that no durable checkpoint lists: they are removed along with it.
+    `left` are shared objects that its folds do not name any more and no durable checkpoint lists: they are removed
+    along with it.
     """
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
@@ -116,10 +117,9 @@ def take(
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
     arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
-    decided, told = _of_league(learner, left)
-    if (curriculum := learner.curriculum) is not None:
-        decided[_CURRICULUM] = curriculum.encode()
-        told |= {"parameters": curriculum.table().as_dict(), "curriculum": curriculum.summary()}
+    folds = {FOLD.format(its.name): fold.encode(its) for its in learner.folds}
+    told = {"folds": learner.tables(), "fold_metrics": fold.all_metrics(learner.folds)}
+    shared_objects = sorted({*left, *(sha256 for its in learner.folds for sha256 in its.objects())})
     tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
@@ -130,7 +130,7 @@ def take(
             positions = np.array([id_order(position) for position in remembered], np.int64).reshape(-1, 2)
             arrays[_REPLAY_BUFFER] = {"positions": positions}
         objects = {POLICY.format(id_): encode_policy(policy, version, own) for id_, (policy, own) in policies.items()}
-        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | decided
+        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | folds
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
         histories = {str(known): name for known, name in sorted(committed.histories.items())}
@@ -148,7 +148,7 @@ def take(
             "policy_versions": [progress.parent.version, version], "lineage": progress.lineage.version,
             "lag_histogram": lags, "ledger": ledger,
             "history": committed.histories.get(version, ""), "mean_return": mean_return,
-            "replay_from": remembered[0] if remembered else None, **told,
+            "replay_from": remembered[0] if remembered else None, **told, "shared_objects": shared_objects,
         }  # fmt: skip
         manifest = Manifest(
             run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
@@ -158,14 +158,6 @@ def take(
         return Checkpoint(manifest, objects)
 
     return Snapshot(name, version, committed.position, encode)
-
-
-def _of_league(learner: Learner, left: tuple[str, ...]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The league as an object, and what the manifest says of it; nothing where there is none."""
-    if (league := learner.league) is None:
-        return {}, {}
-    told = {"league": league.table(learner.counters.train).as_dict(), "ratings": league.summary()}
-    return {LEAGUE: league.encode()}, told | {"players": sorted({*league.objects(), *left})}
 
 
 def _state_of(algorithm: Algorithm) -> Columns:
@@ -245,10 +237,8 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
         initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
-        if learner.league is not None:
-            learner.league.load(objects[LEAGUE])
-        if learner.curriculum is not None:
-            learner.curriculum.load(objects[_CURRICULUM])
+        for its in learner.folds:
+            its.load_state(json.loads(objects[FOLD.format(its.name)]))
     learner.initial = initial
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])

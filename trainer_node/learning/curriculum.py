@@ -1,21 +1,21 @@
 """The curriculum as a fold over the experience log: which lessons there are now, and which levels are worth a replay.
 
-`take` is given each episode in log order, `learned` each batch with its advantages. Nothing else moves the state, so a
-trainer that learns the log again, and a replay, come to the same lessons at the same steps.
+It observes each episode, and each batch with its advantages (trainer_node/learning/fold.py).
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from stagecoach.shared.config.parameters import CriterionConfig, LevelReplayConfig, table_at
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
 from stagecoach.shared.experience.parameters import ParameterTable, Sampler
 from stagecoach.shared.experience.spaces import Array, EnvironmentDescription
-from stagecoach.shared.league.table import returns_by_player, sides_of
+from stagecoach.trainer_node.learning.fold import Fold
 
 
 @dataclass
@@ -46,27 +46,32 @@ class Levels:
     """Worker → its life and last fragment; per environment the sum of its running episode's scores, and their count."""
 
 
-class Curriculum:
+class Curriculum(Fold):
     """Lessons and levels of one run."""
 
-    def __init__(self, config: Config, description: EnvironmentDescription) -> None:
-        self._parameters = config.environment.parameters
-        self._steps, self._policies = config.stop_at.env_steps or 1, description.agents
-        self._sides = sides_of(config.league.sides, description.agents)[0] if config.league is not None else ()
+    name = "curriculum"
+
+    def __init__(
+        self, config: Config, description: EnvironmentDescription, rating: Callable[[str], float] | None = None
+    ) -> None:
+        """`rating` returns the rating of a policy among its opponents, for lessons that are measured by it."""
+        self._parameters, self._rating = config.environment.parameters, rating
+        self._steps, self._description = config.stop_at.env_steps or 1, description
         self.lessons = {name: Lesson() for name, its in self._parameters.items() if its.lessons}
         self._replayed = {name: its.replay for name, its in self._parameters.items() if its.replay is not None}
         self.levels = {name: Levels([0.0] * its.of, [-1] * its.of) for name, its in self._replayed.items()}
-        self._moves: list[str] = []
+        self._events: list[str] = []
         self._told: set[str] = set()
 
-    def table(self) -> ParameterTable:
-        """What is drawn from now on."""
+    def table(self, counters: Counters) -> ParameterTable:
+        """The samplers of the present lessons, and each level's weight."""
         table = table_at(self._parameters, {name: lesson.number for name, lesson in self.lessons.items()})
         weights = {name: Sampler("levels", self._weights(name)) for name in self.levels}
         return ParameterTable(table.samplers | weights, table.lessons)
 
-    def take(self, record: EpisodeRecord, env_steps: int, rating: Callable[[str], float]) -> None:
-        """One episode; `env_steps` are those that were trained, `rating` is that of a policy in the league."""
+    def observe_episode(self, record: EpisodeRecord, counters: Counters) -> None:
+        """Moves the lessons that the episode was drawn in, where a measure reaches its threshold."""
+        env_steps = counters.env_steps
         for name, lesson in self.lessons.items():
             if record.lessons.get(name) != lesson.number:
                 continue  # it began in another one
@@ -76,25 +81,25 @@ class Curriculum:
             for which, criterion, step in (("until", config.until, 1), ("back", config.back, -1)):
                 if criterion is None:
                     continue
-                value = self._measured(name, lesson, which, criterion, record, env_steps, rating)
+                value = self._measured(name, lesson, which, criterion, record, env_steps)
                 if value is not None and (value - criterion.threshold) * step >= 0:
                     called = lessons[lesson.number + step].name
                     move = f"lesson {lesson.number} → {lesson.number + step}{called and f' ({called})'}"
                     found = f"{criterion.measure} {value:.4g}, {which} {criterion.threshold:g}"
-                    self._moves.append(f"{name}: {move} at {env_steps:,} env steps ({found})")
+                    self._events.append(f"{name}: {move} at {env_steps:,} env steps ({found})")
                     self.lessons[name] = Lesson(lesson.number + step)
                     break
 
     def _measured(
-        self, name: str, lesson: Lesson, which: str, criterion: CriterionConfig, record: EpisodeRecord, env_steps: int,
-        rating: Callable[[str], float],
+        self, name: str, lesson: Lesson, which: str, criterion: CriterionConfig, record: EpisodeRecord, env_steps: int
     ) -> float | None:  # fmt: skip
         """What the criterion's measure is now; None before enough episodes have ended."""
         match criterion.measure:
             case "progress":
                 return env_steps / self._steps if lesson.episodes >= criterion.episodes else None
             case "rating":
-                return rating(criterion.policy) if lesson.episodes >= criterion.episodes else None
+                assert self._rating is not None, "the config refuses a rating where nobody has one"
+                return self._rating(criterion.policy) if lesson.episodes >= criterion.episodes else None
             case "length":
                 number = float(record.length)
             case "success":
@@ -109,7 +114,7 @@ class Curriculum:
             case "return":
                 number = record.episode_return
                 if criterion.policy and record.agent_returns:
-                    returns = returns_by_player(record, self._policies, self._sides)
+                    returns = record.returns_by_player(self._description)
                     if record.match is not None and criterion.policy not in returns:
                         return None  # others had its seats
                     number = returns.get(criterion.policy, 0.0)
@@ -126,15 +131,15 @@ class Curriculum:
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._moves.append(text)
+            self._events.append(text)
 
-    def to_tell(self) -> list[str]:
-        """Lines for events: lessons that have changed since the last call, and what cannot be met."""
-        found, self._moves = self._moves, []
+    def drain_events(self) -> list[str]:
+        """Returns lessons that changed, and criteria that cannot be met."""
+        found, self._events = self._events, []
         return found
 
-    def learned(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
-        """Scores the levels of the episodes that ended in `fragments`; `advantages` are `[T, all slots]`, side by side.
+    def observe_update(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
+        """Scores the levels of the episodes that ended in `fragments`.
 
         A level's score is the mean over all steps of its last episode, also where it spanned several fragments, of what
         `LevelReplayConfig.score` says. An episode of which a fragment was dropped is scored by the rest.
@@ -174,34 +179,30 @@ class Curriculum:
             weights[~seen] = new / (total - count)
         return tuple(weights.tolist())
 
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Per entry what stands in metrics and the manifest of a checkpoint."""
-        found: dict[str, dict[str, float]] = {}
+    def metrics(self) -> dict[str, float]:
+        """Returns the lesson and the measures of each entry, or how many of its levels were played and their score."""
+        found: dict[str, float] = {}
         for name, lesson in self.lessons.items():
-            found[name] = {"lesson": float(lesson.number)}
+            found[f"lesson/{name}"] = lesson.number
             for which, window in lesson.measures.items():
-                found[name][which] = lesson.smoothed.get(which, sum(window) / len(window))
+                found[f"{which}/{name}"] = lesson.smoothed.get(which, sum(window) / len(window))
         for name, levels in self.levels.items():
             scores = [score for score, at in zip(levels.scores, levels.played, strict=True) if at >= 0]
-            found[name] = {"levels_played": float(len(scores))}
+            found[f"levels_played/{name}"] = len(scores)
             if scores:
-                found[name]["level_score"] = sum(scores) / len(scores)
+                found[f"level_score/{name}"] = sum(scores) / len(scores)
         return found
 
-    def encode(self) -> bytes:
-        """The whole state; the inverse is `load`."""
+    def state(self) -> dict[str, Any]:
         state = {"lessons": {name: asdict(its) for name, its in self.lessons.items()}}
-        state |= {"levels": {name: asdict(its) for name, its in self.levels.items()}}
-        return json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+        return state | {"levels": {name: asdict(its) for name, its in self.levels.items()}}
 
-    def load(self, data: bytes) -> None:
-        """Raises `ValueError`, `TypeError` or `KeyError` for anything else than what `encode` returned."""
-        state = json.loads(data)
+    def load_state(self, state: Mapping[str, Any]) -> None:
         if state["lessons"].keys() != self.lessons.keys() or state["levels"].keys() != self.levels.keys():
             raise ValueError("the curriculum of another config")
         lessons = {name: Lesson(**its) for name, its in state["lessons"].items()}
         levels = {name: Levels(**its) for name, its in state["levels"].items()}
-        self.lessons, self.levels, self._moves = lessons, levels, []
+        self.lessons, self.levels, self._events = lessons, levels, []
 
 
 def _scored(config: LevelReplayConfig, advantages: Array) -> Array:

@@ -1,13 +1,11 @@
 """The league as a fold over the experience log: payoffs, ratings, snapshots, and the table of who plays whom.
 
-`take` is given each episode in log order; `after_update` takes snapshots that are due. Nothing else moves the state, so
-a trainer that learns the log again, and a replay, come to the same league, bit by bit.
+It observes each episode, and takes the snapshots that are due after an update (trainer_node/learning/fold.py).
 
 Ratings are OpenSkill's Plackett-Luce model (Weng and Lin 2011) with the library's defaults, one per player and seat;
 beside it stands Elo as ML-Agents has it: it begins at 1200, and a match moves it by result − expectation (K = 1).
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,12 +16,13 @@ from openskill.models import PlackettLuce
 
 from stagecoach.shared.config.league import first_learner
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.experience.counters import Counters, Duration
-from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
+from stagecoach.shared.experience.counters import Counters, Duration, Phase
+from stagecoach.shared.experience.fragment import EpisodeRecord, FragmentHeader, MatchRecord
 from stagecoach.shared.experience.spaces import EnvironmentDescription, PlainData
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.trainer_node.learning.fold import Fold
 
 _MODEL = PlackettLuce()
 _ELO, _ELO_SCALE = 1200.0, 400.0
@@ -91,8 +90,10 @@ class LeagueState(PlainData):
     """The newest policy version that has acted what was taken."""
 
 
-class League:
+class League(Fold):
     """A run's league; at first each learner's initial weights are its only snapshot."""
+
+    name = "league"
 
     def __init__(self, config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> None:
         assert config.league is not None
@@ -102,11 +103,10 @@ class League:
             name: PlayerRef(player.kind or "random", player.sha256, player.source, player.seats)
             for name, player in sorted(self._config.fixed.items())
         }
-        self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
-        self.unstored: dict[str, bytes] = {}
-        """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
-        self.left: list[str] = []
-        """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
+        self.now = LeagueState({name: Standing() for name in sorted(self._learners)})
+        self.resettable = sorted(its.policy for its in self._learners.values() if its.reset is not None)
+        self._new: dict[str, bytes] = {}
+        """SHA-256 → snapshots of the last update."""
         self._acted_by = 0
         self._told: set[str] = set()
         self._resets: list[str] = []
@@ -116,46 +116,50 @@ class League:
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
 
-    def encode(self) -> bytes:
-        return json.dumps(self.state.as_dict(), sort_keys=True, separators=(",", ":")).encode()
+    def state(self) -> dict[str, Any]:
+        return self.now.as_dict()
 
-    def load(self, data: bytes) -> None:
-        """Continues from what `encode` returned, whose snapshots are in the store; raises `ValueError`."""
-        state = LeagueState.from_dict(json.loads(data))
-        if set(state.learners) != set(self._learners):
-            raise ValueError(f"its league has the learners {sorted(state.learners)}, expected {sorted(self._learners)}")
-        self.state, self.unstored = state, {}
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        found = LeagueState.from_dict(state)
+        if set(found.learners) != set(self._learners):
+            raise ValueError(f"its league has the learners {sorted(found.learners)}, expected {sorted(self._learners)}")
+        self.now, self._new = found, {}
 
-    def saw(self, version: int) -> None:
-        """A fragment begins that this policy version acted; its episodes are taken next."""
-        self._acted_by, self.state.version = version, max(version, self.state.version)
+    def observe_fragment(self, header: FragmentHeader, counters: Counters) -> None:
+        """Observes the fragment's matches, except in warm-up, which acts at random."""
+        if header.phase is Phase.TRAIN:
+            self._acted_by, self.now.version = header.version, max(header.version, self.now.version)
+            super().observe_fragment(header, counters)
 
-    def take(self, record: EpisodeRecord) -> None:
-        """One episode. One whose players are not in the league (any more) counts nowhere, and one that ended under a
-        version of before one of its learners began again in the own play of who learned from it alone."""
+    def observe_episode(self, record: EpisodeRecord, counters: Counters) -> None:
+        """Counts and rates one match.
+
+        A match with a player that is not in the league (any more) counts nowhere. One that ended under a version from
+        before the reset of one of its learners counts only in the own play of the learner it was drawn for.
+        """
         match = record.match
         if match is None or not self._knows(match):
             return
-        standing, own = self.state.learners[match.learner], match.players[match.side]
+        standing, own = self.now.learners[match.learner], match.players[match.side]
         standing.played.env_steps += record.length
         standing.played.episodes += 1
         formers = [
-            self.state.learners[name].former for name, its in self._learners.items() if its.policy in match.players
+            self.now.learners[name].former for name, its in self._learners.items() if its.policy in match.players
         ]
         if self._acted_by <= max(formers, default=-1):
             return
         for player, why in match.forfeited.items():
             self._why[player] = why
-            self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
+            self.now.forfeits[player] = self.now.forfeits.get(player, 0) + 1
             for seat in {seat for seat, its in zip(self._seats, match.players, strict=True) if its == player}:
-                self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
+                self.now.ratings.setdefault(seat, {}).setdefault(player, Rating()).forfeits += 1
         agents = self._sides[match.side]
         gained = math.fsum(record.agent_returns.get(agent, 0.0) for agent in agents) / len(agents)
         for side, player in enumerate(match.players):
             if side == match.side:
                 continue
             result = match.result(match.side, side)
-            cells = self.state.payoff.setdefault(own, {}).setdefault(player, {})
+            cells = self.now.payoff.setdefault(own, {}).setdefault(player, {})
             games, wins, draws, returns = cells.get(match.side, (0, 0, 0, 0.0))
             cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5), returns + gained
             if player != own:
@@ -169,7 +173,7 @@ class League:
         learner, sides = self._learners.get(match.learner), len(self._seats)
         if learner is None or not len(match.players) == len(match.outcome) == sides or match.side >= sides:
             return False
-        taken = {snapshot.id for snapshot in self.state.snapshots}
+        taken = {snapshot.id for snapshot in self.now.snapshots}
         current = {*self._seats, *(each.policy for each in self._learners.values())}
         known = all(player in current or player in taken or player in self._fixed for player in match.players)
         return known and match.players[match.side] == learner.policy and self._seats[match.side] == learner.seat
@@ -179,7 +183,7 @@ class League:
         places = list(zip(self._seats, match.players, strict=True))
         if len(set(places)) < len(places):
             return
-        ratings = [self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()) for seat, player in places]
+        ratings = [self.now.ratings.setdefault(seat, {}).setdefault(player, Rating()) for seat, player in places]
         before = [rating.elo for rating in ratings]
         ranks = [1.0 + sum(other > mine for other in match.outcome) for mine in match.outcome]
         rated = _MODEL.rate([[_MODEL.rating(mu=each.mu, sigma=each.sigma)] for each in ratings], ranks=ranks)
@@ -193,10 +197,10 @@ class League:
                 ratings[side].elo -= change
 
     def after_update(self, policies: Mapping[str, Policy], updates: int) -> list[str]:
-        """Takes the snapshots that are due; returns the policies that are to begin again with their initial weights."""
-        self.unstored, self.left, begin_again = {}, [], []  # by now a trainer has stored and told what there was
+        """Takes the snapshots that are due; returns the policies of the learners whose reset is."""
+        self._new, begin_again = {}, []  # by now a trainer has stored what there was
         for name, learner in sorted(self._learners.items()):
-            standing = self.state.learners[name]
+            standing = self.now.learners[name]
             reset = self._reset_due(name)
             if reset or self._snapshot_due(standing):
                 self._take_snapshot(name, policies, updates)
@@ -208,8 +212,8 @@ class League:
                 )
                 standing.began_at, standing.form = replace(standing.played), {}
                 standing.resets += 1
-                standing.former = self.state.version + self._lag  # the present version is not above that
-                self.state.ratings[learner.seat][learner.policy] = Rating()
+                standing.former = self.now.version + self._lag  # the present version is not above that
+                self.now.ratings[learner.seat][learner.policy] = Rating()
                 begin_again.append(learner.policy)
         return begin_again
 
@@ -221,7 +225,7 @@ class League:
         return strong and _passed(config.at_most_every, standing.played, standing.snapshot_at)
 
     def _reset_due(self, name: str) -> bool:
-        standing, least = self.state.learners[name], self._config.snapshot.min_games
+        standing, least = self.now.learners[name], self._config.snapshot.min_games
         if (reset := self._learners[name].reset) is None:
             return False
         won = False
@@ -232,7 +236,7 @@ class League:
 
     def _take_snapshot(self, name: str, policies: Mapping[str, Policy], updates: int) -> None:
         """The learner's weights join the league with its rating; the oldest snapshot may have to leave."""
-        state, learner = self.state, self._learners[name]
+        state, learner = self.now, self._learners[name]
         standing, policy_id = state.learners[name], learner.policy
         standing.snapshot_at = replace(standing.played)
         standing.form.pop(ALL, None)
@@ -242,7 +246,7 @@ class League:
         player = snapshot_id(policy_id, sha256)
         if any(its.id == player or (its.policy, its.weights) == (policy_id, weights) for its in state.snapshots):
             return  # nothing was learned since
-        self.unstored[sha256] = data
+        self._new[sha256] = data
         state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps, weights))
         ratings = state.ratings.setdefault(learner.seat, {})
         ratings[player] = replace(ratings.setdefault(policy_id, Rating()))
@@ -254,15 +258,14 @@ class League:
             self._remove(snapshot)
 
     def _remove(self, snapshot: Snapshot) -> None:
-        self.state.snapshots.remove(snapshot)
-        self.left.append(snapshot.sha256)
-        self.state.payoff.pop(snapshot.id, None)
-        known: list[dict[str, Any]] = [*self.state.payoff.values(), *self.state.ratings.values()]
-        for row in (*known, *(standing.form for standing in self.state.learners.values())):
+        self.now.snapshots.remove(snapshot)
+        self.now.payoff.pop(snapshot.id, None)
+        known: list[dict[str, Any]] = [*self.now.payoff.values(), *self.now.ratings.values()]
+        for row in (*known, *(standing.form for standing in self.now.learners.values())):
             row.pop(snapshot.id, None)
 
     def table(self, train: Counters) -> MatchTable:
-        """Who may play whom from now on. `train` are the run's counters, by which `swap_every` counts."""
+        """Who may play whom from now on; `swap_every` counts by the counters `train`."""
         names, every = sorted(self._learners), self._config.swap_every
         if every is not None:
             names = [names[every.index(train) % len(names)]]
@@ -276,7 +279,7 @@ class League:
         seats = {learner.policy: learner.seat for learner in self._learners.values()}
         players = {
             item.id: PlayerRef("policy", item.sha256, f"{item.policy} at step {item.env_steps}", (seats[item.policy],))
-            for item in self.state.snapshots if item.id in drawn
+            for item in self.now.snapshots if item.id in drawn
         }  # fmt: skip
         players |= {name: ref for name, ref in self._fixed.items() if name in drawn}
         return MatchTable(self._sides, self._seats, learners, players)
@@ -310,50 +313,51 @@ class League:
         config, learner, met = self._config.opponents.past, self._learners[name], set[str]()
         for policy_id in (each.policy for each in self._learners.values() if each.seat == seat):
             if policy_id == seat or learner.policy == learner.seat:  # else it exploits the seat's own policy
-                of_it = [snapshot.id for snapshot in self.state.snapshots if snapshot.policy == policy_id]
+                of_it = [snapshot.id for snapshot in self.now.snapshots if snapshot.policy == policy_id]
                 met |= {of_it[0], *of_it[-config.window :]}
-        ids = [snapshot.id for snapshot in self.state.snapshots if snapshot.id in met]
+        ids = [snapshot.id for snapshot in self.now.snapshots if snapshot.id in met]
         if config.choose == "uniform":
             return dict.fromkeys(ids, 1.0)
         if config.choose == "recent":
             return {player: float(rank) for rank, player in enumerate(ids, 1)}
-        form = self.state.learners[name].form
+        form = self.now.learners[name].form
         rates = {player: form.get(player, (0, 0.5))[1] for player in ids}
         weights = {player: math.pow(1 - rate, 2.0) for player, rate in rates.items()}
         return weights if any(weights.values()) else dict.fromkeys(ids, 1.0)
 
-    def resettable(self) -> list[str]:
-        """The policies that may have to begin again."""
-        return sorted(learner.policy for learner in self._learners.values() if learner.reset is not None)
+    def new_objects(self) -> dict[str, bytes]:
+        """Returns the snapshots of the last update."""
+        return self._new
 
     def objects(self) -> list[str]:
-        """The SHA-256 of all that the league has in the store, fixed players included."""
+        """Returns the SHA-256 of all players, the fixed ones included."""
         fixed = (ref.sha256 for ref in self._fixed.values() if ref.sha256)
-        return sorted({*(snapshot.sha256 for snapshot in self.state.snapshots), *fixed})
+        return sorted({*(snapshot.sha256 for snapshot in self.now.snapshots), *fixed})
 
     def rating(self, policy_id: str) -> float:
         """The ordinal of a learning policy, of the first learner's where none is named."""
         named = {its.policy: its.seat for its in self._learners.values()}
         policy_id = policy_id or first_learner(self._learners).policy
-        return self.state.ratings[named[policy_id]][policy_id].ordinal
+        return self.now.ratings[named[policy_id]][policy_id].ordinal
 
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Per learning policy what stands in metrics and `training_status.json`."""
-        found = {}
+    def metrics(self) -> dict[str, float]:
+        """Returns the rating, form and counts of each learning policy."""
+        found: dict[str, float] = {}
         for name, learner in sorted(self._learners.items()):
-            standing = self.state.learners[name]
-            rating = self.state.ratings[learner.seat][learner.policy]
-            snapshots = sum(snapshot.policy == learner.policy for snapshot in self.state.snapshots)
-            found[learner.policy] = {
+            standing = self.now.learners[name]
+            rating = self.now.ratings[learner.seat][learner.policy]
+            its = {
                 "rating": rating.ordinal, "elo": rating.elo, "win_rate": standing.form.get(ALL, (0, 0.5))[1],
-                "matches": standing.played.episodes, "snapshots": snapshots, "resets": standing.resets,
-                "forfeits": sum(self.state.forfeits.values()),
+                "matches": standing.played.episodes, "resets": standing.resets,
+                "snapshots": sum(snapshot.policy == learner.policy for snapshot in self.now.snapshots),
+                "forfeits": sum(self.now.forfeits.values()),
             }  # fmt: skip
+            found |= {f"{key}/{learner.policy}": value for key, value in its.items()}
         return found
 
-    def lines_to_tell(self) -> list[str]:
-        """A line for each reset since the last call; and once in a process, where fixed players are not met, for each
-        learner whose `plays` is no opponent of it, and for each player that has forfeited many matches."""
+    def drain_events(self) -> list[str]:
+        """Returns a line for each reset; and once in a process, where fixed players are not met, for each learner whose
+        `plays` is no opponent of it, and for each player that has forfeited many matches."""
         lines = self._resets
         self._resets = []
         if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
@@ -381,7 +385,7 @@ class League:
                 self._told.add(key)
                 whom = " and ".join(met)
                 lines.append(f"{name} takes the seats of {learner.seat}, where it meets {whom} alone (plays)")
-        for player, count in sorted(self.state.forfeits.items()):
+        for player, count in sorted(self.now.forfeits.items()):
             if count > _FORFEITS_ALLOWED and player not in self._told:
                 self._told.add(player)
                 found = f"player {player} has forfeited {count:,} matches"

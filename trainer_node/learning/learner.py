@@ -30,9 +30,9 @@ from stagecoach.trainer_node.learning.building_blocks.reward_normalization impor
     RewardFilter,
     RewardScaling,
 )
-from stagecoach.trainer_node.learning.curriculum import Curriculum
 from stagecoach.trainer_node.learning.demonstrations import Demonstrations
-from stagecoach.trainer_node.learning.league import League
+from stagecoach.trainer_node.learning.fold import Fold
+from stagecoach.trainer_node.learning.folds import make_folds
 from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
@@ -81,7 +81,7 @@ class ExperienceFilter:
         return found
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Learner:
     """The parts that learn, per policy id, and what they have counted."""
 
@@ -102,15 +102,19 @@ class Learner:
     """Of several policies, what the agents of each did in training: transitions (`env_steps`) and episodes."""
     every_step_counts: bool = False
     """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
-    league: League | None = None
-    curriculum: Curriculum | None = None
+    folds: Sequence[Fold] = ()
+    """In the order in which they observe an episode."""
     initial: dict[str, Columns] = field(default_factory=dict)
-    """What a league's policies begin again with, of those that may have to: weights and state of the algorithm."""
+    """Weights and state of the algorithm of each policy that a fold may reset, to begin again with."""
 
     def read_demonstrations(self) -> None:
         """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
         for its in self.demonstrations.values():
             len(its)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Returns by name what each fold has workers decide episodes by."""
+        return {fold.name: fold.table(self.counters.train).as_dict() for fold in self.folds}
 
     def mean_return(self) -> float | None:
         """Over the last training episodes; None before the first has ended."""
@@ -125,13 +129,8 @@ class Learner:
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
-                if self.league is not None and item.header.phase is Phase.TRAIN:  # heatup acts at random
-                    self.league.saw(item.header.version)
-                    for record in item.header.episodes:
-                        self.league.take(record)
-                if self.curriculum is not None:
-                    for record in item.header.episodes:
-                        self.curriculum.take(record, counters.env_steps, self._rating)
+                for fold in self.folds:
+                    fold.observe_fragment(item.header, counters)
                 self._tally(item)
             self.remembered.append(item.position)
             self._filter(item)
@@ -142,10 +141,6 @@ class Learner:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
             for policy_id, shaped in self.shaped.items():
                 shaped.take(_source(item), _begins(item), item.columns[policy_id])
-
-    def _rating(self, policy_id: str) -> float:
-        assert self.league is not None, "a lesson by rating needs a league: the config was checked"
-        return self.league.rating(policy_id)
 
     def _tally(self, item: Fragment) -> None:
         for policy_id, tally in self.tallies.items():
@@ -192,14 +187,19 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
-        if self.curriculum is not None and self.curriculum.levels and phase is Phase.TRAIN:
-            made: Any = next(iter(self.algorithms.values()))
-            self.curriculum.learned(fragments, getattr(made, "advantages", None))
-        if self.league is not None and phase is Phase.TRAIN:
-            for policy_id in self.league.after_update(self.policies, self.counters.train.updates):
+        if phase is Phase.TRAIN:
+            self._update_folds(fragments)
+        return metrics
+
+    def _update_folds(self, fragments: Sequence[Fragment]) -> None:
+        made: Any = next(iter(self.algorithms.values()))
+        advantages = getattr(made, "advantages", None) if len(self.algorithms) == 1 else None
+        for fold in self.folds:
+            fold.observe_update(fragments, advantages)
+        for fold in self.folds:
+            for policy_id in fold.after_update(self.policies, self.counters.train.updates):
                 load_state_arrays(self.policies[policy_id], part(self.initial[policy_id], _WEIGHTS))
                 self.algorithms[policy_id].load_state(part(self.initial[policy_id], _STATE))
-        return metrics
 
 
 _WEIGHTS, _STATE = "weights/", "state/"
@@ -278,13 +278,12 @@ def make_learner(
     changed = [name for name in sections if name in rewards or config.policies[name].changes_rewards]
     shaped = {name: ShapedReturns(config.metrics.window_episodes, description.in_turns) for name in changed}
     tallies = {name: Counters() for name in sorted(policies)} if len(policies) > 1 else {}
-    league = League(config, description, policies) if config.league is not None else None
-    again = league.resettable() if league is not None else ()
-    initial = {name: _initial(policies[name], algorithms[name]) for name in again}
+    folds = make_folds(config, description, policies)
+    initial = {name: _initial(policies[name], algorithms[name]) for fold in folds for name in fold.resettable}
     return Learner(
-        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped, tallies,
-        description.in_turns or league is not None, league,
-        Curriculum(config, description) if config.environment.parameters else None, initial,
+        policies=policies, algorithms=algorithms, rewards=rewards, filters=filters, counters=PhaseCounters(),
+        episodes=episodes, remembered=remembered, demonstrations=demonstrations, shaped=shaped, tallies=tallies,
+        every_step_counts=description.in_turns or bool(description.seats), folds=folds, initial=initial,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, Fragment
 from stagecoach.shared.experience.spaces import Array, EnvironmentDescription
-from stagecoach.shared.league.table import returns_by_player, sides_of
 from stagecoach.shared.storage.metric_log import ENV_STEPS, VERSION
+from stagecoach.trainer_node.learning.fold import all_metrics
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.learning.off_policy_evaluation import DataEvaluation
 
@@ -28,8 +28,7 @@ class UpdateMetrics:
 
     def __init__(self, config: Config, learner: Learner, description: EnvironmentDescription) -> None:
         self._from_data = DataEvaluation(config, description, read_dataset)
-        self._agents = description.agents
-        self._sides = sides_of(config.league.sides, self._agents)[0] if config.league is not None else ()
+        self._description = description
         self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
         self.learning_seconds = 0.0
         self._last = time.monotonic()
@@ -99,7 +98,7 @@ class UpdateMetrics:
             row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
             row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
-        row |= of_policies(learner.episodes, learner.tallies, self._agents, self._sides)
+        row |= of_policies(learner.episodes, learner.tallies, self._description)
         for policy_id, tally in learner.tallies.items():
             row |= {f"time/transitions/{policy_id}": tally.env_steps, f"time/episodes/{policy_id}": tally.episodes}
         for policy_id, shaped in learner.shaped.items():
@@ -112,10 +111,7 @@ class UpdateMetrics:
             found = self._from_data.figures(policy_id, policy, train.updates)
             row |= {name + suffix: value for name, value in found.items()}
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
-        for policy_id, its in learner.league.summary().items() if learner.league else ():
-            row |= {f"league/{name}/{policy_id}": float(value) for name, value in its.items()}
-        for entry, its in learner.curriculum.summary().items() if learner.curriculum else ():
-            row |= {f"curriculum/{name}/{entry}": value for name, value in its.items()}
+        row |= {name: float(value) for name, value in all_metrics(learner.folds).items()}
         told = {name: np.concatenate(parts) for name, parts in self._told.items()}
         return row | {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
 
@@ -139,13 +135,12 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
 
 
 def of_policies(
-    records: Sequence[EpisodeRecord], policies: Collection[str], agents: Mapping[str, str],
-    sides: Sequence[Sequence[str]] = (),
-) -> dict[str, float]:  # fmt: skip
-    """The mean return of each policy, the sum over its agents; in a league over the matches that it played."""
+    records: Sequence[EpisodeRecord], policies: Collection[str], description: EnvironmentDescription
+) -> dict[str, float]:
+    """The mean return of each policy, the sum over its agents; in matches, over those that it played."""
     returns: dict[str, list[float]] = {policy_id: [] for policy_id in policies}
     for record in records:
-        for player, its in returns_by_player(record, agents, sides).items():
+        for player, its in record.returns_by_player(description).items():
             if player in returns:
                 returns[player].append(its)
     return {f"{RETURN}_mean/{policy_id}": sum(its) / len(its) for policy_id, its in returns.items() if its}

@@ -668,7 +668,7 @@ class LeaguePanel extends Panel {
   }
 
   async update(run) {
-    const newest = run.snapshot.checkpoints.filter((entry) => entry.ratings).at(-1)?.name;
+    const newest = run.snapshot.checkpoints.filter((entry) => entry.fold_metrics).at(-1)?.name;
     if (!newest || newest === this.shown) return;
     this.shown = newest;
     const found = await api(`${runPath(run.runId)}/league`).catch(() => null);

@@ -32,7 +32,8 @@ from stagecoach.shared.deployment.deployed_policy import load_policy
 from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
-from stagecoach.shared.storage.players import LEAGUE, PLAYERS, read_player, snapshots_in, write_player
+from stagecoach.shared.storage.players import LEAGUE, snapshots_in
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.groups import some_quick
@@ -71,7 +72,7 @@ def line_of(table: str, name: str) -> str:
 
 def table_of(run: Run) -> MatchTable:
     checkpoints = run.checkpoint_store()
-    return MatchTable.from_dict(checkpoints.manifest(checkpoints.resolve("latest")).provenance["league"])
+    return MatchTable.from_dict(checkpoints.manifest(checkpoints.resolve("latest")).provenance["folds"]["league"])
 
 
 def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConfig, stagecoach: Stagecoach) -> None:
@@ -85,7 +86,7 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
         first.checkpoint_store().load(first.checkpoint_store().resolve("latest")).objects["hunter/policy.safetensors"]
     )
     store = second.checkpoint_store().store
-    assert read_player(store, player_hash(rival)) == rival
+    assert read_shared_object(store, player_hash(rival)) == rival
     table = table_of(second)
     assert dict(table.learners["prey"].opponents["hunter"]) == {"hunter": 0.5} | dict.fromkeys(fixed, 1 / 6)
     assert dict(table.learners["hunter"].opponents["prey"]) == {"prey": 0.5, "dice": 0.25, "script": 0.25}
@@ -100,7 +101,7 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     resumed = Run.start(again, "second", inline=True, or_resume=True)
     assert resumed.wait(120).reason == "exhausted" and resumed.status().version >= 5
     copied = resumed.export(config.runs_dir / "copied", "latest").parents[1]
-    assert player_hash(rival) in {path.name for path in (copied / PLAYERS).iterdir()}, "with its league"
+    assert player_hash(rival) in {path.name for path in (copied / SHARED_OBJECTS).iterdir()}, "with its league"
 
 
 def test_a_player_whose_critic_sees_more_plays_where_critics_see_less_and_the_other_way(chase: MakeConfig) -> None:
@@ -129,11 +130,11 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
     second = played(chase({}, initialize_from="first/latest"), "second")
     (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store
     checkpoint = second.checkpoint_store().load(begun)
-    listed, objects = checkpoint.manifest.provenance["players"], checkpoint.objects
+    listed, objects = checkpoint.manifest.provenance["shared_objects"], checkpoint.objects
     for policy in ("hunter", "prey"):
         data = objects[f"{policy}/policy.safetensors"]
         assert player_hash(data) in listed
-        assert read_player(store, player_hash(data)) == data
+        assert read_shared_object(store, player_hash(data)) == data
     assert "are met in evaluations alone" not in " ".join(event.text for event in second.events())
     examined = {finding.name: finding for finding in examine(chase({}, initialize_from="first/latest#second"))}
     assert "has no policy 'second'" in examined["players and beginnings"].text
@@ -170,7 +171,7 @@ def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, m
     begun = second.checkpoint_store().load(second.checkpoint_store().names()[0])
     store = first.checkpoint_store()
     listed = snapshots_in(store.load(store.resolve("latest"), only=LEAGUE).objects[LEAGUE])
-    then = decode_policy(read_player(store.store, listed[snapshot]))[0]  # of whatever version
+    then = decode_policy(read_shared_object(store.store, listed[snapshot]))[0]  # of whatever version
     now = decode_policy(begun.objects["hunter/policy.safetensors"])[0]
     assert all(torch.equal(tensor, now.state_dict()[name]) for name, tensor in then.state_dict().items())
     assert begun.manifest.provenance["initialized_from"]["summary"].startswith(f"hunter: {snapshot} of ")
@@ -182,13 +183,13 @@ def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, m
 def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chase: MakeConfig) -> None:
     kept = {"checkpoint": {"every": "1 updates", "keep_last": 2}}
     run = played(chase({"players": 4}, **kept), "cats")
-    abandoned = write_player(run.checkpoint_store().store, b"of a trainer that was killed before its checkpoint")
+    abandoned = write_shared_object(run.checkpoint_store().store, b"of a trainer that was killed before its checkpoint")
     origin = run.checkpoint_store().names()[0]
     run = Run.resume("cats", run.config.runs_dir, ("stop_at.updates=9",), inline=True, origin=origin)
     assert run.wait(120).reason == "exhausted"
     checkpoints = run.checkpoint_store()
-    listed = [checkpoints.manifest(name).provenance["players"] for name in checkpoints.names()]
-    there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
+    listed = [checkpoints.manifest(name).provenance["shared_objects"] for name in checkpoints.names()]
+    there = {key.removeprefix(SHARED_OBJECTS) for key in checkpoints.store.keys(SHARED_OBJECTS)}
     assert there == {sha256 for its in listed for sha256 in its} and abandoned not in there
 
 
@@ -276,9 +277,9 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     (path,) = run.config.runs_dir.glob("cats/s3/*/cats")
     assert load_policy(path, snapshot).version == load_policy(run.folder.path, snapshot[:-3]).version
     assert sum(row["kind"] == "snapshot" and row["seat"] == "prey" for row in found["players"]) > 1
-    (mine,) = (path / PLAYERS).glob(f"{snapshot.rpartition('-')[2]}*")
+    (mine,) = (path / SHARED_OBJECTS).glob(f"{snapshot.rpartition('-')[2]}*")
     kept = mine.read_bytes()
-    mine.write_bytes(next(file for file in (path / PLAYERS).iterdir() if file != mine).read_bytes())
+    mine.write_bytes(next(file for file in (path / SHARED_OBJECTS).iterdir() if file != mine).read_bytes())
     with pytest.raises(CheckpointDamaged, match=f"{mine.name} was altered"):
         load_policy(path, snapshot)
     mine.write_bytes(kept)
@@ -332,7 +333,7 @@ def test_a_player_of_a_live_run_is_the_one_that_was_found_whatever_that_run_does
     run = played(chase({"fixed": {"rival": "first/latest#hunter"}}), "second")
     assert run.config.league is not None
     assert run.config.league.fixed["rival"].sha256 == player_hash(found)
-    assert read_player(run.checkpoint_store().store, player_hash(found)) == found
+    assert read_shared_object(run.checkpoint_store().store, player_hash(found)) == found
 
 
 def digest(checkpoints: CheckpointStore, name: str) -> str:
