@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from stagecoach.coordinator.cli.commented_config import explained, first_paragraph, inline, section_of
 from stagecoach.shared.config.algorithms.base import OwnAlgorithm
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
-from stagecoach.shared.config.parameters import SamplerConfig
+from stagecoach.shared.config.environments.parameters import SamplerConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import RunPolicyConfig
 from stagecoach.shared.config.validation import section_tag, sections_in

@@ -8,7 +8,7 @@ from stagecoach.rollout_worker.exploration import base, discrete, noise
 from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.exploration.own import make_own_exploration
 from stagecoach.shared.base.errors import CheckpointError
-from stagecoach.shared.config.exploration import ExplorationConfig, OwnExploration
+from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, OwnExploration
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.section import Schedule
 from stagecoach.shared.experience.counters import Counters, Phase

@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.league.casting import Casting
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from stagecoach.shared.base.errors import EnvironmentFailure
-from stagecoach.shared.config.parameters import evaluated_table
+from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Duration, Phase
 from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord

@@ -25,8 +25,8 @@ from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.cli.commented_config import commented_config
 from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.base.user_code import import_object
+from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
-from stagecoach.shared.config.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.loading import load_config, parse_config
 from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField
 from stagecoach.shared.experience.fragment import EpisodeRecord

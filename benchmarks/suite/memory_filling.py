@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
-from stagecoach.shared.config.replay_buffer import ReplayBufferConfig
+from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferConfig
 from stagecoach.shared.experience.fragment import expected_columns
 from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer

@@ -22,7 +22,7 @@ from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, sco
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
 from stagecoach.shared.base.user_code import extend_imports, install, with_extra
-from stagecoach.shared.config.environment import WrapperConfig
+from stagecoach.shared.config.environments.environment import WrapperConfig
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.section import leaves

@@ -19,9 +19,9 @@ from stagecoach.rollout_worker.environments.vector_env import NamedFailures, rej
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
 from stagecoach.shared.base.process import keeping_sigterm
+from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
-from stagecoach.shared.config.parameters import evaluated_table
-from stagecoach.shared.config.replay_buffer import OwnReplay
+from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.counters import Counters

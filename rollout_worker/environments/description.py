@@ -13,7 +13,7 @@ from stagecoach.rollout_worker.environments.critic_state import state_space
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
 from stagecoach.shared.config.compatibility import check_minibatches
-from stagecoach.shared.config.parameters import evaluated_table, table_at
+from stagecoach.shared.config.environments.parameters import evaluated_table, table_at
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.goals import MISSED
 from stagecoach.shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec

@@ -27,7 +27,7 @@ from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment,
 from stagecoach.rollout_worker.wrappers import EpisodicLife
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from stagecoach.shared.base.user_code import import_object, install, with_extra
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 

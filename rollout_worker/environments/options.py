@@ -20,7 +20,7 @@ from stagecoach.rollout_worker.environments.levels import GameOfOne
 from stagecoach.rollout_worker.environments.vector_env import scalar
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.base.user_code import import_object, misfit
-from stagecoach.shared.config.hierarchy import OptionsConfig
+from stagecoach.shared.config.environments.hierarchy import OptionsConfig
 from stagecoach.shared.experience.spaces import Array
 
 CONTROLLER, OPTION = "controller", "option"

@@ -30,7 +30,7 @@ from stagecoach.rollout_worker.environments.vector_env import (
     pick,
 )
 from stagecoach.shared.base.errors import EnvironmentFailure
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription

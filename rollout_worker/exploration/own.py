@@ -10,7 +10,7 @@ from torch import Tensor
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import make_own, raised
-from stagecoach.shared.config.exploration import OwnExploration
+from stagecoach.shared.config.algorithms.exploration import OwnExploration
 from stagecoach.shared.policies.policy import Policy
 
 

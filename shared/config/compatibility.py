@@ -9,12 +9,12 @@ from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.offline import BCConfig
 from stagecoach.shared.config.algorithms.on_policy import OnPolicyConfig
 from stagecoach.shared.config.algorithms.q_learning import QLearningConfig, QMIXConfig, R2D2Config
-from stagecoach.shared.config.environment import EnvironmentConfig
-from stagecoach.shared.config.hierarchy import HierarchyConfig, OptionsConfig
+from stagecoach.shared.config.algorithms.replay_buffer import HindsightReplay
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.hierarchy import HierarchyConfig, OptionsConfig
 from stagecoach.shared.config.league import MEAN_RETURN
 from stagecoach.shared.config.league_compatibility import check_league, check_replay
 from stagecoach.shared.config.recorded import DataEvaluationConfig
-from stagecoach.shared.config.replay_buffer import HindsightReplay
 from stagecoach.shared.config.sections import ConfigFields
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults
 from stagecoach.shared.config.compatibility import check_sections_together
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.league_compatibility import check_stops, seating
 from stagecoach.shared.config.section import leaves
 from stagecoach.shared.config.sections import ConfigFields

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.algorithms.on_policy import PPOConfig
 from stagecoach.shared.config.algorithms.registry import AlgorithmField
-from stagecoach.shared.config.environment import BY_PATH, EnvironmentConfig, WrapperConfig
+from stagecoach.shared.config.environments.environment import BY_PATH, EnvironmentConfig, WrapperConfig
+from stagecoach.shared.config.environments.parameters import SamplerField
 from stagecoach.shared.config.league import LeagueConfig, LearnerConfig
-from stagecoach.shared.config.parameters import SamplerField
 from stagecoach.shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from stagecoach.shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
 from stagecoach.shared.config.section import Section, Width

@@ -16,7 +16,7 @@ from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
-from stagecoach.shared.config.parameters import table_at
+from stagecoach.shared.config.environments.parameters import table_at
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config

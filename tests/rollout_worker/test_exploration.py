@@ -15,7 +15,7 @@ from stagecoach.rollout_worker.acting_policies import make_exploration
 from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling
 from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
 from stagecoach.rollout_worker.exploration.noise import ParameterNoise, TruncatedGaussianNoise
-from stagecoach.shared.config.exploration import ExplorationField, NoiseField
+from stagecoach.shared.config.algorithms.exploration import ExplorationField, NoiseField
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.policy import Policy

@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.environments.factory import (
     make_native,
 )
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, MODULE, AddOne, Counting

@@ -17,7 +17,7 @@ from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
 from stagecoach.rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
 from stagecoach.shared.base.errors import EnvironmentUnusable
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.sections import PolicyConfig
 

@@ -17,7 +17,7 @@ from stagecoach.rollout_worker.environments.factory import make_environment
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import ConfigError, UserError
 from stagecoach.shared.base.user_code import EXTRAS, extend_imports, import_object, install, with_extra
-from stagecoach.shared.config.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.datasets.read import read_hdf5
 from stagecoach.shared.experience.spaces import EnvironmentDescription

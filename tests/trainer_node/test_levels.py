@@ -9,7 +9,7 @@ import pytest
 
 from stagecoach.rollout_worker.exploration.base import RandomActing
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.replay_buffer import HindsightReplay as Section
+from stagecoach.shared.config.algorithms.replay_buffer import HindsightReplay as Section
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.replay_buffers.hindsight import BELOW, DESIRED

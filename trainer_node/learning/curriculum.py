@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stagecoach.shared.config.parameters import CriterionConfig, LevelReplayConfig, table_at
+from stagecoach.shared.config.environments.parameters import CriterionConfig, LevelReplayConfig, table_at
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from stagecoach.shared.config.parameters import sampler_of
+from stagecoach.shared.config.environments.parameters import sampler_of
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
 from stagecoach.shared.experience.parameters import ParameterTable

@@ -19,8 +19,8 @@ from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import Step, pick, reject_unusable
 from stagecoach.shared.base.errors import EnvironmentFailure, headline
-from stagecoach.shared.config.environment import EnvironmentConfig
-from stagecoach.shared.config.parameters import evaluated_table
+from stagecoach.shared.config.environments.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _MOST_STEPS, _MOST_SECONDS = 1100, 5.0

@@ -10,8 +10,8 @@ from pydantic import ConfigDict, Field
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import import_object
-from stagecoach.shared.config.exploration import ExplorationConfig, Sampling
-from stagecoach.shared.config.reward_signals import RewardSignalsConfig
+from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, Sampling
+from stagecoach.shared.config.algorithms.reward_signals import RewardSignalsConfig
 from stagecoach.shared.config.section import Schedule, ScheduleField, Section
 from stagecoach.shared.config.validation import validated
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, Signals
-from stagecoach.shared.config.exploration import GaussianNoise, NoiseField, Sampling
-from stagecoach.shared.config.replay_buffer import ReplayBufferField, UniformReplay
+from stagecoach.shared.config.algorithms.exploration import GaussianNoise, NoiseField, Sampling
+from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField, UniformReplay
 from stagecoach.shared.config.section import ScheduleField
 
 LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from stagecoach.shared.config.algorithms.base import MarginCloningConfig, Signals
+from stagecoach.shared.config.algorithms.exploration import EpsilonGreedy, ExplorationField, Sampling
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
-from stagecoach.shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
-from stagecoach.shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
+from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay, ReplayBufferField
 from stagecoach.shared.config.section import Schedule, ScheduleField
 
 _ONE_HEAD: Mapping[str, tuple[Any, ...]] = {"head": ("expected",), "heads": (1,), "noisy": (False,)}

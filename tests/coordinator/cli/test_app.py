@@ -21,7 +21,7 @@ from tests.support.command_line import Stagecoach, check_refused, contents
 
 ENVIRONMENTS = "tests.support.environments"
 
-# one of each way to be refused; tests/shared/test_config_sources.py has the configs, test_environment_trial.py the rest
+# one of each way to be refused; tests/shared/config/test_loading.py has the configs, test_environment_trial.py the rest
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "misspelled environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),
     "factory that fails": ([f"environment.id={ENVIRONMENTS}:broken_factory"], ["no such mesh: arm.stl"]),

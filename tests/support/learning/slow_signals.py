@@ -11,8 +11,8 @@ from gymnasium import spaces as gym_spaces
 
 from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.shared.config.algorithms.on_policy import PPOConfig
+from stagecoach.shared.config.algorithms.reward_signals import GAILConfig, RNDConfig
 from stagecoach.shared.config.recorded import DemonstrationsConfig
-from stagecoach.shared.config.reward_signals import GAILConfig, RNDConfig
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces

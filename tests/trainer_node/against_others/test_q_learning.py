@@ -2,7 +2,7 @@
 
 Minibatches hold n-step rewards and their discounts, ends, and weights of prioritized replay. TorchRL divides a weighted
 sum by the sum of the weights; here, as in the paper, each weight scales its own gradient and the mean is over the
-minibatch. Noise on weights is tested in tests/shared/test_q_network.py and by finite differences (test_dqn.py).
+minibatch. Noise on weights is tested in test_q_network.py and by finite differences in test_dqn.py.
 """
 
 from __future__ import annotations

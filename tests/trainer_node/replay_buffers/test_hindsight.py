@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.replay_buffer import HindsightReplay as Section
+from stagecoach.shared.config.algorithms.replay_buffer import HindsightReplay as Section
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.replay_buffers.hindsight import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecoach.shared.config.replay_buffer import PrioritizedReplay as Section
+from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay as Section
 from stagecoach.shared.config.section import Schedule
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.replay_buffer import BalancedReplay, HindsightReplay, PrioritizedReplay, UniformReplay
+from stagecoach.shared.config.algorithms.replay_buffer import (
+    BalancedReplay,
+    HindsightReplay,
+    PrioritizedReplay,
+    UniformReplay,
+)
 from stagecoach.shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.shared.config.algorithms.on_policy import PPOConfig
-from stagecoach.shared.config.reward_signals import ICMConfig
+from stagecoach.shared.config.algorithms.reward_signals import ICMConfig
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.experience.spaces import Array, PolicySpaces
 from stagecoach.shared.policies.registry import borrowed_random_state, build_policies

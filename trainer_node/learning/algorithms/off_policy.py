@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagecoach.shared.config import replay_buffer as replay_buffer_config
+from stagecoach.shared.config.algorithms import replay_buffer as replay_buffer_config
 from stagecoach.shared.config.algorithms.off_policy import ActorConfig, OffPolicyConfig
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns, PolicySpaces

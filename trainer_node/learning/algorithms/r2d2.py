@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.shared.config.algorithms.q_learning import R2D2Config
-from stagecoach.shared.config.replay_buffer import PrioritizedReplay
+from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay
 from stagecoach.shared.policies.q_network import RecurrentQNetwork, rescaled, unscaled
 from stagecoach.trainer_node.learning.algorithms.dqn import DQN
 from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson

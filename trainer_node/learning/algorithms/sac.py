@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from stagecoach.shared.base.errors import UnsupportedSpace
+from stagecoach.shared.config.algorithms.exploration import Sampling
 from stagecoach.shared.config.algorithms.off_policy import SoftConfig
-from stagecoach.shared.config.exploration import Sampling
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.policies.continuous import Actor, SquashedGaussian
 from stagecoach.shared.policies.masks import legal_choices

@@ -18,7 +18,7 @@ import numpy as np
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import import_object
-from stagecoach.shared.config.replay_buffer import HindsightReplay
+from stagecoach.shared.config.algorithms.replay_buffer import HindsightReplay
 from stagecoach.shared.experience import goals
 from stagecoach.shared.experience.fragment import INFO
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces

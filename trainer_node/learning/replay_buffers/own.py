@@ -6,7 +6,7 @@ import numpy as np
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import make_own, raised
-from stagecoach.shared.config.replay_buffer import OwnReplay
+from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stagecoach.shared.config.algorithms.on_policy import ClippedConfig
-from stagecoach.shared.config.reward_signals import RewardSignalsConfig, SignalConfig
+from stagecoach.shared.config.algorithms.reward_signals import RewardSignalsConfig, SignalConfig
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.reward_signals import GAILConfig, ICMConfig, RNDConfig
+from stagecoach.shared.config.algorithms.reward_signals import GAILConfig, ICMConfig, RNDConfig
 from stagecoach.shared.policies.encoders import Encoder
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.demonstrations import Demonstrations

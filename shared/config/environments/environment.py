@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from stagecoach.shared.config.hierarchy import HierarchyConfig
-from stagecoach.shared.config.parameters import ParameterField
+from stagecoach.shared.config.environments.hierarchy import HierarchyConfig
+from stagecoach.shared.config.environments.parameters import ParameterField
 from stagecoach.shared.config.section import OFF, Section, short_for
 
 

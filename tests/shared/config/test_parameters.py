@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.parameters import evaluated_table, table_at
+from stagecoach.shared.config.environments.parameters import evaluated_table, table_at
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.parameters import ParameterTable
 from tests.conftest import minimal_config

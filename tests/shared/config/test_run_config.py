@@ -21,7 +21,7 @@ from stagecoach.shared.config.validation import sections_in
 from stagecoach.shared.experience.counters import Duration
 from tests.conftest import minimal_config
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 
 

@@ -22,7 +22,7 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors
 from stagecoach.rollout_worker.exploration.own import make_own_exploration
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
-from stagecoach.shared.config.exploration import OwnExploration
+from stagecoach.shared.config.algorithms.exploration import OwnExploration
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
