@@ -8,7 +8,6 @@ told in checkpointing/recovery.py, how it ends in incarnation.py.
 import logging
 import time
 from enum import StrEnum
-from pathlib import Path
 from typing import Self
 
 from stagecoach.shared.base.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
@@ -25,7 +24,6 @@ from stagecoach.trainer_node.checkpointing.recovery import Recovery, held
 from stagecoach.trainer_node.distributed.leader import meet_followers
 from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.learning.learner import set_up_torch, turns_lost
-from stagecoach.trainer_node.metrics.recorder import Recorder
 from stagecoach.trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
@@ -54,12 +52,7 @@ class Trainer:
         self._config, self._flow, self._run_id = role.config, role.flow, role.run_id
         self._heartbeat, self._stages = incarnation.heartbeat, incarnation.stages
         self._metrics = UpdateMetrics(role.config, self.learner, self.state.description)
-        run_folder = incarnation.run_folder
-        folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
-        began = incarnation.epoch, self.version, self.learner.counters.train.env_steps, recovery.parent
-        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, self.state.writer.store, began)
-        incarnation.closing.callback(self.recorder.close)
-        self.state.writer.recorder = self.recorder
+        self.recorder = self.state.writer.recorder
         self._orders = self._flow.read().checkpoint_orders
         """Checkpoints that persons have asked for so far."""
         self._catching_up = True
@@ -72,9 +65,7 @@ class Trainer:
         """A trainer whose state is recovered, and whose policy version is on the board."""
         incarnation.role.check_config()
         set_up_torch(incarnation.role.config.trainer)
-        recovery = Recovery(incarnation)
-        recovery.run()
-        trainer = cls(recovery)
+        trainer = cls(Recovery.start(incarnation))
         if not trainer.version and (lost := turns_lost(trainer._config, trainer.state.description)):
             incarnation.tell(lost)
         trainer._meet_followers()

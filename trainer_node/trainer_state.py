@@ -6,7 +6,6 @@ from functools import partial
 from typing import Literal
 
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
@@ -17,7 +16,7 @@ from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 from stagecoach.trainer_node.incarnation import Incarnation
-from stagecoach.trainer_node.learning.learner import make_learner
+from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 
@@ -71,24 +70,21 @@ _MOST_DUE = 16
 
 
 class TrainerState:
-    """Learner (at first untrained), log consumer, policy version and lineage."""
+    """Learner, log consumer, policy version and lineage: at first those of the untrained version 0."""
 
     def __init__(
-        self, incarnation: Incarnation, description: EnvironmentDescription, accounting: RedisAccounting
-    ) -> None:
+        self, incarnation: Incarnation, description: EnvironmentDescription, accounting: RedisAccounting,
+        learner: Learner, writer: CheckpointWriter,
+    ) -> None:  # fmt: skip
         role = incarnation.role
         self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
-        self.description = description
-        self.learner = make_learner(role.config, description, read_dataset=read_dataset)
+        self.description, self.learner, self.writer = description, learner, writer
         read, stages = incarnation.read_log, incarnation.heartbeat.stages
         self.consumer = LogConsumer(role.run_id, role.config, description, read, accounting, stages)
         self.schedule = RunSchedule(role.config)
-        self.writer = CheckpointWriter(role, incarnation.epoch, lambda: accounting.redis_process)
-        incarnation.closing.callback(self.writer.close)
-        incarnation.profile.add("publishing", self.writer.stages)
-        self.version, self.lineage, self.parent = -1, Lineage(), Parent()
+        self.version, self.lineage, self.parent = 0, Lineage(), Parent()
         self._stored = set[str]()
         """Of the folds' new objects, those in the store."""
         self._named = set[str]()

@@ -124,7 +124,7 @@ class LockstepPublisher:
         role, description = self._role, self._role.description()
         learner, progress = make_learner(role.config, description), Progress(0, 1)
         accounting = Committed(START, Ledger().as_json(), {})
-        writer = CheckpointWriter(role, self._epoch)
+        writer = CheckpointWriter.start(role, (self._epoch, 0, 0, 0))
         writer.submit(snapshot.take(learner, role.config, role.run_id, progress, accounting))
         writer.wait_idle(60)
         writer.close()

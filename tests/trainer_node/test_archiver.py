@@ -14,7 +14,7 @@ from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.trainer_node.checkpointing.checkpoint_writer import Archiver
+from stagecoach.trainer_node.checkpointing.archiver import Archiver
 from tests.conftest import MakeRole
 from tests.support.game import NewGame, archived, balanced, replayed, restore_redis
 

@@ -20,7 +20,7 @@ from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive
-from stagecoach.trainer_node.checkpointing.checkpoint_writer import Archiver
+from stagecoach.trainer_node.checkpointing.archiver import Archiver
 from stagecoach.trainer_node.checkpointing.fork import rolled_back
 from tests.conftest import RedisServer
 from tests.support.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small

@@ -9,7 +9,7 @@ class FencedStore:
     """`put` and `delete` raise `Fenced` once a newer trainer has taken over."""
 
     def __init__(self, store: ObjectStore, flow: Flow, epoch: int) -> None:
-        self._store, self._flow, self._epoch = store, flow, epoch
+        self._store, self._flow, self.epoch = store, flow, epoch
         self.get, self.keys, self.folders, self.check = store.get, store.keys, store.folders, store.check
 
     def put(self, key: str, data: bytes) -> None:
@@ -22,8 +22,8 @@ class FencedStore:
 
     def ask(self) -> None:
         """Raises `Fenced` for an older trainer."""
-        if not self._flow.holds(self._epoch):
-            raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
+        if not self._flow.holds(self.epoch):
+            raise Fenced(f"epoch {self.epoch} may not write checkpoints; a newer trainer has taken over")
 
 
 class LateDeletions:
@@ -31,14 +31,14 @@ class LateDeletions:
     has to be durable. What a crash leaves undeleted, each owner of a key finds again."""
 
     def __init__(self, store: FencedStore) -> None:
-        self._store = store
+        self.fenced = store
         self.get, self.keys, self.folders, self.check = store.get, store.keys, store.folders, store.check
         self.doomed: dict[str, None] = {}
         """Keys that are to go, in their order."""
 
     def put(self, key: str, data: bytes) -> None:
         self.doomed.pop(key, None)
-        self._store.put(key, data)
+        self.fenced.put(key, data)
 
     def delete(self, key: str) -> None:
         self.doomed[key] = None
@@ -46,5 +46,5 @@ class LateDeletions:
     def sweep(self) -> None:
         """Deletes what is noted; raises as the store does, and the rest stays noted."""
         for key in list(self.doomed):
-            self._store.delete(key)
+            self.fenced.delete(key)
             self.doomed.pop(key, None)

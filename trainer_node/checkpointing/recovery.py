@@ -2,11 +2,11 @@
 
 What happens between a `kill -9` of the trainer and its next update, in the order in which it happens:
 
-1. The coordinator (or a person) starts a new process, whose `Recovery` fences the dead trainer with a higher epoch and
+1. The coordinator (or a person) starts a new process. `Recovery.start` fences the dead trainer with a higher epoch and
    counts its death. Log entries over which several trainers died in a row go into quarantine.
-2. `Recovery.run` loads the newest checkpoint that verifies. Without one the run begins with version 0, untrained.
-3. `_resume` decides how to continue: by reading the log again; by fast-forwarding a Redis that knows less than the
-   checkpoint; or, where the log behind the checkpoint is gone, by rolling back to it as a new version.
+2. It loads the newest checkpoint that verifies. Without one the run begins with version 0, untrained.
+3. `_continuation` decides how to continue: by reading the log again; by fast-forwarding a Redis that knows less than
+   the checkpoint; or, where the log behind the checkpoint is gone, by rolling back to it as a new version.
 4. `restore_learner` puts the checkpoint into the learner, and reads again what replay buffers held.
 5. The loop (trainer_node/trainer.py) learns again what the log holds behind the checkpoint. It comes to the same
    versions, bit by bit, which Redis knows already; the first one that Redis does not know is the next update.
@@ -15,9 +15,11 @@ What happens between a `kill -9` of the trainer and its next update, in the orde
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import redis
 
+from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     BodyLost,
@@ -34,13 +36,15 @@ from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.ledger import Forward, Ledger, fast_forward
 from stagecoach.shared.protocol.policy_board import Published
+from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
 from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.checkpointing.fork import rolled_back
 from stagecoach.trainer_node.checkpointing.retention import unless_damaged
-from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, other_versions, restore
+from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, Snapshot, other_versions, restore
 from stagecoach.trainer_node.incarnation import Incarnation
-from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.learning.learner import Learner, make_learner
 from stagecoach.trainer_node.log_consumer import RedisAccounting
 from stagecoach.trainer_node.trainer_state import TrainerState
 
@@ -50,67 +54,57 @@ _LOGGER = logging.getLogger("stagecoach.trainer")
 class Recovery:
     """Brings a trainer's state to where its run stands: when it begins, and whenever Redis comes back with less."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
-        """Fences all older trainers, counts a death, and makes an untrained learner with all around it.
-
-        Raises `StagecoachError` where too many trainers have died in a row (shared/protocol/quarantine.py).
-        """
+    def __init__(self, incarnation: Incarnation, accounting: RedisAccounting, state: TrainerState) -> None:
         self.incarnation, self._role, self._log = incarnation, incarnation.role, incarnation.log
-        incarnation.heartbeat.start()
-        description = incarnation.with_store(self._role.description)  # one that cannot reach the store fences none
-        epoch = incarnation.with_store(lambda: last_epoch(self._role.checkpoints))
-        incarnation.epoch = self._role.flow.take_over(epoch)
-        self.accounting = RedisAccounting(self._role, incarnation.epoch)
-        self.accounting.begin()
-        self.state = TrainerState(incarnation, description, self.accounting)
-        self.parent = 0
-        """The version that the checkpoint it began from was trained from."""
+        self.accounting, self.state = accounting, state
         self.redis_checked = 0.0
         """When Redis was last found to be the process that the accounting was matched with."""
-        self.accounting.redis_process = self._role.flow.process()
 
-    def run(self) -> None:
-        """Brings the state to a version that is on the board."""
-        checkpoint = self.incarnation.with_store(lambda: newest_checkpoint(self._role.checkpoints, self._role.redis))
-        self.incarnation.with_store(self.state.learner.read_demonstrations)
+    @classmethod
+    def start(cls, incarnation: Incarnation) -> Self:
+        """Fences all older trainers, counts a death, and returns with a version on the board.
+
+        Raises `StagecoachError` if too many trainers have died in a row (shared/protocol/quarantine.py).
+        """
+        role = incarnation.role
+        incarnation.heartbeat.start()
+        description = incarnation.with_store(role.description)  # a trainer that cannot reach the store fences none
+        incarnation.epoch = role.flow.take_over(incarnation.with_store(lambda: last_epoch(role.checkpoints)))
+        accounting = RedisAccounting(role, incarnation.epoch)
+        accounting.begin()
+        accounting.redis_process = role.flow.process()
+        checkpoint = incarnation.with_store(lambda: newest_checkpoint(role.checkpoints, role.redis))
+        learner = make_learner(role.config, description, read_dataset=read_dataset)
+        incarnation.with_store(learner.read_demonstrations)
+        rolled, how = None, ""
         if checkpoint is None:
-            self._begin()
+            _refuse_lost_checkpoints(role)
         else:
-            self._resume(checkpoint)
-        counters = self.state.learner.counters
-        self.state.schedule.checkpointed(counters)
-        self.state.schedule.evaluation_due(counters)  # what was passed by now is not due any more
+            rolled, how = _continuation(role, checkpoint, incarnation.epoch)
+            checkpoint = rolled.checkpoint if rolled else checkpoint
+        writer = _start_writer(incarnation, accounting, checkpoint)
+        recovery = cls(incarnation, accounting, TrainerState(incarnation, description, accounting, learner, writer))
+        if checkpoint is None:
+            recovery._begin()
+        else:
+            if rolled is not None:
+                recovery.state.save_durably("version", rolled)
+            recovery._restore(checkpoint, how)
+        recovery.state.schedule.checkpointed(learner.counters)
+        recovery.state.schedule.evaluation_due(learner.counters)  # what was passed by now is not due any more
+        return recovery
 
     def _begin(self) -> None:
-        if self._role.flow.read().version >= 0:
-            raise StoreUnavailable(
-                f"run {self._role.run_id} has published policies, but the store holds no checkpoint of it; bring the "
-                f"store's contents back, or start a new run"
-            )
-        self.state.version = 0
         self.state.consumer.commit(0)
         taken = self.state.save_durably("first")
         self.publish(0)
         self.state.parent = Parent(taken.name, taken.log_position)
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        flow, manifest = self._role.flow.read(), checkpoint.manifest
-        trimmed = id_order(flow.trimmed_id) > id_order(manifest.log_position)
-        if trimmed and flow.version >= manifest.version:  # what came after it cannot be learned any more
-            checkpoint = self._roll_back(checkpoint)
-            how = f", but the log behind it is trimmed: continues as version {checkpoint.manifest.version}"
-        elif flow.version < manifest.version:  # Redis is new, or lost this run's past, or some of it
-            how = "; Redis knew nothing newer"
-        else:
-            how = f"; reading the log again up to version {flow.version}"
-        self._restore(checkpoint, f"restored {manifest.name}{how}")
 
     def _restore(self, checkpoint: Checkpoint, text: str) -> None:
         """Continues from a checkpoint; a Redis that knows less is fast-forwarded to it."""
         state, archive = self.state, self._role.archive()
         restored = self.incarnation.with_store(lambda: restore_learner(state.learner, checkpoint, archive, self._log))
         state.version, state.lineage = restored.version, restored.lineage
-        self.parent = checkpoint.manifest.provenance["policy_versions"][0]
         state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
         state.restore_objects(checkpoint.manifest.provenance.get("shared_objects", ()))
@@ -209,6 +203,44 @@ class Recovery:
         if not same and mode is Forward.ANYWAY:
             consumer.trimmed(position)
         return same
+
+
+def _refuse_lost_checkpoints(role: RunContext) -> None:
+    if role.flow.read().version >= 0:
+        raise StoreUnavailable(
+            f"run {role.run_id} has published policies, but the store holds no checkpoint of it; bring the store's "
+            f"contents back, or start a new run"
+        )
+
+
+def _continuation(role: RunContext, checkpoint: Checkpoint, epoch: int) -> tuple[Snapshot | None, str]:
+    """Returns how to continue from a checkpoint, in words, with the snapshot to roll back to where that is needed."""
+    flow, manifest, rolled = role.flow.read(), checkpoint.manifest, None
+    trimmed = id_order(flow.trimmed_id) > id_order(manifest.log_position)
+    if trimmed and flow.version >= manifest.version:  # what came after it cannot be learned any more
+        rolled = rolled_back(role, checkpoint, epoch)
+        how = f", but the log behind it is trimmed: continues as version {rolled.version}"
+    elif flow.version < manifest.version:  # Redis is new, or lost this run's past, or some of it
+        how = "; Redis knew nothing newer"
+    else:
+        how = f"; reading the log again up to version {flow.version}"
+    return rolled, f"restored {manifest.name}{how}"
+
+
+def _start_writer(
+    incarnation: Incarnation, accounting: RedisAccounting, checkpoint: Checkpoint | None
+) -> CheckpointWriter:
+    version, env_steps, parent = 0, 0, 0
+    if checkpoint is not None:
+        manifest, provenance = checkpoint.manifest, checkpoint.manifest.provenance
+        version, env_steps = manifest.version, provenance["counters"]["train"]["env_steps"]
+        parent = provenance["policy_versions"][0]
+    began = incarnation.epoch, version, env_steps, parent
+    writer = CheckpointWriter.start(incarnation.role, began, incarnation.run_folder, lambda: accounting.redis_process)
+    incarnation.closing.callback(writer.recorder.close)
+    incarnation.closing.callback(writer.close)
+    incarnation.profile.add("publishing", writer.timer)
+    return writer
 
 
 def last_epoch(checkpoints: CheckpointStore) -> int:

@@ -26,7 +26,7 @@ from stagecoach.shared.protocol.heartbeat import Beat, Heartbeat, read_heartbeat
 from stagecoach.shared.protocol.keys import BEATING, RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.checkpointing.checkpoint_writer import checkpoint_in_evaluation
+from stagecoach.trainer_node.checkpointing.write_stages import checkpoint_in_evaluation
 from stagecoach.trainer_node.distributed.leader import Rendezvous
 from stagecoach.trainer_node.metrics.fleet_metrics import FleetMetrics
 from stagecoach.trainer_node.metrics.recorder import Recorder, evaluation_row
