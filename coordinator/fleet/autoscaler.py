@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stagecoach.shared.base.printable import counted
+from stagecoach.shared.config.rollout import window
 from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.flow_control import FlowState
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat
@@ -182,8 +183,8 @@ class Autoscale:
         self._window = Window(window_seconds)
         self._hold_seconds = _WINDOWS_HELD * window_seconds
         self._batch, self._lag = fragments_per_update, max_policy_lag
-        self._useful = (max_policy_lag + 1) * fragments_per_update
-        """More workers than this can never hold a claim at the same time: (L + 1) · K."""
+        self._useful = window(max_policy_lag, fragments_per_update)
+        """More workers than this can never hold a claim at the same time."""
         self._trial: _Trial | None = None
         self._held, self._held_until = 0, -math.inf
         """No more than this number until then, since more brought nothing."""

@@ -22,6 +22,7 @@ from stagecoach.shared.base.process import keeping_sigterm
 from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
 from stagecoach.shared.config.environments.parameters import evaluated_table
+from stagecoach.shared.config.rollout import window
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.counters import Counters
@@ -92,7 +93,7 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
         check_compiling(here=here)
     rollout = config.rollout
     fragment = description.fragment_bytes(config.fragment_rows, config.environment.num_envs, config.state_sizes)
-    window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
+    most = window(rollout.max_policy_lag, rollout.fragments_per_update)
     leaves = [leaf for spaces in description.policies.values() for leaf in spaces.observation.leaves]
     images = any(leaf.is_image for leaf in leaves)  # they travel smaller than they are, by how much is not known
     if fragment > _MOST_VALUE_BYTES and not images:
@@ -100,9 +101,9 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
             f"a fragment of about {fragment} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); "
             f"lower rollout.fragment_steps or environment.num_envs, and raise rollout.fragments_per_update instead"
         )
-    if fragment * (window + rollout.fragments_per_update) > rollout.max_log_bytes:
+    if fragment * (most + rollout.fragments_per_update) > rollout.max_log_bytes:
         raise ConfigError(
-            f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {window} + "
+            f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {most} + "
             f"{rollout.fragments_per_update} of about {fragment} bytes each; workers and trainer would wait for each "
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )

@@ -10,6 +10,11 @@ from stagecoach.shared.experience.counters import Duration, DurationField
 MIN_LOG_BYTES = 1 << 20
 
 
+def window(max_policy_lag: int, fragments_per_update: int) -> int:
+    """Returns the most fragments that may be in flight: (L + 1) · K, as in shared/protocol/lua/include/window.lua."""
+    return (max_policy_lag + 1) * fragments_per_update
+
+
 class RolloutConfig(Section):
     """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""
 

@@ -6,12 +6,12 @@
 -- last', or ''), how many died there, how many entries are in quarantine for it now}; {-1} if fenced.
 if fenced(args.epoch) then return {-1, 0, '', 0, 0} end
 begin()
-local flow = redis.call('HMGET', keys.flow, 'at_work', 'version', 'deaths', 'deaths_version', 'taking', 'suspect',
+local flow = read_fields(keys.flow, 'at_work', 'version', 'deaths', 'deaths_version', 'taking', 'suspect',
   'suspect_deaths')
-local deaths, suspect, there = whole(flow[3]) or 0, flow[6] or '', whole(flow[7]) or 0
-local taking, died, put = flow[5] or '', 0, 0
-if flow[4] ~= flow[2] then deaths, suspect, there = 0, '', 0 end
-if flow[1] and flow[1] ~= args.epoch then
+local deaths, suspect, there = whole(flow.deaths) or 0, flow.suspect or '', whole(flow.suspect_deaths) or 0
+local taking, died, put = flow.taking or '', 0, 0
+if flow.deaths_version ~= flow.version then deaths, suspect, there = 0, '', 0 end
+if flow.at_work and flow.at_work ~= args.epoch then
   deaths, died = deaths + 1, 1
   if taking == '' then
     there = 0
@@ -26,6 +26,6 @@ if flow[1] and flow[1] ~= args.epoch then
     if put > 0 then suspect = '' end
   end
 end
-redis.call('HSET', keys.flow, 'at_work', args.epoch, 'deaths', deaths, 'deaths_version', flow[2], 'suspect', suspect,
+redis.call('HSET', keys.flow, 'at_work', args.epoch, 'deaths', deaths, 'deaths_version', flow.version, 'suspect', suspect,
   'suspect_deaths', there, 'taking', '')
 return {deaths, died, taking, there, put}

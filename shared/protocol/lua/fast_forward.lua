@@ -65,9 +65,11 @@ for _, id in ipairs(redis.call('ZRANGE', keys.claims, 0, -1)) do
   if not from or tonumber(seq) <= (marks[from] or -1) then redis.call('ZREM', keys.claims, id) end
 end
 for worker, total in pairs(totals) do
-  local stale = redis.call('HMGET', keys.produced, worker .. ':fragments:stale', worker .. ':transitions:stale')
-  redis.call('HSET', keys.produced, worker .. ':fragments', total[1] + (whole(stale[1]) or 0),
-    worker .. ':transitions', total[2] + (whole(stale[2]) or 0))
+  local function stale(count)
+    return whole(redis.call('HGET', keys.produced, worker .. count .. ':stale')) or 0
+  end
+  redis.call('HSET', keys.produced, worker .. ':fragments', total[1] + stale(':fragments'),
+    worker .. ':transitions', total[2] + stale(':transitions'))
 end
 local consumed = tonumber(redis.call('HGET', keys.flow, 'consumed') or '0')
 redis.call('HSET', keys.flow, 'claimed', consumed + credit + redis.call('ZCARD', keys.claims),

@@ -22,5 +22,5 @@ if wanted > version then
   write_ledger(args.accounts)
   wake()
 end
-local flow = redis.call('HMGET', keys.flow, 'state', 'reason', 'pushed_bytes', 'trimmed_bytes')
-return {reply, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}
+local flow = read_fields(keys.flow, 'state', 'reason', 'pushed_bytes', 'trimmed_bytes')
+return {reply, flow.state, flow.reason, tonumber(flow.pushed_bytes) - tonumber(flow.trimmed_bytes)}

@@ -1,4 +1,4 @@
---- @include common
+--- @include common, window
 --- @keys flow, claims, log, pushed, produced, incarnations, action_trace, pushes
 --- @args worker, incarnation, seq, epoch, transitions, field, value, bytes, refusals, action_trace_entry, action_trace_length
 -- Appends a fragment to the log and takes back its claim. `field` is 'fragment' and `value` its body, or 'body' and the
@@ -8,12 +8,12 @@
 -- newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim: it was restored from the
 -- past), or 'finished'. A fragment that was refused stays refused: the same number belongs to another fragment once the
 -- worker has heard of the refusal, and to the same fragment before.
-local flow = redis.call('HMGET', keys.flow, 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
+local flow = read_fields(keys.flow, 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag', 'version')
-if not flow[1] then return no_run() end
+if not flow.state then return no_run() end
 begin()
 redis.call('XLEN', keys.pushes)  -- fails here if the key is damaged, before anything is written
-if tonumber(args.epoch) > tonumber(flow[2]) then return 'epoch' end
+if tonumber(args.epoch) > tonumber(flow.epoch) then return 'epoch' end
 local from, seq = args.worker .. ':' .. args.incarnation, tonumber(args.seq)
 local claim = from .. ':' .. args.seq
 local last = whole(redis.call('HGET', keys.pushed, from)) or -1
@@ -21,7 +21,7 @@ if seq <= last then
   if redis.call('ZREM', keys.claims, claim) == 1 then redis.call('HINCRBY', keys.flow, 'claimed', -1) end
   return 'duplicate'
 end
-if flow[1] == 'finished' then return 'finished' end
+if flow.state == 'finished' then return 'finished' end
 local incarnations = whole(redis.call('HGET', keys.incarnations, args.worker)) or 0
 if tonumber(args.incarnation) < incarnations - 1 then return 'superseded' end
 local heard = tonumber(args.refusals)
@@ -40,7 +40,7 @@ local function produced(fate, fragments)
   redis.call('HINCRBY', keys.produced, args.worker .. ':transitions' .. fate, fragments * tonumber(args.transitions))
 end
 if redis.call('ZREM', keys.claims, claim) == 0 then
-  if tonumber(flow[3]) - tonumber(flow[4]) >= (tonumber(flow[6]) + 1) * tonumber(flow[5]) then
+  if window_is_full(tonumber(flow.claimed), flow) then
     redis.call('HSET', keys.pushed, from .. ':refused', heard + 1)
     produced('', 1)
     produced(':stale', 1)
@@ -60,7 +60,7 @@ if lost > 0 then
 end
 local written = redis.call('HINCRBY', keys.flow, 'pushed_bytes', args.bytes)
 local id = redis.call('XADD', keys.log, '*', 'worker', args.worker, 'incarnation', args.incarnation, 'seq', args.seq,
-  'lost', lost, 'transitions', args.transitions, 'end', written, 'version', flow[7] or '', args.field, args.value)
+  'lost', lost, 'transitions', args.transitions, 'end', written, 'version', flow.version or '', args.field, args.value)
 redis.call('XADD', keys.pushes, id, 'worker', args.worker, 'incarnation', args.incarnation, 'seq', args.seq,
   'lost', lost, 'transitions', args.transitions, 'body', args.field == 'body' and args.value or '')
 redis.call('HSET', keys.pushed, from, args.seq)
