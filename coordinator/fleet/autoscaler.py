@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.config.rollout import window
 from stagecoach.shared.experience.counters import Phase
-from stagecoach.shared.base.printable import counted
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.flow_control import FlowState
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat

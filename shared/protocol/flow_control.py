@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import redis
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from stagecoach.shared.base.errors import Fenced, UserError, WorkerSuperseded
+from stagecoach.shared.base.failure import FailureKind
+from stagecoach.shared.base.printable import printable
 from stagecoach.shared.config.rollout import window
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.base.errors import Fenced, UserError, WorkerSuperseded
-from stagecoach.shared.base.printable import printable
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, Call, Script, unknown_run, write_small
-from stagecoach.shared.base.failure import FailureKind
 
 _PAGE = 1000
 """Arguments of one script; Lua bears only some thousands."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Self, cast
 
 from stagecoach.shared.base.errors import WaitTimeout
+from stagecoach.shared.base.stage_timer import StageTimer
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest, Pointer
-from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
 from stagecoach.trainer_node.checkpointing.snapshot import Snapshot

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from stagecoach.shared.base.errors import CheckpointDamaged, ObjectMissing
-
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.due_evaluations import (
     delete_due_evaluation,

@@ -19,7 +19,6 @@ from typing import Self
 
 import redis
 
-from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     BodyLost,
@@ -29,6 +28,7 @@ from stagecoach.shared.base.errors import (
     StoreUnavailable,
     VersionsDiverged,
 )
+from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order

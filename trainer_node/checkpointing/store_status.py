@@ -8,7 +8,6 @@ from typing import Any
 
 from stagecoach.shared.base.errors import ShardUnavailable, StoreError, StoreUnavailable
 from stagecoach.shared.base.printable import counted
-
 from stagecoach.shared.protocol.heartbeat import growing_pauses
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import write_small

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import redis
-from stagecoach.shared.base.errors import CheckpointDamaged, Fenced, StoreError, StoreUnavailable
 
+from stagecoach.shared.base.errors import CheckpointDamaged, Fenced, StoreError, StoreUnavailable
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import START
 from stagecoach.shared.protocol.events import prune_evaluations, read_evaluations
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer
-from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.trainer_node.checkpointing import retention
 from stagecoach.trainer_node.checkpointing.archiver import Archiver

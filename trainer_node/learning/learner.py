@@ -23,7 +23,14 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies, torch_device
 from stagecoach.shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
-from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
+from stagecoach.trainer_node.learning.building_blocks.interface import (
+    Algorithm,
+    EstimatingAlgorithm,
+    Experience,
+    ReplayingAlgorithm,
+    Setting,
+    replay_fragments,
+)
 from stagecoach.trainer_node.learning.building_blocks.optimization import part
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import (
     RewardAverage,
@@ -150,11 +157,11 @@ class Learner:
 
     def recall(self, fragments: Iterable[Fragment], first: int = 0) -> None:
         """Fills the replay buffers with what they held again: the fragments at `remembered` from number `first` on."""
-        algorithms: dict[str, Any] = {**self.algorithms}
         for number, item in enumerate(fragments, first):
             self._filter(item)
-            for policy_id, algorithm in algorithms.items():
-                if number >= len(self.remembered) - replay_fragments(algorithm):
+            for policy_id, algorithm in self.algorithms.items():
+                first_held = len(self.remembered) - replay_fragments(algorithm)
+                if isinstance(algorithm, ReplayingAlgorithm) and number >= first_held:
                     algorithm.remember([Experience(_source(item), item.columns[policy_id])])
 
     def _filter(self, item: Fragment) -> None:
@@ -192,8 +199,9 @@ class Learner:
         return metrics
 
     def _update_folds(self, fragments: Sequence[Fragment]) -> None:
-        made: Any = next(iter(self.algorithms.values()))
-        advantages = getattr(made, "advantages", None) if len(self.algorithms) == 1 else None
+        advantages = None
+        if len(self.algorithms) == 1 and isinstance(made := next(iter(self.algorithms.values())), EstimatingAlgorithm):
+            advantages = made.advantages
         for fold in self.folds:
             fold.observe_update(fragments, advantages)
         for fold in self.folds:
@@ -297,11 +305,6 @@ def turns_lost(config: Config, description: EnvironmentDescription) -> str:
         f"end: one of each of {agents} agents in rollout.fragment_steps={steps}, which counts the turns of all; with "
         f"{10 * agents} a tenth would be lost"
     )
-
-
-def replay_fragments(algorithm: Algorithm) -> int:
-    """How many fragments its replay buffer holds; 0 where it has none."""
-    return getattr(algorithm, "replay_fragments", 0)
 
 
 def _begins(item: Fragment) -> bool:

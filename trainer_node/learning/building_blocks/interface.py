@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stagecoach.shared.experience.counters import Counters
-from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.building_blocks.optimization import Part, load_state_of, state_of, to_device
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardFilter
@@ -147,8 +147,7 @@ class PolicyLearner:
 class Algorithm(Protocol):
     """Learns one policy. Its constructor takes `(policy, config, setting)`.
 
-    One with a replay buffer also has `replay_fragments`, how many fragments that holds when it is full, and
-    `remember(experience)`, which puts back what it held, oldest first, once `load_state` was called.
+    With a replay buffer it is a `ReplayingAlgorithm` too.
     """
 
     policy: Policy
@@ -166,3 +165,28 @@ class Algorithm(Protocol):
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+
+
+@runtime_checkable
+class ReplayingAlgorithm(Protocol):
+    """An algorithm with a replay buffer, whose contents are no part of its state: they are read again from the log."""
+
+    replay_fragments: int
+    """The most fragments that the replay buffer holds."""
+
+    def remember(self, experience: Sequence[Experience]) -> None:
+        """Puts back fragments that the replay buffer held, oldest first, after `load_state`."""
+
+
+@runtime_checkable
+class EstimatingAlgorithm(Protocol):
+    """An algorithm that estimates the advantage of each step, by which a curriculum scores levels."""
+
+    @property
+    def advantages(self) -> Array | None:
+        """Advantages of the last update; None if there are none."""
+
+
+def replay_fragments(algorithm: Algorithm) -> int:
+    """Returns the most fragments that its replay buffer holds; 0 if it has none."""
+    return algorithm.replay_fragments if isinstance(algorithm, ReplayingAlgorithm) else 0
