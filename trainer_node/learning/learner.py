@@ -199,6 +199,8 @@ class Learner:
         return metrics
 
     def _update_folds(self, fragments: Sequence[Fragment]) -> None:
+        if not self.folds:
+            return
         advantages = None
         if len(self.algorithms) == 1 and isinstance(made := next(iter(self.algorithms.values())), EstimatingAlgorithm):
             advantages = made.advantages
