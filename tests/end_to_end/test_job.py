@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from stagecoach.coordinator.diagnostics.doctor import open_ray
 from stagecoach.coordinator.services.embedded import new_secret
 from tests.support.command_line import CommandLine, OwnServers, check_ledger, check_refused, own_servers
 from tests.support.lockstep_run import ENVIRONMENT
@@ -199,6 +198,8 @@ def test_a_cluster_that_is_not_there_or_is_another_is_named(laptop: CommandLine,
     (laptop.folder / "data.bin").unlink()
     laptop.environ["RAY_AUTH_TOKEN"] = "0" * 64
     check("refuses the token", cluster.dashboard)
+    from stagecoach.coordinator.diagnostics.doctor import open_ray  # which imports torch
+
     assert open_ray(cluster.head.address, cluster.head.dashboard) == [], "strangers are kept out, as `doctor` finds"
 
 

@@ -17,19 +17,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 import yaml
 
 from stagecoach.coordinator.catalog.status import Status
-from stagecoach.coordinator.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET, Service, new_secret, start_redis, start_s3
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.heartbeat import Wait
 from stagecoach.shared.protocol.redis_client import connect_redis
 from tests.support.speed import stretched
+
+if TYPE_CHECKING:
+    from stagecoach.coordinator.run import Run
 
 SOURCE = Path(__file__).parent.parent.parent
 DEADLINE_SECONDS = stretched(150.0)
@@ -117,6 +119,8 @@ class CommandLine:
         return path
 
     def handle(self, run_id: str) -> Run:
+        from stagecoach.coordinator.run import Run  # which imports torch
+
         return Run.attach(run_id, self.folder / "runs")
 
     def until(self, run_id: str, what: str, done: Callable[[Status], bool]) -> Status:

@@ -11,7 +11,6 @@ from typing import Any
 
 import redis
 
-from stagecoach.coordinator.run import Run
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
@@ -42,7 +41,7 @@ class Watched:
 
     def client(self) -> redis.Redis:
         """A connection to the run's present Redis; raises one of `AWAY`."""
-        handle = Run.attach(self.run_id, self._terminal.folder / "runs")
+        handle = self._terminal.handle(self.run_id)
         address = handle.folder.live_address()
         if address is None:
             raise FileNotFoundError("the run is not live")

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.shared.base.process import end_with_parent
 from tests.support.speed import stretched
@@ -30,6 +28,8 @@ _SECONDS = 120.0
 def actors() -> dict[str, dict[str, Any]]:
     """All actors of the Ray that this process has joined, by id. The public list asks the dashboard, which may not be
     there."""
+    import ray
+
     state: Any = ray._private.state
     return dict(state.actors())
 
