@@ -131,7 +131,7 @@ def dependencies() -> dict[str, str]:
     return {re.split(r"[\[<>=;! ]", item)[0]: group for group, items in groups.items() for item in items}
 
 
-def test_config_md_is_what_the_models_say() -> None:
+def test_config_md_equals_the_generated_page() -> None:
     assert text_of("docs/CONFIG.md") == config_markdown(), "run `make docs`"
 
 
@@ -142,7 +142,7 @@ def test_config_md_has_defaults_as_yaml() -> None:
     assert [text for text in defaults if re.search(r"\b(None|True|False)\b|\w\(", text)] == []
 
 
-def test_every_example_config_loads_and_says_what_is_reached() -> None:
+def test_example_configs_load_and_name_their_scores() -> None:
     configs = {path.stem: load_config(path, environ={}) for path in EXAMPLES}
     assert {"cartpole", "own_environment"} <= configs.keys()
     without = {name for name, config in configs.items() if config.stop_at.mean_return is None}
@@ -153,7 +153,7 @@ def test_every_example_config_loads_and_says_what_is_reached() -> None:
             assert (config.stop_at.env_steps or 0) <= rate.over.amount, f"{name} goes on when it learns no more"
 
 
-def test_the_yaml_that_users_copy_is_a_config() -> None:
+def test_yaml_snippets_are_valid_configs() -> None:
     """Each block on its own, with what it leaves out."""
     pages = (
         "README.md",
@@ -172,7 +172,7 @@ def test_the_yaml_that_users_copy_is_a_config() -> None:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 
 
-def test_the_commented_config_holds_the_defaults(tmp_path: Path) -> None:
+def test_commented_config_holds_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "stagecoach.yaml"
     path.write_text(commented_config())
     written = load_config(path, environ={})
@@ -180,13 +180,13 @@ def test_the_commented_config_holds_the_defaults(tmp_path: Path) -> None:
     assert written == parse_config(needed)
 
 
-def test_the_page_of_commands_names_every_one() -> None:
+def test_commands_page_names_every_command() -> None:
     page = text_of("docs/COMMANDS.md")
     assert commands(app) - set(re.findall(r"`stagecoach ([a-z]+)[ `]", page)) == set()
     assert commands(checkpoints.app) - set(re.findall(r"`stagecoach checkpoints ([a-z]+) RUN", page)) == {"list"}
 
 
-def test_every_command_and_make_target_that_is_named_exists() -> None:
+def test_named_commands_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
     command, target = r"(?:`|^\s*(?:\$ )?|/bin/)stagecoach ([a-z]+)\b", r"(?:`|^)make ([a-z-]+)"
     assert offenders(lambda _, text: set(re.findall(command, text, re.MULTILINE)) - commands(app)) == []
@@ -202,13 +202,13 @@ def test_every_dependency_has_its_whole_line() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithms_page_explains_what_it_writes_and_nothing_else(algorithm: str) -> None:
+def test_algorithm_pages_explain_exactly_their_metrics(algorithm: str) -> None:
     """What all runs write stands on the page of metrics."""
     assert {"train/grad_norm"} <= metrics_of("ppo"), "they are found in the source"
     assert explained_in(f"docs/algorithms/{algorithm}.md") == metrics_of(algorithm)
 
 
-def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -> None:
+def test_metrics_page_explains_exactly_what_runs_write() -> None:
     files = [*(ROOT / "trainer_node" / "metrics").glob("*.py"), ROOT / "shared" / "storage" / "metric_log.py"]
     areas = SIGNAL.replace("wait", "wait|parameter|episode|eval|event|fleet|log|time_share")
     written = set().union(*(metric_names(file.read_text(), areas) for file in files))
@@ -240,13 +240,13 @@ def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -
     assert WRITERS.keys() <= set(re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/METRICS.md"), re.MULTILINE))
 
 
-def test_pages_explain_every_metric_of_imitation_and_of_estimates_from_data() -> None:
+def test_pages_explain_metrics_of_imitation_and_estimates() -> None:
     assert explained_in("docs/DEMONSTRATIONS.md") == metric_names(inspect.getsource(cloning))
     explained = set(re.findall(r"^\| `(ope/\w+)` \|", text_of("docs/OFFLINE.md"), re.MULTILINE))
     assert explained == set(re.findall(r'"(ope/\w+)"', text_of("trainer_node/learning/off_policy_evaluation.py")))
 
 
-def test_the_page_on_reward_signals_explains_what_they_write_and_nothing_else() -> None:
+def test_reward_signals_page_explains_exactly_their_metrics() -> None:
     files = (ROOT / "trainer_node" / "learning" / "reward_signals").glob("*.py")
     written = set().union(*(metric_names(file.read_text()) for file in files))
     names = {name.replace("<name>", signal) for name in written for signal in reward_signals.ORDER}
@@ -254,7 +254,7 @@ def test_the_page_on_reward_signals_explains_what_they_write_and_nothing_else() 
     assert {"train/rnd_reward", "train/rnd_loss"} <= names
 
 
-def test_every_way_to_explore_and_every_schedule_is_written_as_it_is_to_be_written() -> None:
+def test_exploration_and_schedule_snippets_are_valid() -> None:
     ways, schedules = text_of("docs/EXPLORATION.md").split("## Schedules")
     found = [yaml.safe_load(span) for span in code_spans(ways) if span.startswith("{kind:")]
     made = [TypeAdapter(ExplorationField).validate_python(section) for section in found]
@@ -265,13 +265,13 @@ def test_every_way_to_explore_and_every_schedule_is_written_as_it_is_to_be_writt
     assert given == set(get_args(Schedule.model_fields["kind"].annotation))
 
 
-def test_the_page_on_recovery_names_every_wait() -> None:
+def test_recovery_page_names_every_wait() -> None:
     waits = set(named_waits())
     assert {"credit", "experience", "a new checkpoint"} <= waits
     assert waits - set(code_spans(text_of("docs/RECOVERY.md"))) == set()
 
 
-def test_the_page_on_the_protocol_names_every_redis_key_reason_for_a_drop_and_reply_of_a_push() -> None:
+def test_protocol_page_names_keys_drop_reasons_and_replies() -> None:
     page = text_of("docs/PROTOCOL.md")
     (listed,) = re.findall(r"The keys are (.*?)\. None", page, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == set(TYPES)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"^\s*(?:from|import) (?:coordinator|rollout_worker|trainer_node|shared)\b.*", re.MULTILINE)
 
 
-def test_importing_it_loads_neither_torch_nor_ray_nor_a_client() -> None:
+def test_import_loads_neither_torch_nor_ray_nor_a_client() -> None:
     code = "import stagecoach, sys; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "stagecoach" in done.stdout
@@ -23,13 +23,13 @@ def test_importing_it_loads_neither_torch_nor_ray_nor_a_client() -> None:
         assert f"'{heavy}'" not in done.stdout
 
 
-def test_every_name_that_it_promises_is_there() -> None:
+def test_promised_names_exist() -> None:
     missing = [name for name in stagecoach.__all__ if not hasattr(stagecoach, name)]
     assert missing == []
     assert dir(stagecoach) == sorted(stagecoach.__all__)
 
 
-def test_a_name_that_it_does_not_have_is_an_error_that_lists_those_it_has() -> None:
+def test_unknown_name_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer'; it has .*DQN, .*load_policy"):
         getattr(stagecoach, "Trainer")  # noqa: B009 - mypy would find it
 

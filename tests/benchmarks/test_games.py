@@ -31,7 +31,7 @@ def test_poker_is_a_pettingzoo_game(game: Any) -> None:
     api_test(game(), 200)
 
 
-def test_the_others_are_parallel_environments() -> None:
+def test_other_games_are_parallel_environments() -> None:
     parallel_api_test(RockPaperScissors(), 20)
     pytest.importorskip("lbforaging")
     parallel_api_test(Foraging(), 200)
@@ -74,7 +74,7 @@ def test_uniform_poker_is_as_exploitable_as_is_known(name: str, known: float) ->
 
 
 @pytest.mark.parametrize("bluff", [0.0, 0.2, 1 / 3])
-def test_kuhns_equilibria_are_not_exploitable_and_a_fault_in_one_is(bluff: float) -> None:
+def test_kuhn_equilibria_are_not_exploitable(bluff: float) -> None:
     """The first player bets with the jack by `bluff`, with the king three times as often (Kuhn 1950)."""
     pytest.importorskip("pyspiel")
 
@@ -94,7 +94,7 @@ def test_kuhns_equilibria_are_not_exploitable_and_a_fault_in_one_is(bluff: float
     assert judges.exploitability("kuhn_poker", faulty) > 0.02
 
 
-def test_a_mean_strategy_is_drawn_once_a_game_and_not_at_each_turn() -> None:
+def test_mean_strategy_is_drawn_once_a_game() -> None:
     """Half of the games is one that never bets nor calls, half one that always does: whoever has bet calls."""
     pytest.importorskip("pyspiel")
 
@@ -142,7 +142,7 @@ def test_perfect_tic_tac_toe_loses_no_line_of_play() -> None:
     assert judges.tic_tac_toe_exploitability(perfect) == 0
 
 
-def test_a_planted_blunder_is_found() -> None:
+def test_planted_blunder_is_detected() -> None:
     """It answers the center with the square below it, and no more than that."""
     center = judges.after((0,) * 9, 4, 1)
 
@@ -157,7 +157,7 @@ def test_a_planted_blunder_is_found() -> None:
     assert judges.tic_tac_toe_exploitability(blundering) == pytest.approx(0.5)  # one seat loses each game
 
 
-def test_uniform_tic_tac_toe_is_as_exploitable_as_openspiel_has_it() -> None:
+def test_uniform_tic_tac_toe_exploitability_equals_openspiel() -> None:
     assert judges.tic_tac_toe_exploitability(judges.uniform) == pytest.approx(0.9598296957671957, abs=1e-12)
     # Of all 255,168 games 131,184 are won by the first player and 77,904 by the second.
     assert [judges.lost_lines(judges.uniform, seat) for seat in (1, 2)] == [77_904, 131_184]
@@ -214,7 +214,7 @@ def test_minimax_wins_and_does_not_let_win(moves: list[int], expected: set[int])
     assert {judges.minimax(observation, np.random.default_rng(seed)) for seed in range(20)} == expected
 
 
-def test_minimax_beats_random_and_a_match_is_the_same_again() -> None:
+def test_minimax_beats_random_and_matches_repeat() -> None:
     found = [judges.match(CONNECT_FOUR, judges.minimax, judges.random_player, 20, seed=1) for _ in range(2)]
     assert found[0] == found[1]
     won, drawn, lost = found[0]
@@ -223,7 +223,7 @@ def test_minimax_beats_random_and_a_match_is_the_same_again() -> None:
     assert judges.match(CONNECT_FOUR, judges.random_player, judges.minimax, 20, seed=1)[2] >= 30
 
 
-def test_a_board_and_its_image_are_shown_alike_and_played_as_one() -> None:
+def test_mirrored_boards_share_observation_and_strategy() -> None:
     """Random games beside PettingZoo's own, in which the same columns are taken: what is shown is the board or its
     image, of two mirrored games the same, and the games end alike."""
     random, turned = np.random.default_rng(0), 0
@@ -270,7 +270,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.mark.timeout(180)
-def test_a_run_of_a_game_is_judged_at_each_checkpoint(tmp_path: Path) -> None:
+def test_game_run_is_judged_at_each_checkpoint(tmp_path: Path) -> None:
     task = Task(
         name="throws", algorithm="PPO", environment="throws", judge="rock_paper_scissors", reach=-0.5, within=256,
         reference="0", source="-", minutes=1, config=TINY,
@@ -282,7 +282,7 @@ def test_a_run_of_a_game_is_judged_at_each_checkpoint(tmp_path: Path) -> None:
     assert len({score for _, score in found.evaluations}) > 1
 
 
-def test_the_tables_judges_are_there() -> None:
+def test_judges_of_the_table_exist() -> None:
     judged = {task.judge for task in load_tasks().values() if task.judge}
     assert judged
     assert [name for name in judged if not callable(getattr(scores, name, None))] == []

@@ -34,13 +34,13 @@ RESULT = Result(
 )
 
 
-def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_results_file_round_trips(tmp_path: Path) -> None:
     write(RESULT, tmp_path / "speed.json")
     found = read(tmp_path / "speed.json")
     assert replace(found, curves=()) == replace(RESULT, curves=()) and list(found.curves) == list(RESULT.curves)
 
 
-def test_a_page_shows_lines_aims_notes_settings_and_pictures(tmp_path: Path) -> None:
+def test_page_shows_lines_aims_notes_and_pictures(tmp_path: Path) -> None:
     """Ratios are taken repeat by repeat, and an aim is compared with the median."""
     write(RESULT, tmp_path / "speed.json")
     write_page(RESULT, tmp_path)
@@ -55,13 +55,13 @@ def test_a_page_shows_lines_aims_notes_settings_and_pictures(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("samples", "worse"), [([60.0, 130.0, 280.0], 0), ([30.0, 60.0, 120.0], 1)])
-def test_a_check_finds_only_what_is_worse_beyond_spread_and_tolerance(samples: list[float], worse: int) -> None:
+def test_check_reports_only_what_exceeds_spread_and_tolerance(samples: list[float], worse: int) -> None:
     plain, ours = RESULT.measures[0], RESULT.measures[1]
     found = replace(RESULT, measures=[plain, replace(ours, samples=samples)])
     assert len(compare(RESULT, found)) == worse
 
 
-def test_what_is_compared_is_measured_in_turns_after_a_round_that_does_not_count() -> None:
+def test_sides_are_measured_in_turns_after_a_warmup() -> None:
     order: list[str] = []
 
     def call(name: str) -> float:
@@ -74,7 +74,7 @@ def test_what_is_compared_is_measured_in_turns_after_a_round_that_does_not_count
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12))
-def test_the_interquartile_mean_drops_a_quarter_at_each_end(scores: list[float]) -> None:
+def test_interquartile_mean_drops_a_quarter_at_each_end(scores: list[float]) -> None:
     left = list(scores)
     for _ in range(int(0.25 * len(scores))):
         left.remove(min(left))
@@ -90,7 +90,7 @@ def test_points_of_a_curve_are_independent() -> None:
     assert (low <= iqm(scores)).all() and (iqm(scores) <= high).all()
 
 
-def test_the_interval_is_that_of_all_resamples() -> None:
+def test_interval_equals_that_of_all_resamples() -> None:
     """Four seeds can be drawn in 256 ways; so the true distribution can be counted out."""
     scores = np.array([1.0, 2.0, 4.0, 11.0])
     means = [statistics.fmean(drawn) for drawn in itertools.product(scores, repeat=4)]
@@ -106,7 +106,7 @@ def test_seeds_are_drawn_within_their_stratum() -> None:
     assert [list(bound) for bound in sizes] == [[3, 7], [3, 7]]
 
 
-def test_the_same_scores_give_the_same_interval() -> None:
+def test_interval_is_deterministic() -> None:
     scores = np.array([1.0, 5.0, 9.0, 2.0, 2.0])
     assert mean_interval(scores) == mean_interval(scores)
     assert difference_interval(scores, scores)[0] < 0 < difference_interval(scores, scores)[1]

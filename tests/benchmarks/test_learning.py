@@ -67,7 +67,7 @@ def rows(report: str, name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("entry", load_tasks().values(), ids=lambda entry: entry.name)
-def test_every_task_is_a_config_that_ends_in_time_and_is_evaluated_within_it(entry: Task) -> None:
+def test_tasks_end_in_time_and_are_evaluated(entry: Task) -> None:
     config = entry.parse()
     assert config.stop_at.env_steps is not None
     assert config.stop_at.env_steps >= entry.within
@@ -75,19 +75,19 @@ def test_every_task_is_a_config_that_ends_in_time_and_is_evaluated_within_it(ent
     assert (entry.reference, entry.source) != ("", "")
 
 
-def test_a_task_wins_over_what_all_have_in_common() -> None:
+def test_task_overrides_common_settings() -> None:
     settings = task().settings
     assert settings["evaluation"] == {"episodes": 2, "num_envs": 2}
     assert settings["rollout"] == {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
 
 
-def test_the_digest_changes_with_the_settings_and_not_with_the_gate() -> None:
+def test_digest_follows_settings_but_not_the_gate() -> None:
     assert task(reach=11, minutes=2).digest == task().digest
     assert task(within=512).digest != task().digest
     assert task(config={**TINY, "seed": 3}).digest != task().digest
 
 
-def test_a_task_with_a_teacher_has_its_experience_as_the_dataset(tmp_path: Path) -> None:
+def test_task_with_teacher_reads_its_experience(tmp_path: Path) -> None:
     taught = task(config=TINY | CLONING, teacher=TINY)
     assert taught.digest != task(config=TINY | CLONING, teacher=TINY | {"heatup": "8 env_steps"}).digest
     dataset = taught.parse(3, tmp_path).dataset
@@ -102,7 +102,7 @@ def test_a_task_with_a_teacher_has_its_experience_as_the_dataset(tmp_path: Path)
     assert (shown.demonstrations.path, shown.demonstrations.min_return) == (dataset.path, 9.0)
 
 
-def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_task_name_is_refused(tmp_path: Path) -> None:
     entry = json.dumps({"a": {name: value for name, value in task().model_dump().items() if name != "name"}})
     (tmp_path / "one.yaml").write_text(entry)
     assert list(load_tasks(tmp_path)) == ["a"]
@@ -136,7 +136,7 @@ def test_hidden_velocities_leave_the_positions() -> None:
         assert hidden.step(action)[0].tolist() == plain.step(action)[0][[0, 2]].tolist()
 
 
-def test_bits_are_flipped_one_by_one_until_they_are_the_goal_or_it_is_missed_after_as_many_steps_as_bits() -> None:
+def test_bit_flipping_ends_at_goal_or_after_as_many_steps() -> None:
     environment = BitFlip(6)
     for seed in range(20):
         seen, _ = environment.reset(seed=seed)
@@ -154,7 +154,7 @@ def test_bits_are_flipped_one_by_one_until_they_are_the_goal_or_it_is_missed_aft
     assert steps[-1][4] == {"is_success": False}
 
 
-def test_of_all_dives_one_finds_what_is_at_the_bottom_and_the_way_there_costs() -> None:
+def test_deep_sea_rewards_one_dive_alone() -> None:
     environment = DeepSea(5)
     check_env(environment, skip_render_check=True)
     returns: list[float] = []
@@ -184,7 +184,7 @@ def _crossings(environment: gym.Env[Any, Any], actions: int, steps: int, **optio
     return found
 
 
-def test_one_line_of_play_crosses_a_corridor_or_opens_a_lock_and_most_locks_are_alike() -> None:
+def test_corridors_and_locks_have_one_solution() -> None:
     corridor, locks = Corridor(), Locks()
     check_env(corridor, skip_render_check=True)
     check_env(locks, skip_render_check=True)
@@ -194,7 +194,7 @@ def test_one_line_of_play_crosses_a_corridor_or_opens_a_lock_and_most_locks_are_
     assert returns[0] == returns[1] != returns[2]
 
 
-def test_a_wall_of_some_width_keeps_its_two_sides_apart_and_has_a_door_at_one_end() -> None:
+def test_maze_wall_has_one_door() -> None:
     maze = PointMaze(rows=2, length=4, wall=0.4)
     maze.reset(seed=0)
     up, right = np.array([0, 0.5]), np.array([0.5, 0])
@@ -210,7 +210,7 @@ def test_a_wall_of_some_width_keeps_its_two_sides_apart_and_has_a_door_at_one_en
 # The runs
 
 
-def test_the_plan_is_short_tasks_first_inline_first_and_leaves_out_what_is_done(tmp_path: Path) -> None:
+def test_plan_orders_jobs_and_skips_finished_ones(tmp_path: Path) -> None:
     short, long, odd = task(name="short"), task(name="long"), task(name="odd", needs=["no_such_module"])
     write(result(short, [(0, 1.0)], seed=1), tmp_path)
     write(result(long, [(0, 1.0)], "distributed", seed=2, digest="of other settings"), tmp_path)
@@ -222,13 +222,13 @@ def test_the_plan_is_short_tasks_first_inline_first_and_leaves_out_what_is_done(
     assert len(learning.plan([short, long, odd], ["inline", "distributed"], 2, tmp_path, again=True)) == 8
 
 
-def test_what_does_not_fit_into_the_budget_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_beyond_the_budget_do_not_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert learning.work([Job(task(minutes=3), "inline", 1)], 2.0, tmp_path / "data", tmp_path / "runs") == 0
     assert "not begun" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_leaves_its_curves_and_nothing_else_and_they_come_back_as_they_were(tmp_path: Path) -> None:
+def test_run_leaves_only_its_curves(tmp_path: Path) -> None:
     folder, data = tmp_path / "runs", tmp_path / "data"
     found = run(Job(task(config={**TINY, "heatup": "32 env_steps"}), "inline", 3), folder)
     assert (found.task, found.mode, found.seed, found.reason) == ("tiny", "inline", 3, "exhausted")
@@ -246,7 +246,7 @@ def test_a_run_leaves_its_curves_and_nothing_else_and_they_come_back_as_they_wer
     assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
 
 
-def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path) -> None:
+def test_teacher_runs_before_its_pupils(tmp_path: Path) -> None:
     taught = task(config=TINY | CLONING, teacher=TINY | {"stop_at": {"env_steps": 128}})
     found = run(Job(taught, "inline", 1), tmp_path)
     assert found.reason == "exhausted" and found.env_steps == 256 and 2 <= len(found.evaluations) <= 3
@@ -254,7 +254,7 @@ def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path)
 
 
 @pytest.mark.parametrize("role", ["inline", "teacher"])
-def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path, role: str) -> None:
+def test_run_that_cannot_begin_reports_why(tmp_path: Path, role: str) -> None:
     wrong = TINY | {"environment": {"id": "NoSuchThing-v0"}}
     teacher = {"config": TINY | CLONING, "teacher": wrong | {"stop_at": {"updates": 1}}}
     lost = task(**(teacher if role == "teacher" else {"config": wrong}))
@@ -262,7 +262,7 @@ def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path, role: str)
         run(Job(lost, "inline", 1), tmp_path)
 
 
-def test_the_command_line_runs_what_is_missing_and_writes_the_report(
+def test_command_runs_missing_jobs_and_writes_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(learning, "load_tasks", lambda: {"tiny": task()})
@@ -278,7 +278,7 @@ def test_the_command_line_runs_what_is_missing_and_writes_the_report(
         learning.main([*given, "--only", "nothing"])
 
 
-def test_interrupted_it_ends_what_it_started_and_keeps_nothing_of_it(terminal: CommandLine, tmp_path: Path) -> None:
+def test_interrupt_ends_started_jobs_and_drops_their_data(terminal: CommandLine, tmp_path: Path) -> None:
     runs, data = terminal.temporary / "runs", tmp_path / "data"
     process = terminal.module(
         "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs
@@ -327,14 +327,12 @@ def test_score_is_that_of_the_last_checkpoint() -> None:
         (0, 5, True, "yes"), (1, 5, True, "NO"),
     ],
 )  # fmt: skip
-def test_four_of_five_seeds_pass_and_none_of_a_negative_control(
-    reached: int, seeds: int, negative: bool, expected: str
-) -> None:
+def test_gate_needs_four_seeds_and_no_negative_control(reached: int, seeds: int, negative: bool, expected: str) -> None:
     of = task(negative=negative)
     assert verdict(of, [result(of, [(0, 20.0 if seed < reached else 0.0)]) for seed in range(seeds)]) == expected
 
 
-def test_the_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
+def test_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
     gate, control, empty = task(name="gate"), task(name="control", negative=True), task(name="empty")
     for seed, score in enumerate([2.0, 12.0, 13.0, 14.0, 30.0], 1):
         write(result(gate, [(0, 0.0), (100 * seed, score)], seed=seed), tmp_path / "data")
@@ -356,7 +354,7 @@ def test_the_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"gate.png", "control.png"}
 
 
-def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
+def test_report_is_deterministic(tmp_path: Path) -> None:
     write(result(task(), [(0, 5.0), (200, 50.0)]), tmp_path / "data")
     write(result(task(), [(0, 6.0), (200, 70.0)], seed=2), tmp_path / "data")
     seen = []
@@ -367,7 +365,7 @@ def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
     assert [one.seed for one in current(tmp_path / "data", task(), "inline")] == [1, 2]
 
 
-def test_a_curve_holds_the_newest_score_so_far() -> None:
+def test_curve_holds_newest_score_so_far() -> None:
     grid, scores = on_grid([result(task(), [(0, 1.0), (100, 2.0)]), result(task(), [(50, 3.0), (150, 4.0)])])
     assert (grid[0], grid[-1]) == (50, 150)
     assert scores[0].tolist() == [1.0 if at < 100 else 2.0 for at in grid]

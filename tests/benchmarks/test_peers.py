@@ -36,18 +36,18 @@ def fakes(name: str, library: str, *, peer: str | None = None, **knobs: dict[str
     return Contestant(name, _FAKE, peer, library, settings, solve, "nowhere")
 
 
-def test_the_rate_is_that_of_the_env_steps_between_two_things_told() -> None:
+def test_rate_covers_env_steps_between_two_reports() -> None:
     assert env_steps_per_second(fake(rate=1000), 0.2, 0.5) == pytest.approx(1000, rel=0.02)
 
 
-def test_a_mean_return_counts_only_over_a_whole_window_of_episodes() -> None:
+def test_mean_return_needs_a_full_window_of_episodes() -> None:
     assert seconds_to(fake(mean_return=480, lines=WINDOW_EPISODES // 10), 475, 60) is None
     reached = seconds_to(fake(mean_return=480), 475, 60)
     assert reached is not None and reached >= WINDOW_EPISODES // 10 * 0.06
     assert seconds_to(fake(mean_return=470), 475, 1.0) is None, "not reached in time"
 
 
-def test_a_program_that_fails_says_what_it_said_last() -> None:
+def test_failed_program_reports_its_last_output() -> None:
     with pytest.raises(ProgramFailed, match="code 3: its last words"):
         env_steps_per_second(fake(lines=2, code=3), 10, 10)
 
@@ -61,7 +61,7 @@ def test_nothing_that_a_program_started_outlives_it(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-def test_the_best_knobs_are_taken_and_ratios_are_to_the_best_of_a_library(tmp_path: Path) -> None:
+def test_ratios_compare_with_the_best_settings_of_a_library(tmp_path: Path) -> None:
     entered = [
         fakes("ours", "Stagecoach", few={"rate": 3000}, many={"rate": 6000}),
         fakes("theirs, slow", "RLlib", only={"rate": 500}),
@@ -84,13 +84,13 @@ def test_the_best_knobs_are_taken_and_ratios_are_to_the_best_of_a_library(tmp_pa
     assert result.settings["taken"]["ours"] == "many" and set(tried) == {"few", "many"}
 
 
-def test_a_peer_that_is_not_installed_is_named_and_has_no_line(tmp_path: Path) -> None:
+def test_missing_peer_is_named_and_has_no_line(tmp_path: Path) -> None:
     entered = [fakes("theirs", "RLlib", peer="rllib", only={"rate": 1})]
     result = contest(entered, Options(1, quick=True, cache=tmp_path), _TIMES)
     assert not result.measures and "theirs is not measured: rllib is not installed" in result.remarks[0]
 
 
-def test_a_peer_that_cannot_be_installed_says_why() -> None:
+def test_failed_peer_installation_reports_why() -> None:
     with pytest.raises(NotInstalled, match="odd cannot be installed: no such thing"):
         run("odd", [sys.executable, "-c", "print('no such thing\\n'); raise SystemExit(1)"])
 

@@ -29,7 +29,7 @@ def ended() -> Iterator[tuple[Rehearsal, Measured]]:
         yield work, measured
 
 
-def test_workers_came_and_went_and_every_transition_is_accounted_for(ended: tuple[Rehearsal, Measured]) -> None:
+def test_rehearsal_balances_while_workers_come_and_go(ended: tuple[Rehearsal, Measured]) -> None:
     work, measured = ended
     assert work.problems() == []
     assert verdict(work) == 0
@@ -37,7 +37,7 @@ def test_workers_came_and_went_and_every_transition_is_accounted_for(ended: tupl
     assert all(measured.counts[move] > 0 for move in ("joined", "left", "died", "crashed")), measured.counts
 
 
-def test_its_table_has_a_figure_for_each_role(ended: tuple[Rehearsal, Measured]) -> None:
+def test_rehearsal_table_has_a_figure_for_each_role(ended: tuple[Rehearsal, Measured]) -> None:
     found = dict(rows(ended[1]))
     assert {f"processor, {role}" for role in ("redis-server", "S3 server", "trainer", "workers")} <= set(found)
     assert float(found["env steps/s"].replace(",", "")) > 0

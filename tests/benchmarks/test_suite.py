@@ -83,7 +83,7 @@ VECTORS = [f"vectors: {name}" for name in ("APPO", "DQN", "SAC")]
 ALGORITHMS = ["vectors: PPO", "lockstep: PPO", *VECTORS, "images: PPO", "images: DQN"]
 
 
-def test_a_case_has_its_four_lines(measure_quickly: Measure) -> None:
+def test_update_case_has_four_lines(measure_quickly: Measure) -> None:
     result = measure_quickly("end-to-end", "lockstep: PPO")
     names = ("acting alone", "learning alone", "one after the other", "end to end")
     assert [line.what for line in result.measures] == [f"lockstep: PPO, {name}" for name in names]
@@ -101,7 +101,7 @@ def test_all_that_is_claimed_is_among_the_cases() -> None:
     assert {case.name for case in found if case.memory} == {"vectors: DQN", "vectors: SAC", "images: DQN"}
 
 
-def test_the_image_environment_is_one_that_gymnasium_accepts_and_its_frames_move() -> None:
+def test_image_environment_passes_gymnasium_checker() -> None:
     environment = moving_square()
     first, _ = environment.reset(seed=3)
     again, _ = moving_square().reset(seed=3)
@@ -112,13 +112,13 @@ def test_the_image_environment_is_one_that_gymnasium_accepts_and_its_frames_move
     assert {frame[1] for frame in frames} == {0.0, 1.0}
 
 
-def test_the_trainer_has_a_core_of_its_own_where_there_are_two() -> None:
+def test_trainer_has_its_own_core_when_there_are_two() -> None:
     cores = two_cores()
     assert {cores.trainer, cores.others} <= os.sched_getaffinity(0)
     assert cores.apart == (len(os.sched_getaffinity(0)) > 1)
 
 
-def test_the_adam_to_compare_with_is_there_only_while_it_is_asked_for() -> None:
+def test_reference_adam_is_active_only_inside_its_context() -> None:
     def own() -> list[bool]:
         return [vars(module)["Adam"] is Adam for module in (on_policy, sac)]
 
@@ -148,7 +148,7 @@ def _busy(seconds: float) -> None:
         pass
 
 
-def test_every_line_has_a_figure_and_the_two_roles_tell_all_their_parts(measure_quickly: Measure) -> None:
+def test_lines_have_figures_and_roles_report_all_parts(measure_quickly: Measure) -> None:
     result = measure_quickly("limits")
     of_framework = {f"worker: {part}" for part in (*WORKER_PARTS, FRAMEWORK)}
     of_framework |= {f"trainer: {part}" for part in (*TRAINER_PARTS, FRAMEWORK)}
@@ -159,7 +159,7 @@ def test_every_line_has_a_figure_and_the_two_roles_tell_all_their_parts(measure_
     assert found[f"worker: {CLOCKS}"] < found["worker: framework"]
 
 
-def test_a_clock_counts_a_call_within_a_call_once() -> None:
+def test_clock_counts_nested_calls_once() -> None:
     clock = Clock()
     inner = clock.around("inner", partial(_busy, 0.02))
 
@@ -193,7 +193,7 @@ def test_lines_of_memories_and_draws(measure_quickly: Measure) -> None:
 
 
 @pytest.mark.parametrize("kind", ["images", "goals", "vector"])
-def test_what_is_put_in_goes_on_where_its_source_was_left(kind: str) -> None:
+def test_replacement_resumes_where_its_source_stopped(kind: str) -> None:
     made = fragments(spaces_of(kind), 16, 2)
     found = [next(made) for _ in range(4)]
     (first, before), (third, after) = found[0], found[2]
@@ -247,20 +247,20 @@ def test_sizes_are_measured_and_worked_out(measure_quickly: Measure, family: str
         assert {"trainer", "redis-server", "worker"} <= set(found["cores used"]) and found["limit by arithmetic"]
 
 
-def test_the_slowest_role_or_the_cores_set_the_limit() -> None:
+def test_slowest_role_or_the_cores_set_the_limit() -> None:
     assert slowest({"worker": 4e-6, "trainer": 1e-6}, 2) == (250_000, "the processor of one worker")
     assert slowest({"worker": 2e-6, "trainer": 1.5e-6, "redis": 1e-6}, 2)[1] == "2 cores for all"
 
 
 @pytest.mark.parametrize("parameters", [1_000, 100_000])
-def test_a_network_is_about_as_large_as_asked_for(parameters: int) -> None:
+def test_network_has_about_the_requested_size(parameters: int) -> None:
     config = parse_config(network_config(parameters))
     (policy,) = build_policies(check(config).policies, config.policies, config.algorithm, seed=0).values()
     assert sum(weights.numel() for weights in policy.parameters()) == pytest.approx(parameters, rel=0.1)
 
 
 @pytest.mark.parametrize("size", [4, 1_000, 1_000_000])
-def test_a_fragment_of_observations_is_bounded(size: int) -> None:
+def test_observation_fragment_is_bounded(size: int) -> None:
     config = parse_config(observation_config(size))
     assert 4 * size * config.rollout.fragment_steps * config.environment.num_envs <= max(4 << 20, 16 * size)
 
@@ -293,13 +293,13 @@ def test_transport(measure_quickly: Measure) -> None:
     assert all(measure.unit == "bytes/s" for measure in result.measures)
 
 
-def test_a_setting_is_a_real_run(measure_quickly: Measure) -> None:
+def test_setting_runs_for_real(measure_quickly: Measure) -> None:
     result = measure_quickly("tuning", "slow: 1 × 8 × 64, async")
     (line,) = result.measures
     assert (line.what, line.against) == ("slow: 1 × 8 × 64, async", "")
     assert result.settings[line.what]["environment"]["vectorization"] == "async"
 
 
-def test_an_update_learns_from_the_same_number_of_transitions_whatever_the_fragments() -> None:
+def test_update_size_is_independent_of_fragment_size() -> None:
     for setting in SETTINGS:
         assert setting.envs * setting.steps * max(1, 2048 // (setting.envs * setting.steps)) == 2048

@@ -93,7 +93,7 @@ def act_alone(run: Run) -> None:
         run.act()
 
 
-def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+def test_trainer_dies_between_any_two_writes(new_run: NewRun) -> None:
     """And then, for each course that a restart takes, between any two writes of the restart."""
     config = crashing()
     expected, whole = undisturbed(new_run, config)
@@ -106,7 +106,7 @@ def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
         die_and_come_through(new_run(config), expected, first, second)
 
 
-def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(new_run: NewRun) -> None:
+def test_trainer_dies_while_it_publishes_through_the_store(new_run: NewRun) -> None:
     config = crashing("object_store", updates=2)
     expected, whole = undisturbed(new_run, config)
     for point in thinned(range(len(whole.done))):
@@ -114,9 +114,7 @@ def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(
 
 
 @pytest.mark.parametrize("transport", ["redis", "object_store"])
-def test_a_trainer_that_dies_between_any_two_writes_of_a_run_with_evaluations_that_are_due(
-    new_run: NewRun, transport: str
-) -> None:
+def test_trainer_dies_while_evaluations_are_due(new_run: NewRun, transport: str) -> None:
     """Each takes place, and rows of metrics and evaluations are those of the undisturbed run."""
     config = crashing(transport, updates=3, every="1 updates")
     expected, whole = undisturbed(new_run, config)
@@ -125,7 +123,7 @@ def test_a_trainer_that_dies_between_any_two_writes_of_a_run_with_evaluations_th
         die_and_come_through(new_run(config), expected, point)
 
 
-def test_a_trainer_of_a_league_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+def test_league_trainer_dies_between_any_two_writes(new_run: NewRun) -> None:
     """A snapshot joins, is listed, and leaves: ratings, players and what the store keeps of them are the same."""
     league = {"snapshot": {"every": "4 episodes"}, "players": 4, "opponents": {"latest": 0.4, "past": 0.6}}
     kwargs = {"cat_steps": 3, "mouse_steps": 5, "counts": False}
@@ -159,7 +157,7 @@ def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tu
     return tuple(_VARIES.sub("", write) for write in last.start)
 
 
-def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: NewRun) -> None:
+def test_trainer_dies_while_it_rolls_back(new_run: NewRun) -> None:
     """The newest one is altered and the log behind the older one is gone: its weights go on as a newer version."""
     config = crashing()
     _, whole = undisturbed(new_run, config)
@@ -184,7 +182,7 @@ def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: 
         go_back(point)
 
 
-def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
+def test_trainer_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
     """The publisher stands before each of its writes while three more versions are published; then both die."""
     config = crashing()
     expected, whole = undisturbed(new_run, config)
@@ -197,7 +195,7 @@ def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> N
         assert run.outcome() == expected, f"after a crash with the publisher at its write {held}"
 
 
-def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run: NewRun) -> None:
+def test_trainer_returns_after_its_successor_ended_the_run(new_run: NewRun) -> None:
     """Cut off before each of its writes and let go later: it ends that one request, and is refused the next."""
     config = crashing()
     expected, whole = undisturbed(new_run, config)
@@ -219,7 +217,7 @@ def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run
 
 
 @pytest.mark.parametrize("sections", [None, LEAGUE_OF_NIM], ids=["one agent", "in mid-match"])
-def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun, sections: dict[str, Any] | None) -> None:
+def test_worker_dies_between_any_two_writes(new_run: NewRun, sections: dict[str, Any] | None) -> None:
     """Its successor acts again what it had not pushed, in a league in the same seats against the same players; where
     nothing was pushed yet, it begins a life of its own."""
     config = crashing(updates=2, sections=sections)
@@ -239,7 +237,7 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun, sections: di
 
 
 @pytest.mark.parametrize("who", ["worker", "trainer"])
-def test_who_dies_between_two_writes_of_a_run_with_shards(new_run: NewRun, redis_server: RedisServer, who: str) -> None:
+def test_role_dies_between_two_writes_of_a_sharded_run(new_run: NewRun, redis_server: RedisServer, who: str) -> None:
     """Other databases of the same server; bodies and sweeps are writes as well. Nothing is left behind."""
     redis = {"url": redis_server.url, "shards": [f"{redis_server.url}/{db}" for db in (1, 2)]}
     config = crashing(updates=2)
@@ -273,7 +271,7 @@ def learned(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("every", [None, "1 updates"])
-def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun, every: str | None) -> None:
+def test_evaluator_dies_between_any_two_writes(new_run: NewRun, every: str | None) -> None:
     """Its scores choose the best checkpoint and end the run: each counts, and none counts twice."""
     config = crashing(mean_return=1.0, evaluations=2, every=every)
     expected, _ = undisturbed(new_run, config)

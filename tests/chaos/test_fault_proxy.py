@@ -69,7 +69,7 @@ def ask(client: socket.socket, line: bytes) -> bytes:
     return receive(client)
 
 
-def test_a_black_hole_keeps_connections_and_passes_nothing_until_it_heals(proxy: FaultProxy, echo: Echo) -> None:
+def test_black_hole_keeps_connections_until_it_heals(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as old, connect(proxy) as one:
         assert ask(old, b"a") == b"one a\n"
         assert ask(one, b"b") == b"one b\n"
@@ -89,7 +89,7 @@ def test_a_black_hole_keeps_connections_and_passes_nothing_until_it_heals(proxy:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_only_the_reply_to_the_request_that_is_meant_is_cut(proxy: FaultProxy, echo: Echo, after: int) -> None:
+def test_proxy_cuts_only_the_selected_reply(proxy: FaultProxy, echo: Echo, after: int) -> None:
     with connect(proxy) as other, connect(proxy) as client:
         assert ask(other, b"a") == b"one a\n"
         proxy.cut_reply(after, b"meant")
@@ -99,7 +99,7 @@ def test_only_the_reply_to_the_request_that_is_meant_is_cut(proxy: FaultProxy, e
         assert ask(other, b"meant, but late") == b"one meant, but late\n" and not proxy.armed
 
 
-def test_a_request_is_cut_before_the_server_has_all_of_it(proxy: FaultProxy, echo: Echo) -> None:
+def test_proxy_cuts_a_request_in_the_middle(proxy: FaultProxy, echo: Echo) -> None:
     with connect(proxy) as client:
         proxy.cut_request(4, b"never")
         assert ask(client, b"it never arrives") == b"<reset>"

@@ -89,9 +89,7 @@ def suffer(
         pytest.param(FAULTS + STOPS, id="everything is killed, and stopped"),
     ],
 )
-def test_whatever_is_killed_or_stopped_the_weights_are_the_same(
-    terminal: CommandLine, faults: list[tuple[Any, str]]
-) -> None:
+def test_kills_and_stops_leave_weights_equal(terminal: CommandLine, faults: list[tuple[Any, str]]) -> None:
     path = lockstep_run.write_config(terminal, 0.003, stop_at={"updates": 10**6})
     process = terminal.start("train", path, "--run-id", RUN)
     terminal.until(RUN, "training", lambda status: status.version > 1)

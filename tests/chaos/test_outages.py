@@ -53,7 +53,7 @@ def away(tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]) -> Iterato
         yield server, here
 
 
-def test_an_outage_is_waited_for_and_no_process_ends(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
+def test_roles_wait_for_the_end_of_an_outage(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
     """Of Redis, and then of the store."""
     server, here = away
     role = here.open()
@@ -88,7 +88,7 @@ def test_an_outage_is_waited_for_and_no_process_ends(away: tuple[OwnRedis, Store
             process.communicate()
 
 
-def test_an_outage_beyond_its_deadline_ends_the_role(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
+def test_role_ends_when_an_outage_exceeds_its_deadline(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
     """And a role that starts without its Redis is refused at once."""
     server, here = away
     redis = here.config.redis.model_copy(update={"retry_seconds": 2.0})

@@ -112,7 +112,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
             link.close()
 
 
-def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed_run(network: Network) -> None:
+def test_link_failures_leave_weights_equal(network: Network) -> None:
     trainer = network.start("trainer", "stagecoach.trainer_node")
     worker = network.start("worker", "stagecoach.rollout_worker", "--index", "0")
     version = network.until_after(0)
@@ -126,7 +126,7 @@ def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed
     network.end(trainer, worker)
 
 
-def test_a_trainer_that_was_cut_off_and_comes_back_writes_nothing_more(network: Network) -> None:
+def test_isolated_trainer_writes_nothing_after_it_returns(network: Network) -> None:
     """The network drops what it sends and receives; its connections stay. Another trainer is started meanwhile."""
     old = network.start("old", "stagecoach.trainer_node")
     worker = network.start("worker", "stagecoach.rollout_worker", "--index", "0", direct=True)

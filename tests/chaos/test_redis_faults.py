@@ -47,7 +47,7 @@ each_kind = pytest.mark.parametrize("servers", ["Redis", "shards"], indirect=Tru
 
 @each_kind
 @pytest.mark.parametrize("version", [0, 3])
-def test_a_killed_server_comes_back(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str, version: int) -> None:
+def test_killed_server_returns(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str, version: int) -> None:
     place, failing = servers
     game = place.game()
     game.play_to(version)
@@ -88,7 +88,7 @@ def test_servers_are_killed_again_and_again(servers: tuple[FaultRun, list[OwnRed
 
 
 @each_kind
-def test_a_server_that_is_stopped_and_continued(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str) -> None:
+def test_stopped_server_continues(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str) -> None:
     place, failing = servers
     game = place.game()
     game.play_to(2)
@@ -102,7 +102,7 @@ def test_a_server_that_is_stopped_and_continued(servers: tuple[FaultRun, list[Ow
         as_if_nothing_had_been(game, undisturbed)
 
 
-def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(place: FaultRun) -> None:
+def test_forgotten_scripts_are_loaded_again_in_one_command(place: FaultRun) -> None:
     """Else it could be gone again between being given a script and running it."""
     game = place.game()
     place.redis.command("SCRIPT", "FLUSH")
@@ -157,7 +157,7 @@ def has_all(replica: OwnRedis, place: FaultRun) -> None:
     eventually(lambda: len({server.command("INFO", "replication")[name] for server, name in offsets}) == 1)
 
 
-def test_a_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
+def test_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
     """The way leads to it before it is promoted: until then it refuses to write, and that is waited for."""
     game = place.game()
     game.play_to(2)
@@ -177,7 +177,7 @@ def test_a_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
         assert replica.command("ROLE")[0] == b"master"
 
 
-def test_a_replica_that_was_behind_takes_over_and_what_it_never_had_is_counted_as_lost(place: FaultRun) -> None:
+def test_lagging_replica_takes_over_and_loss_is_counted(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     with closing(FaultProxy(place.redis.port)) as between, replica_of(place, between.port) as replica:
@@ -205,7 +205,7 @@ def sha(step: str) -> bytes:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_reply_that_is_cut_is_asked_for_and_nothing_happens_twice(place: FaultRun, step: str, after: int) -> None:
+def test_lost_reply_is_requested_without_a_second_effect(place: FaultRun, step: str, after: int) -> None:
     """Each step has been done when its answer is lost; then it is sent again."""
     game = place.game()
     game.play_to(1)
@@ -233,7 +233,7 @@ def test_a_reply_that_is_cut_is_asked_for_and_nothing_happens_twice(place: Fault
 
 @pytest.mark.parametrize("step", ["claim", "push", "publish", "trim"])
 @pytest.mark.parametrize("after", [1, 60, 200])
-def test_a_request_that_is_cut_is_sent_again(place: FaultRun, undisturbed: str, step: str, after: int) -> None:
+def test_cut_request_is_sent_again(place: FaultRun, undisturbed: str, step: str, after: int) -> None:
     game = place.game()
     game.play_to(1)
     place.proxy.cut_request(after, sha(step))
@@ -242,7 +242,7 @@ def test_a_request_that_is_cut_is_sent_again(place: FaultRun, undisturbed: str, 
 
 
 @pytest.mark.parametrize("fault", ["refuse", "black_hole"])
-def test_beyond_retry_seconds_the_error_says_what_could_not_be_used(place: FaultRun, fault: str) -> None:
+def test_error_names_redis_after_retry_seconds(place: FaultRun, fault: str) -> None:
     """By the clock, not by the number of tries: a black hole takes a timeout for each of them."""
     game = place.game(place.config(redis={"timeout_seconds": 2, "retry_seconds": 3}))
     getattr(place.proxy, fault)()
@@ -270,7 +270,7 @@ def empty(place: FaultRun) -> None:
     place.redis.command("CONFIG", "SET", "maxmemory", 0)
 
 
-def test_a_full_memory_makes_claims_wait_and_nothing_else(place: FaultRun) -> None:
+def test_full_memory_delays_claims_alone(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     flow, worker = game.role.flow, game.worker
@@ -308,7 +308,7 @@ def test_a_full_memory_makes_claims_wait_and_nothing_else(place: FaultRun) -> No
 
 
 @pytest.mark.parametrize("max_policy_lag", [0, 1])
-def test_a_run_in_a_small_memory_goes_on_by_checkpoints_that_free_it(place: FaultRun, max_policy_lag: int) -> None:
+def test_checkpoints_free_a_small_memory(place: FaultRun, max_policy_lag: int) -> None:
     """No checkpoint would be due by the config; nobody dies, and with L = 0 the weights are the undisturbed run's."""
     config = small(
         rollout={"fragment_steps": 128, "fragments_per_update": 2, "max_policy_lag": max_policy_lag},
@@ -381,7 +381,7 @@ def test_redis_comes_back_with_an_older_file(place: FaultRun, what_is_lost: str,
     no_fragment_twice(game)
 
 
-def test_a_gap_that_a_worker_shows_is_counted_as_lost_in_the_same_step(place: FaultRun) -> None:
+def test_gap_of_a_worker_is_counted_as_lost_at_once(place: FaultRun) -> None:
     game = place.game()
     game.play_to(3)
     past = place.redis.keep()
@@ -397,7 +397,7 @@ def test_a_gap_that_a_worker_shows_is_counted_as_lost_in_the_same_step(place: Fa
 
 
 @pytest.mark.parametrize("step", ["publish", "drop"])
-def test_what_redis_lost_meanwhile_is_not_accounted_for(
+def test_fragments_lost_during_an_outage_are_unaccounted(
     place: FaultRun, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis goes between the trainer's look and its write; the worker has died too, so no gap will ever show."""
@@ -427,7 +427,7 @@ def test_what_redis_lost_meanwhile_is_not_accounted_for(
     no_fragment_twice(game)
 
 
-def test_a_trainer_that_waits_for_experience_sees_that_redis_lost_its_last_version(place: FaultRun) -> None:
+def test_waiting_trainer_detects_a_lost_version(place: FaultRun) -> None:
     """Else all claims would stand for fragments that it has learned, and everybody would wait for ever."""
     game = place.game(place.config(stop_at={"updates": 1000}))
     game.play_to(2)
@@ -453,7 +453,7 @@ def test_a_trainer_that_waits_for_experience_sees_that_redis_lost_its_last_versi
     balanced(game)
 
 
-def test_a_redis_that_lost_a_take_over_knows_the_new_trainer_again_and_refuses_the_old(place: FaultRun) -> None:
+def test_lost_takeover_is_restored_and_old_trainer_refused(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     game.durable()
@@ -469,7 +469,7 @@ def test_a_redis_that_lost_a_take_over_knows_the_new_trainer_again_and_refuses_t
     no_fragment_twice(game)
 
 
-def test_a_new_trainer_gets_no_epoch_that_redis_has_forgotten(place: FaultRun) -> None:
+def test_new_trainer_skips_epochs_that_redis_forgot(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     past = place.redis.keep()
@@ -485,7 +485,7 @@ def test_a_new_trainer_gets_no_epoch_that_redis_has_forgotten(place: FaultRun) -
     no_fragment_twice(game)
 
 
-def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_clock_says(place: FaultRun) -> None:
+def test_log_ids_grow_past_what_was_read_when_clock_steps_back(place: FaultRun) -> None:
     """A new master's clock may be slower: what came before the trainer's position would never be read."""
     game = place.game()
     game.play_to(2)
@@ -504,7 +504,7 @@ def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_cloc
     no_fragment_twice(game)
 
 
-def test_what_is_kept_of_old_incarnations_stays_bounded(place: FaultRun) -> None:
+def test_state_of_old_incarnations_stays_bounded(place: FaultRun) -> None:
     game = place.game()
     game.play_to(1)
     first, seq = game.worker, game.worker.claims.seq

@@ -64,7 +64,7 @@ def end_without_another_fragment(game: Game) -> None:
 # All goes well
 
 
-def test_a_run_with_shards_comes_to_the_same_and_leaves_nothing_behind(place: FaultRun, undisturbed: str) -> None:
+def test_sharded_run_has_equal_weights_and_leaves_nothing(place: FaultRun, undisturbed: str) -> None:
     game, held = place.game(), []
     for version in range(1, UPDATES + 1):
         game.play_to(version)
@@ -85,7 +85,7 @@ def test_two_runs_on_the_same_shards_do_not_see_each_other(place: FaultRun, undi
     all_is_there(place, one, undisturbed)
 
 
-def test_one_shard_may_be_the_index_itself(place: FaultRun, undisturbed: str) -> None:
+def test_index_may_serve_as_a_shard(place: FaultRun, undisturbed: str) -> None:
     game = place.game(place.config(shards=[place.redis.url, place.shards[0].url]))
     game.play_to(UPDATES)
     end_without_another_fragment(game)
@@ -96,7 +96,7 @@ def test_one_shard_may_be_the_index_itself(place: FaultRun, undisturbed: str) ->
 # Somebody dies
 
 
-def test_the_trainer_waits_for_a_shard_by_name(place: FaultRun, undisturbed: str) -> None:
+def test_trainer_waits_for_a_shard_by_name(place: FaultRun, undisturbed: str) -> None:
     game = place.game()
     game.play_to(2)
     push_all(game)
@@ -118,7 +118,7 @@ def test_the_trainer_waits_for_a_shard_by_name(place: FaultRun, undisturbed: str
     all_is_there(place, game, undisturbed)
 
 
-def test_beyond_the_deadline_the_error_says_which_shard_it_waited_for(place: FaultRun) -> None:
+def test_error_names_the_shard_after_the_deadline(place: FaultRun) -> None:
     game = place.game(place.config(deadline=0.5))
     game.play_to(2)
     place.kill_shards()
@@ -134,7 +134,7 @@ def test_beyond_the_deadline_the_error_says_which_shard_it_waited_for(place: Fau
 
 
 @pytest.mark.parametrize("how", ["stopped", "asked to leave"])
-def test_a_trainer_that_waits_for_a_shard_can_be_ended(place: FaultRun, how: str) -> None:
+def test_trainer_that_waits_for_a_shard_can_be_stopped(place: FaultRun, how: str) -> None:
     game = place.game()
     game.play_to(2)
     push_all(game)
@@ -159,7 +159,7 @@ def test_a_trainer_that_waits_for_a_shard_can_be_ended(place: FaultRun, how: str
     assert int(game.role.checkpoints.names()[-1].partition("_")[0]) == 2
 
 
-def test_a_worker_that_waits_for_a_shard_ends_when_the_run_does(place: FaultRun) -> None:
+def test_worker_that_waits_for_a_shard_ends_with_the_run(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     place.kill_shards()
@@ -172,7 +172,7 @@ def test_a_worker_that_waits_for_a_shard_ends_when_the_run_does(place: FaultRun)
         assert game.worker.step(0) == "finished"
 
 
-def test_an_archive_waits_for_a_shard_and_nothing_is_trimmed_before(place: FaultRun) -> None:
+def test_archive_waits_for_a_shard_before_any_trim(place: FaultRun) -> None:
     """The checkpoint is durable before; what is in the log stays until the archive has it."""
     game = place.game(place.config(archive="all"))
     game.play_to(1)
@@ -192,7 +192,7 @@ def test_an_archive_waits_for_a_shard_and_nothing_is_trimmed_before(place: Fault
     assert replayed(game).equal
 
 
-def test_a_sweep_that_did_not_come_is_made_up_for_by_the_next(place: FaultRun, undisturbed: str) -> None:
+def test_next_sweep_covers_a_missed_one(place: FaultRun, undisturbed: str) -> None:
     """The shard is away while a checkpoint becomes durable; it comes back with what was trimmed."""
     game = place.game()
     game.play_to(1)
@@ -232,7 +232,7 @@ def weights(game: Game) -> str:
     return hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
 
 
-def test_a_body_that_is_lost_before_it_was_read_is_dropped_and_its_credit_given_again(place: FaultRun) -> None:
+def test_unread_lost_body_is_dropped_and_credit_returned(place: FaultRun) -> None:
     game = place.game(place.config(archive="all"))
     game.play_to(3)
     first = game.worker.claims.seq
@@ -267,7 +267,7 @@ def test_very_many_lost_bodies_do_not_end_the_run(place: FaultRun) -> None:
 
 @pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("index_too", [True, False])
-def test_what_was_dropped_for_its_body_stays_dropped(place: FaultRun, comes_back: bool, index_too: bool) -> None:
+def test_fragment_dropped_for_its_body_stays_dropped(place: FaultRun, comes_back: bool, index_too: bool) -> None:
     """A trainer that reads the log again must come to the same versions; also when Redis had forgotten the drop."""
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}
     game = place.game(place.config(rollout=rollout, checkpoint={"every": "100 updates"}))
@@ -298,7 +298,7 @@ def test_what_was_dropped_for_its_body_stays_dropped(place: FaultRun, comes_back
 
 
 @pytest.mark.parametrize("lost_at", ["start", "middle"])
-def test_what_was_learned_and_is_lost_is_left_behind_in_a_new_version(place: FaultRun, lost_at: str) -> None:
+def test_lost_learned_body_starts_a_new_version(place: FaultRun, lost_at: str) -> None:
     """The log names it, the accounting count it: the replay cannot arrive there, and goes on from where it came to."""
     game = place.game(place.config(checkpoint={"every": "100 updates"}, archive="all"))
     game.play_to(4)
@@ -328,7 +328,7 @@ def test_what_was_learned_and_is_lost_is_left_behind_in_a_new_version(place: Fau
     assert found.equal, found.different
 
 
-def test_a_body_lost_between_two_lives_after_a_drop_committed_it_goes_the_same_way(place: FaultRun) -> None:
+def test_body_lost_between_trainers_starts_a_new_version(place: FaultRun) -> None:
     """It was read, and counted with a drop behind it, but is behind no version yet."""
     game = place.game()
     game.play_to(3)
@@ -367,7 +367,7 @@ def test_index_and_shards_come_back_with_less_together(place: FaultRun) -> None:
 # A shard is full
 
 
-def test_a_full_shard_makes_a_worker_wait_until_a_checkpoint_has_freed_it(place: FaultRun) -> None:
+def test_worker_waits_for_a_full_shard_until_a_checkpoint(place: FaultRun) -> None:
     """No checkpoint would be due by the config."""
     config = place.config(
         rollout={"fragment_steps": 128, "fragments_per_update": 2, "wait_deadline_seconds": 60},
@@ -397,7 +397,7 @@ def test_a_full_shard_makes_a_worker_wait_until_a_checkpoint_has_freed_it(place:
 # What a person asks for
 
 
-def test_a_resume_may_add_a_shard_but_not_leave_out_one_that_the_log_names(place: FaultRun) -> None:
+def test_resume_may_add_shards_but_drop_none_in_use(place: FaultRun) -> None:
     game = place.game()
     game.play_to(3)
     game.worker.step(0)

@@ -52,7 +52,7 @@ def fault(version: int) -> Fault:
     return Fault("trainer", "killed", "trainer", 1, time.monotonic(), version, -1)
 
 
-def test_a_soak_that_came_through_passes(work: Soak) -> None:
+def test_soak_passes_when_the_run_recovers(work: Soak) -> None:
     work.faults.append(fault(version=-1))
     work.watch_recovery()  # it asks for the version, and waits for a later one
     assert work.unrecovered() and not verdict(work, EQUAL, "")
@@ -65,21 +65,21 @@ def test_a_soak_that_came_through_passes(work: Soak) -> None:
     assert not verdict(work, EQUAL, "the run ended with code 1")
 
 
-def test_one_transition_too_many_in_the_accounting_fails_it(work: Soak) -> None:
+def test_soak_fails_when_accounting_is_off_by_one(work: Soak) -> None:
     work.watched.client().hincrby(RunKeys(work.watched.run_id).produced, "worker-0:transitions", 1)
     work.look()
     assert {line.partition(":")[0] for line in work.imbalances} == {"worker-0", "total"}
     assert not verdict(work, EQUAL, "")
 
 
-def test_a_run_that_is_not_well_again_in_time_fails_it(work: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_fails_when_recovery_takes_too_long(work: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "RECOVERY_SECONDS", 0.0)
     work.faults.append(fault(version=0))
     with pytest.raises(NotThrough, match="trainer killed"):
         work.watch_recovery()
 
 
-def test_a_run_that_ends_on_its_own_fails_it(work: Soak) -> None:
+def test_soak_fails_when_the_run_ends_on_its_own(work: Soak) -> None:
     work.process = work.terminal.start("status", "nobody")
     work.process.wait()
     with pytest.raises(NotThrough, match="ended with code 2"):

@@ -92,9 +92,7 @@ def prunes_later(here: StoreFaultRun, game: Game, fault: Fault, words: str, vers
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_continues_through_a_fault_at_each_stage_of_a_checkpoint(
-    site: MakeSite, undisturbed: Final, kind: str
-) -> None:
+def test_training_survives_faults_at_each_checkpoint_stage(site: MakeSite, undisturbed: Final, kind: str) -> None:
     server, fault, stages, words = KINDS[kind]
     silent = fault in (faults.HANG, faults.LOSE_ANSWER)
     here = site(server, short_run(store={"retries": 0, "timeout_seconds": 4 if silent else 20}))
@@ -138,7 +136,7 @@ def test_training_continues_through_a_fault_at_each_stage_of_a_checkpoint(
     assert "the store fails, training continues: " in said and "the store is back: it failed " in said
 
 
-def test_what_the_store_does_not_take_stays_in_the_log_until_claims_wait(site: MakeSite, undisturbed: Final) -> None:
+def test_log_grows_until_claims_wait_while_store_is_away(site: MakeSite, undisturbed: Final) -> None:
     here = site()
     game = here.game()
     game.role.flow.set_bounds(60.0, 20_000)
@@ -155,7 +153,7 @@ def test_what_the_store_does_not_take_stays_in_the_log_until_claims_wait(site: M
     balanced(game)
 
 
-def test_a_fenced_publisher_stops_although_its_store_is_away(site: MakeSite) -> None:
+def test_fenced_publisher_stops_while_its_store_is_away(site: MakeSite) -> None:
     here = site()
     game = here.game()
     here.proxy.fail(faults.SLOW_DOWN, "PUT")
@@ -166,7 +164,7 @@ def test_a_fenced_publisher_stops_although_its_store_is_away(site: MakeSite) -> 
         game.trainer.state.writer.wait_idle(PATIENCE_SECONDS)
 
 
-def test_a_manifest_that_was_cut_off_does_not_stand_in_the_way(site: MakeSite, undisturbed: Final) -> None:
+def test_truncated_manifest_blocks_nothing(site: MakeSite, undisturbed: Final) -> None:
     here = site()
     game = here.game()
     for version, content in ((2, b'{"format": 2, "run_id": "'), (4, b'{"format": 99}')):
@@ -220,7 +218,7 @@ def test_roles_that_start_without_a_store_wait_by_name(site: MakeSite, undisturb
     balanced(game)
 
 
-def test_a_wait_for_the_store_ends_with_what_it_said(site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_the_store_ends_with_its_error(site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
     here = site()
     here.game().crash()
     monkeypatch.setattr(here, "config", short_run(store={"retries": 0, "timeout_seconds": 20, "retry_seconds": 0.5}))
@@ -235,7 +233,7 @@ def test_a_wait_for_the_store_ends_with_what_it_said(site: MakeSite, monkeypatch
     assert {beat.id for beat in here.status().roles if beat.ended == "failed"} == {"worker-1", "evaluator"}
 
 
-def test_a_run_that_is_not_there_or_is_damaged_fails_at_once(site: MakeSite) -> None:
+def test_missing_or_damaged_run_fails_at_once(site: MakeSite) -> None:
     here = site()
     game = here.game()
     game.play_to(1)
@@ -257,7 +255,7 @@ def test_a_run_that_is_not_there_or_is_damaged_fails_at_once(site: MakeSite) -> 
 # At the end
 
 
-def test_a_store_that_is_away_at_the_end_is_waited_for(site: MakeSite, undisturbed: Final) -> None:
+def test_end_of_run_waits_for_the_store(site: MakeSite, undisturbed: Final) -> None:
     here = site(config=short_run(4))
     game = here.game()
     game.play()
@@ -275,7 +273,7 @@ def test_a_store_that_is_away_at_the_end_is_waited_for(site: MakeSite, undisturb
     assert ending.result() == undisturbed(4)
 
 
-def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_it(
+def test_resume_ends_a_run_whose_store_stayed_away(
     site: MakeSite, undisturbed: Final, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = site(config=short_run(4, checkpoint={"every": "9 updates"}))

@@ -23,7 +23,7 @@ def cluster(network: Network) -> RayCluster:
     return cluster
 
 
-def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayCluster) -> None:
+def test_host_starts_with_workers_and_stops_when_idle(cluster: RayCluster) -> None:
     cluster.train(RUN, write_config(cluster, archive="off"), "--set", "rollout.workers=1")
     run = ObservedRun(cluster, RUN)
     run.until("the worker", lambda status: "worker-0" in run.beats())

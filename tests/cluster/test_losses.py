@@ -41,7 +41,7 @@ def run(cluster: RayCluster) -> ObservedRun:
     return run
 
 
-def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: ObservedRun) -> None:
+def test_cluster_run_scales_from_2_to_6_to_1(cluster: RayCluster, run: ObservedRun) -> None:
     before = run.until_it_goes_on()
     cluster.stagecoach("scale", RUN, "6")
     six = {f"worker-{index}" for index in range(6)}
@@ -60,7 +60,7 @@ def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: ObservedRun) -> No
     run.until_workers(2)
 
 
-def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: ObservedRun) -> None:
+def test_dead_host_is_replaced_and_used_again(cluster: RayCluster, run: ObservedRun) -> None:
     trainers = run.host_of("trainer")
     victim = next(host for host in cluster.workers if host is not trainers)
     lose(cluster, run, victim, trainers)
@@ -69,7 +69,7 @@ def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: O
     cluster.stagecoach("scale", RUN, "2")
 
 
-def test_the_trainers_host_dies(cluster: RayCluster, run: ObservedRun) -> None:
+def test_trainer_moves_when_its_host_dies(cluster: RayCluster, run: ObservedRun) -> None:
     victim = run.host_of("trainer")
     other = next(host for host in cluster.workers if host is not victim)
     lose(cluster, run, victim, other)
@@ -77,7 +77,7 @@ def test_the_trainers_host_dies(cluster: RayCluster, run: ObservedRun) -> None:
 
 
 @pytest.mark.parametrize("whose", ["a worker", "the trainer"])
-def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: ObservedRun, whose: str) -> None:
+def test_isolated_host_returns(cluster: RayCluster, run: ObservedRun, whose: str) -> None:
     trainers, epoch = run.host_of("trainer"), run.epoch()
     victim = trainers if whose == "the trainer" else next(host for host in cluster.workers if host is not trainers)
     work_on(cluster, run, victim)
@@ -94,7 +94,7 @@ def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: ObservedRun,
     assert run.given_up() == []
 
 
-def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: ObservedRun) -> None:
+def test_ledger_balances_at_the_end_of_the_cluster_run(cluster: RayCluster, run: ObservedRun) -> None:
     cluster.stagecoach("stop", RUN)
     finished = cluster.services.marker(RUN, ".finished")
     assert finished["reason"] == "stopped"
@@ -104,7 +104,7 @@ def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: ObservedRun) 
     assert cluster.services.marker(RUN, ".checkpoint")["epoch"] == 3
 
 
-def test_its_replay_gives_the_same_weights(cluster: RayCluster, run: ObservedRun) -> None:
+def test_replay_of_the_cluster_run_gives_equal_weights(cluster: RayCluster, run: ObservedRun) -> None:
     replayed = json.loads(cluster.stagecoach("replay", RUN, "--from", "start", "--to", "final", "--json").stdout)
     assert replayed["equal"], replayed
 

@@ -54,7 +54,7 @@ def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
 
 
 @pytest.mark.essential
-def test_its_checkpoints_and_accounting_are_in_the_bucket(cluster: RayCluster) -> None:
+def test_bucket_holds_checkpoints_and_accounting(cluster: RayCluster) -> None:
     names, finished = cluster.services.names(RUN), cluster.services.marker(RUN, ".finished")
     assert finished["reason"] == "solved"
     check_ledger(finished)
@@ -65,7 +65,7 @@ def test_its_checkpoints_and_accounting_are_in_the_bucket(cluster: RayCluster) -
 
 
 @pytest.mark.essential
-def test_the_laptop_has_the_whole_curve_though_no_trainer_had_a_folder_of_the_run(cluster: RayCluster) -> None:
+def test_laptop_has_the_whole_curve(cluster: RayCluster) -> None:
     """The run's folder is on none of the hosts where it trained: the rows are in the bucket alone."""
     counters = cluster.services.marker(RUN, ".finished")["counters"]["train"]
     place = (f"s3://{BUCKET}/{PREFIX}/{RUN}", "--endpoint-url", cluster.services.endpoint_url)
@@ -79,7 +79,7 @@ def test_the_laptop_has_the_whole_curve_though_no_trainer_had_a_folder_of_the_ru
     assert json.loads(cluster.stagecoach("status", RUN, "--json").stdout)["metrics"]["rollout/ep_rew_mean"] > 100
 
 
-def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster) -> None:
+def test_missing_package_of_a_host_is_named(cluster: RayCluster) -> None:
     url = "redis://127.0.0.1:6390/0"  # the laptop's own: from there it is reached, from the cluster it is not
     redis = [redis_binary(), "--port", "6390", "--bind", "127.0.0.1", "--save", "", "--protected-mode", "no"]
     process = cluster.laptop.start(*redis)
@@ -98,7 +98,7 @@ def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster
     assert f"the machine {cluster.workers[1].address} has other versions" in said and "torch 0.1" in said
 
 
-def test_more_workers_than_fit_are_refused_with_how_many_do(cluster: RayCluster) -> None:
+def test_workers_beyond_capacity_are_refused_with_the_limit(cluster: RayCluster) -> None:
     said = refused(cluster, "--set", "rollout.workers=100")
     assert "100 workers" in said and "has room for 9" in said, said
 

@@ -114,7 +114,7 @@ class Roles:
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
-def test_a_run_and_its_resume_from_the_command_lines_side(config: Config) -> None:
+def test_run_and_resume_work_with_restricted_users(config: Config) -> None:
     """Training, checkpoints, trims, scores, status, scaling down (a drain) and up, stop, resume from an older one."""
 
     def told(run: Run, words: str) -> bool:
@@ -142,7 +142,7 @@ def test_a_run_and_its_resume_from_the_command_lines_side(config: Config) -> Non
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
-def test_what_the_log_holds_of_strangers_is_dropped_and_a_redis_set_back_is_set_forward(
+def test_foreign_entries_are_dropped_and_redis_fast_forwards(
     config: Config, server: AclServer, unique_run_id: str
 ) -> None:
     roles = Roles(ending_at(config, 8), unique_run_id)
@@ -179,7 +179,7 @@ def test_what_the_log_holds_of_strangers_is_dropped_and_a_redis_set_back_is_set_
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
-def test_a_run_with_its_bodies_on_shards_loses_one(config: Config, unique_run_id: str) -> None:
+def test_sharded_run_loses_a_body_with_restricted_users(config: Config, unique_run_id: str) -> None:
     """Other databases of the same server, with the same users."""
     redis = config.redis.model_copy(
         update={"shards": tuple(f"{config.redis.url.removesuffix('0')}{db}" for db in (1, 2))}
@@ -204,7 +204,9 @@ def test_a_run_with_its_bodies_on_shards_loses_one(config: Config, unique_run_id
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
-def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_operations_work_with_restricted_users(
+    config: Config, unique_run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     roles = Roles(config, unique_run_id)
     prepare_new(roles.coordinator, check(config))
     coordinator, trainer, worker = roles.coordinator.redis, roles.open("trainer"), roles.open("worker")
@@ -325,7 +327,7 @@ TABLE: list[tuple[list[str], set[str]]] = [
 """Who may; all others are refused."""
 
 
-def test_who_may_do_what(server: AclServer) -> None:
+def test_users_may_do_only_their_steps(server: AclServer) -> None:
     with server.client(ADMIN) as client:
 
         def may(role: str, command: list[str]) -> bool:
@@ -335,7 +337,7 @@ def test_who_may_do_what(server: AclServer) -> None:
     assert found == TABLE
 
 
-def test_another_roles_step_is_refused_whole(config: Config, unique_run_id: str) -> None:
+def test_step_of_another_role_is_refused_whole(config: Config, unique_run_id: str) -> None:
     roles = Roles(config, unique_run_id)
     prepare_new(roles.coordinator, check(config))
     worker, header = roles.open("worker"), VersionHeader(0, Phase.TRAIN, PhaseCounters())
@@ -371,7 +373,7 @@ def speaks_tls() -> bool:
     return "tls-cert-file" in tried.stdout + tried.stderr  # which one that has TLS misses, and then ends
 
 
-def test_the_tls_lines_of_redis_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_conf_tls_lines_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not speaks_tls():
         pytest.skip("the Redis or Valkey on this machine was built without TLS; Debian's redis-server has it")
     authority = Authority(tmp_path / "authority")
@@ -392,7 +394,7 @@ def test_users_may_be_limited_to_their_teams_runs(tmp_path: Path) -> None:
             client.hgetall(yours.flow)
 
 
-def test_no_user_has_a_dangerous_command_and_the_viewer_none_that_writes(server: AclServer) -> None:
+def test_no_user_has_dangerous_commands_and_viewer_only_reads(server: AclServer) -> None:
     with server.client(ADMIN) as client:
         dangerous, writing = set(client.acl_cat("dangerous")), set(client.acl_cat("write"))
     granted = {user: set(re.findall(r"\+([a-z|]+)", LINES[user])) for user in ROLES}
@@ -400,7 +402,7 @@ def test_no_user_has_a_dangerous_command_and_the_viewer_none_that_writes(server:
     assert granted["viewer"] & writing == set()
 
 
-def test_the_file_names_the_keys_that_there_are_and_no_password() -> None:
+def test_acl_file_names_existing_keys_and_no_password() -> None:
     assert not re.search(r"[ (][#>]|nopass", "\n".join(LINES.values()))
     assert LINES["default"].split()[2] == "off"
     named = set(re.findall(r"~(stagecoach:\{\*\}:\S+?)\)?(?=\s|$)", "\n".join(LINES.values())))
@@ -431,7 +433,7 @@ def test_hashes_are_put_in_and_no_password(tmp_path: Path) -> None:
     assert "evaluator, trainer, coordinator, viewer" in made.stderr
 
 
-def test_the_server_keeps_the_log_and_throws_nothing_away(server: AclServer) -> None:
+def test_redis_conf_persists_and_evicts_nothing(server: AclServer) -> None:
     wanted = {
         "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction", "protected-mode": "yes",
         "bind": "127.0.0.1 -::1",

@@ -75,7 +75,7 @@ def test_each_type_of_aws_becomes_a_machine_that_ends(
     assert provider.non_terminated_nodes({"ray-user-node-type": name}) == []
 
 
-def test_on_aws_only_ssh_is_open_to_the_world(aws: Any, prepared: dict[str, Any]) -> None:
+def test_aws_opens_only_ssh_to_the_world(aws: Any, prepared: dict[str, Any]) -> None:
     groups = {
         group for kind in prepared["available_node_types"].values() for group in kind["node_config"]["SecurityGroupIds"]
     }

@@ -108,7 +108,7 @@ CHECKS: list[tuple[Validator, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("find", "name", "good", "bad"), CHECKS, ids=[f"{row[0].__name__}-{row[1]}" for row in CHECKS])
-def test_a_validator_finds_what_is_broken_and_nothing_else(find: Validator, name: str, good: str, bad: str) -> None:
+def test_validators_report_exactly_what_is_broken(find: Validator, name: str, good: str, bad: str) -> None:
     text = (DEPLOY / name).read_text()
     assert find(text) == []
     assert find(text.replace(good, bad)) != []
@@ -152,7 +152,7 @@ def test_compose_is_open_to_nobody_else() -> None:
     assert [name for name in needed if re.search(rf"\$\{{{name}(?!:\?)", text)] == [], "these may be left out"
 
 
-def test_kubernetes_is_open_to_nobody_else_and_its_secrets_are_in_the_secret() -> None:
+def test_kubernetes_is_closed_and_keeps_secrets_in_a_secret() -> None:
     text = (DEPLOY / KUBERAY).read_text()
     kinds = defaultdict(list)
     for manifest in yaml.safe_load_all(text):
@@ -186,7 +186,7 @@ def test_image_has_tested_versions_and_runs_without_root() -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
-def test_each_machine_is_told_the_token_the_secrets_and_where_the_head_is(name: str) -> None:
+def test_each_machine_gets_token_secrets_and_head_address(name: str) -> None:
     """What would do harm, and which versions are installed; test_installing.py installs them."""
     text = (DEPLOY / name).read_text()
     cluster = yaml.safe_load(text)
@@ -216,7 +216,7 @@ def test_each_machine_is_told_the_token_the_secrets_and_where_the_head_is(name: 
 
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
-def test_the_block_at_the_top_names_what_is_to_be_edited(name: str) -> None:
+def test_top_block_names_every_value_to_edit(name: str) -> None:
     text = (DEPLOY / name).read_text()
     box, rest = text[text.index("┌─ Edit") :].split("└─", 1)
     edited = {line.partition(":")[0].strip() for line in rest.splitlines() if "EDIT-ME" in line}

@@ -100,7 +100,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
     head.bash("services.sh", "stop")
 
 
-def test_the_services_of_a_head_start_once_and_end(head: Head) -> None:
+def test_head_services_start_once_and_stop(head: Head) -> None:
     began = head.bash("services.sh", "start", "redis", "s3")
     assert began.returncode == 0, began
     services = head.folder / "services"
@@ -138,13 +138,15 @@ def test_the_services_of_a_head_start_once_and_end(head: Head) -> None:
         ({}, ("restart",), "usage"),
     ],
 )
-def test_what_a_head_lacks_is_named(head: Head, changes: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
+def test_missing_tool_of_a_head_is_named(
+    head: Head, changes: dict[str, str], arguments: tuple[str, ...], said: str
+) -> None:
     done = head.bash("services.sh", *arguments, **changes)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
     assert said in done.stderr
 
 
-def test_a_port_that_is_taken_is_told_with_the_servers_own_words(head: Head) -> None:
+def test_taken_port_is_reported_with_the_servers_message(head: Head) -> None:
     assert head.bash("services.sh", "start", "redis").returncode == 0
     other = head.bash("services.sh", "start", "redis", STAGECOACH_SERVICES=str(head.folder / "others"))
     assert other.returncode == 1
@@ -183,7 +185,7 @@ def sshd(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str) -> None:
+def test_ssh_run_trains_detaches_resumes_and_ends(head: Head, sshd: str) -> None:
     assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
     environ = {
         "SSH": sshd, "TRAINER_HOST": "127.0.0.1", "WORKER_HOSTS": "127.0.0.1", "WORKERS_PER_HOST": "2",
@@ -235,7 +237,7 @@ exit "${code:-0}"
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_a_slurm_job_trains_with_a_redis_and_a_folder_of_its_own(head: Head) -> None:
+def test_slurm_job_trains_with_its_own_redis_and_folder(head: Head) -> None:
     path = head.folder / "code" / "config.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"stop_at": {"updates": 8}}))
     own = ("STAGECOACH__REDIS__URL", "STAGECOACH__STORE__URL", "STAGECOACH__STORE__ENDPOINT_URL")
@@ -293,7 +295,7 @@ def make_bucket(url: str, endpoint: str, access: str, secret: str) -> subprocess
     )
 
 
-def test_a_bucket_is_made_once_on_each_server_and_what_keeps_it_from_that_is_told(
+def test_bucket_is_created_once_or_the_obstacle_is_named(
     s3_servers: dict[str, tuple[str, str, str]],
 ) -> None:
     for server in ("rclone", "rclone", "moto", "moto"):

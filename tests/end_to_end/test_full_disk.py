@@ -83,7 +83,7 @@ def check_continues_without_loss(terminal: CommandLine, process: subprocess.Pope
 
 
 @pytest.mark.ray
-def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(terminal: CommandLine, disk: SmallDisk) -> None:
+def test_full_disk_of_the_run_folder_pauses_the_run(terminal: CommandLine, disk: SmallDisk) -> None:
     process = terminal.start("train", config(terminal), "--run-id", RUN)
     version = terminal.until_checkpoint(RUN, 0)
     disk.fill()
@@ -106,9 +106,7 @@ def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(terminal: CommandLine,
     check_continues_without_loss(terminal, terminal.start("resume", RUN, "--inline"), version)
 
 
-def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues(
-    terminal: CommandLine, disk: SmallDisk
-) -> None:
+def test_redis_that_died_of_a_full_disk_is_restarted(terminal: CommandLine, disk: SmallDisk) -> None:
     process = terminal.start("train", config(terminal), "--run-id", RUN, "--inline")
     version = terminal.until_checkpoint(RUN, 0)
     disk.fill()
@@ -121,7 +119,7 @@ def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues
 
 
 @pytest.mark.parametrize("which", ["a folder", "the embedded server"])
-def test_a_full_disk_of_the_store_is_named_and_a_run_that_is_asked_to_end_ends(
+def test_full_disk_of_the_store_is_named_and_run_can_end(
     which: str, terminal: CommandLine, disk: SmallDisk, tmp_path: Path
 ) -> None:
     """With the embedded one all files of the run are on that disk, train.csv and logs among them; Redis is not."""

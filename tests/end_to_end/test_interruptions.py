@@ -39,7 +39,7 @@ def durable(terminal: CommandLine) -> tuple[int, int]:
 
 
 @pytest.mark.essential
-def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> None:
+def test_signal_ends_the_run_with_a_last_checkpoint(terminal: CommandLine) -> None:
     """Ctrl-C, and SIGTERM on the run that is resumed after it."""
     process = train(terminal, "--set", "rollout.workers=2")
     process.send_signal(signal.SIGINT)
@@ -55,7 +55,7 @@ def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> Non
     assert second["counters"]["train"]["env_steps"] > first["counters"]["train"]["env_steps"]
 
 
-def test_a_killed_run_of_ppo_beside_sac_beside_a_frozen_policy_ends_with_the_weights_of_one_that_was_not(
+def test_killed_run_of_three_policies_resumes_bit_equal(
     terminal: CommandLine,
 ) -> None:
     sac = {"algorithm": {"name": "sac", "minibatch_size": 32, "gradient_steps_per_env_step": 0.1}}
@@ -78,7 +78,7 @@ def test_a_killed_run_of_ppo_beside_sac_beside_a_frozen_policy_ends_with_the_wei
     assert final_weights(terminal, RUN) == final_weights(terminal, "calm")
 
 
-def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_two_signals_end_it_at_once(
+def test_coordinator_kill_ends_all_and_two_signals_end_resume(
     terminal: CommandLine,
 ) -> None:
     process = train(terminal)
@@ -123,7 +123,7 @@ def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_
     assert len(rows) == 1 + goal, "every version has one row, also those that were learned twice"
 
 
-def test_an_environment_that_hangs_in_the_one_process_is_named_and_left_by_a_third_signal(
+def test_hung_inline_environment_is_named_and_third_signal_exits(
     terminal: CommandLine,
 ) -> None:
     hangs = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(terminal.folder / "tally"), "times": 1}}
@@ -177,7 +177,7 @@ def test_sigterm_ends_a_run_in_order_while_ray_is_joined(terminal: CommandLine, 
     assert {path.stat().st_mode & 0o777 for path in copies if path.is_dir()} <= {0o700}
 
 
-def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -> None:
+def test_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -> None:
     run = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN, "--set", "trainer.ranks=2")
 
     def rank(status: Status) -> int | None:
@@ -199,7 +199,7 @@ def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -
     ("fails", "code", "words"),
     [("leave", 2, "Error: os._exit(0) has ended this process"), ("crash", -11, "Fatal Python error: Segmentation f")],
 )
-def test_an_environment_that_ends_the_only_process_is_told_of(
+def test_environment_that_ends_the_only_process_is_named(
     terminal: CommandLine, fails: str, code: int, words: str
 ) -> None:
     environment = {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 2}}
@@ -208,7 +208,7 @@ def test_an_environment_that_ends_the_only_process_is_told_of(
     assert (done.code, words in done.err, "support/environments.py" in done.err) == (code, True, True), done
 
 
-def test_of_two_command_lines_for_one_run_one_is_refused_and_the_other_trains(terminal: CommandLine) -> None:
+def test_second_command_for_one_run_is_refused(terminal: CommandLine) -> None:
     """Started at once, for a new run and for one that has ended; and on a copy of the folder of one that is at work."""
     config = terminal.write_config(stop_at={"updates": 6})
     for command in (["train", config, "--run-id", RUN], ["resume", RUN, "--set", "stop_at.updates=12"]):

@@ -66,9 +66,7 @@ def finished(cluster: Cluster, run_id: str) -> Any:
     return json.loads((cluster.folder / "s3" / "stagecoach" / run_id / ".finished").read_text())
 
 
-def test_a_run_is_submitted_followed_scaled_stopped_and_seen_from_another_place(
-    laptop: CommandLine, cluster: Cluster
-) -> None:
+def test_submitted_run_is_followed_scaled_and_stopped(laptop: CommandLine, cluster: Cluster) -> None:
     config = write_config(laptop, cluster, stop_at={"updates": 100_000})
     begun = laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "far", "--detach")
     assert "run far is live on the cluster" in begun.ok() and begun.err == ""
@@ -85,9 +83,7 @@ def test_a_run_is_submitted_followed_scaled_stopped_and_seen_from_another_place(
     assert [name for name, value in cluster.environ.items() if len(value) > 5 and value in written] == []
 
 
-def test_a_coordinator_that_dies_is_replaced_by_attach_and_nothing_is_lost(
-    laptop: CommandLine, cluster: Cluster
-) -> None:
+def test_attach_replaces_a_dead_coordinator_without_loss(laptop: CommandLine, cluster: Cluster) -> None:
     config = write_config(laptop, cluster, stop_at={"updates": 150})
     laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "dies", "--detach").ok()
     status = laptop.until("dies", "training", lambda status: status.live and status.version > 3)
@@ -154,7 +150,7 @@ def test_linked_run_names_the_command_that_continues_it(laptop: CommandLine, clu
     assert finished(cluster, "linked")["counters"]["train"]["updates"] == 12
 
 
-def test_ctrl_c_at_a_run_that_is_followed_ends_it_with_a_last_checkpoint(laptop: CommandLine, cluster: Cluster) -> None:
+def test_ctrl_c_ends_a_followed_run_with_a_last_checkpoint(laptop: CommandLine, cluster: Cluster) -> None:
     config = write_config(laptop, cluster, stop_at={"updates": 100_000})
     following = laptop.start("train", config, "--address", cluster.dashboard, "--run-id", "followed")
     laptop.wait_until("an update", lambda: "env steps" in laptop.output(following))
@@ -170,7 +166,7 @@ def test_ctrl_c_at_a_run_that_is_followed_ends_it_with_a_last_checkpoint(laptop:
         ({"rollout": {"workers": 2, "num_cpus": 400}}, "400"),
     ],
 )
-def test_what_the_cluster_refuses_is_one_line_and_leaves_nothing(
+def test_refusal_of_the_cluster_is_one_line_and_leaves_nothing(
     laptop: CommandLine, cluster: Cluster, sections: dict[str, dict[str, str]], said: str
 ) -> None:
     merged = {name: cluster.config.get(name, {}) | content for name, content in sections.items()}
@@ -181,7 +177,7 @@ def test_what_the_cluster_refuses_is_one_line_and_leaves_nothing(
     assert not (cluster.folder / "s3" / "stagecoach" / "refused").exists()
 
 
-def test_a_cluster_that_is_not_there_or_is_another_is_named(laptop: CommandLine, cluster: Cluster) -> None:
+def test_missing_or_wrong_cluster_is_named(laptop: CommandLine, cluster: Cluster) -> None:
     config = write_config(laptop, cluster)
 
     def check(said: str, address: str, *more: str) -> None:

@@ -55,7 +55,7 @@ def consumed(status: Status, worker: str) -> int:
     return int(line["consumed"]["fragments"]) if line else 0
 
 
-def test_it_scales_from_1_to_4_to_2_and_nothing_restarts(terminal: CommandLine) -> None:
+def test_live_run_scales_from_1_to_4_to_2_without_restarts(terminal: CommandLine) -> None:
     before = terminal.until(
         RUN, "evaluator and worker-0 at work", lambda s: bool(pids(s, "evaluator")) and consumed(s, "worker-0") > 0
     )
@@ -94,7 +94,7 @@ def test_status_tells_scripts_and_people(terminal: CommandLine) -> None:
         assert word in text
 
 
-def test_a_redis_client_sees_the_stream(terminal: CommandLine) -> None:
+def test_redis_client_sees_the_stream(terminal: CommandLine) -> None:
     log = f"stagecoach:{{{RUN}}}:log"
     address = json.loads((terminal.folder / "runs" / RUN / "services.json").read_text())["address"]
     secrets = json.loads(Path(address["credentials_file"]).read_text())
@@ -127,9 +127,7 @@ def test_everything_listens_on_loopback_only(terminal: CommandLine) -> None:
     assert [address for address in listening if not loopback.fullmatch(address)] == []
 
 
-def test_a_second_run_works_beside_it_in_a_folder_with_modules_of_our_names(
-    terminal: CommandLine, tmp_path: Path
-) -> None:
+def test_second_run_works_beside_modules_of_our_names(terminal: CommandLine, tmp_path: Path) -> None:
     other = CommandLine(tmp_path)
     for name in ("shared", "coordinator", "rollout_worker", "trainer_node"):
         (tmp_path / name).mkdir()

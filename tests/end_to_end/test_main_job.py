@@ -55,7 +55,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_it_is_solved_as_the_live_view_and_the_summary_say(trained: Ended) -> None:
+def test_cartpole_is_solved_as_view_and_summary_say(trained: Ended) -> None:
     assert (trained.code, trained.err) == (0, "")
     for word in ("checkpoint  0_Step-0.ckpt", "evaluation  ", "worker-0 joined", "worker-1 joined", "env steps"):
         assert word in trained.out
@@ -64,7 +64,7 @@ def test_it_is_solved_as_the_live_view_and_the_summary_say(trained: Ended) -> No
         assert word in trained.out.rpartition("summary")[2]
 
 
-def test_the_sync_files_tell_how_it_went_and_the_ledger_balances(objects: Path) -> None:
+def test_sync_files_describe_the_run_and_ledger_balances(objects: Path) -> None:
     ready, finished, pointer = (read(objects / name) for name in (".ready", ".finished", ".checkpoint"))
     assert ready["checkpoint"] == "0_Step-0.ckpt"
     assert (finished["reason"], finished["run_id"]) == ("solved", RUN)
@@ -77,7 +77,7 @@ def test_the_sync_files_tell_how_it_went_and_the_ledger_balances(objects: Path) 
     assert set(finished["ledger"]) == {"worker-0", "worker-1", "total"}
 
 
-def test_a_checkpoint_reached_475(objects: Path) -> None:
+def test_checkpoint_reached_475(objects: Path) -> None:
     status, pointer = read(objects / "training_status.json"), read(objects / ".checkpoint")
     judged = {entry["name"]: entry["evaluation"] for entry in status["checkpoints"] if entry["evaluation"]}
     confirmed = {name: confirmed_return(evaluation) for name, evaluation in judged.items()}
@@ -86,7 +86,7 @@ def test_a_checkpoint_reached_475(objects: Path) -> None:
     assert {evaluation["episodes"] for evaluation in judged.values()} == {20}
 
 
-def test_objects_and_manifests_have_the_hashes_that_are_named_and_the_log_is_read_in_order(objects: Path) -> None:
+def test_objects_match_their_hashes_and_log_is_in_order(objects: Path) -> None:
     names = [entry["name"] for entry in read(objects / "training_status.json")["checkpoints"]]
     assert sorted(path.name for path in (objects / "checkpoints").iterdir()) == sorted(names)
     folders = [upload_in(objects / "checkpoints" / name) for name in names]
@@ -105,7 +105,7 @@ def test_objects_and_manifests_have_the_hashes_that_are_named_and_the_log_is_rea
     assert manifests[-1]["parent"] is not None
 
 
-def test_the_secrets_stand_in_one_file_that_only_the_owner_reads(folder: Path, trained: Ended) -> None:
+def test_secrets_stand_in_one_file_only_the_owner_reads(folder: Path, trained: Ended) -> None:
     holder = folder / "credentials.json"
     assert holder.stat().st_mode & 0o777 == 0o600
     secrets = [secret.encode() for secret in read(holder).values()]
@@ -170,7 +170,7 @@ print(sum(returns) / len(returns))
 """
 
 
-def test_the_policy_can_be_deployed_without_the_rest(terminal: CommandLine, objects: Path) -> None:
+def test_policy_deploys_without_the_rest(terminal: CommandLine, objects: Path) -> None:
     best = objects / "checkpoints" / read(objects / ".checkpoint")["best"]
     done = subprocess.run(
         [sys.executable, "-c", DEPLOYMENT, str(best)], capture_output=True, text=True, cwd=terminal.folder,

@@ -74,14 +74,14 @@ def check_dropped(terminal: CommandLine) -> None:
 
 
 @pytest.mark.ray
-def test_entries_over_which_the_trainers_process_dies_are_dropped_after_three_deaths(terminal: CommandLine) -> None:
+def test_poison_entries_are_dropped_after_three_deaths(terminal: CommandLine) -> None:
     told = terminal.run("train", fragile(terminal, "dies"), "--run-id", RUN).ok()
     assert told.count("the trainer before died") == 3 and "it is number 3 in a row" in told
     assert told.count("entries are in quarantine, and dropped as poison") == 1
     check_dropped(terminal)
 
 
-def test_a_run_that_failed_over_entries_is_resumed_without_them(terminal: CommandLine) -> None:
+def test_run_that_failed_over_entries_resumes_without_them(terminal: CommandLine) -> None:
     failed = terminal.run("train", fragile(terminal, "NaN"), "--run-id", RUN, "--inline")
     again = terminal.run("resume", RUN, "--inline")
     for done in (failed, again):

@@ -11,7 +11,7 @@ RUN = "no-ray"
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> None:
+def test_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> None:
     config = terminal.write_config(
         rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 4}, stop_at={"updates": 10**6},
         evaluation={"episodes": 200},  # of the last checkpoint: its Redis is there until worker-7 has seen the end
@@ -37,7 +37,7 @@ def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> No
     assert "worker-7 joined" in terminal.output(run)
 
 
-def test_what_a_role_lacks_is_named(terminal: CommandLine) -> None:
+def test_missing_input_of_a_role_is_named(terminal: CommandLine) -> None:
     cases = {
         ("nobody",): "no live run 'nobody'",
         ("nobody", "--redis", "redis://127.0.0.1:1"): "--redis also needs --store and --config",

@@ -46,7 +46,7 @@ def suffers(terminal: CommandLine, process: subprocess.Popen[str], faults: Seque
     assert list(terminal.temporary.glob("sc-*")) == []
 
 
-def test_what_dies_is_started_again_and_the_run_goes_on(terminal: CommandLine) -> None:
+def test_dead_service_is_restarted_and_the_run_continues(terminal: CommandLine) -> None:
     """A Redis that hangs as well."""
     faults = [
         (signal.SIGKILL, REDIS, "Redis ended (code -9)"), (signal.SIGKILL, r"\S*rclone serve", "S3 server ended"),
@@ -55,13 +55,13 @@ def test_what_dies_is_started_again_and_the_run_goes_on(terminal: CommandLine) -
     suffers(terminal, start(terminal, "--inline"), faults)
 
 
-def test_a_ray_that_hangs_is_told_of_and_started_again(terminal: CommandLine) -> None:
+def test_hung_ray_is_reported_and_restarted(terminal: CommandLine) -> None:
     parts = ("raylet", "gcs_server")
     faults = [(signal.SIGSTOP, rf"\S*{part} ", f"Ray hung (no answer of its {part} for ") for part in parts]
     suffers(terminal, start(terminal), faults)
 
 
-def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
+def test_silent_external_redis_pauses_the_run(
     terminal: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = OwnRedis(tmp_path / "own")
@@ -91,7 +91,7 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
         server.kill()
 
 
-def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: CommandLine) -> None:
+def test_detached_coordinator_outlives_its_ray(terminal: CommandLine) -> None:
     """Process 1 is its parent then, as in a container or a systemd unit; a driver of Ray's takes that for the death of
     its raylet as soon as a connection breaks."""
     rollout = {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2, "silent_seconds": 120}

@@ -29,7 +29,7 @@ def trained(folder: Path, example: str, reach: float, within: int, **changes: An
     return run(Job(task, "inline", 1), folder, until_reached=True)
 
 
-def test_the_car_gets_to_the_top_as_it_was_shown_and_without_that_it_does_not(tmp_path: Path) -> None:
+def test_mountain_car_is_solved_only_with_demonstrations(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("shown", EXAMPLES / "mountain_car_demonstrations.py")
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ def test_the_car_gets_to_the_top_as_it_was_shown_and_without_that_it_does_not(tm
     assert {score for _, score in alone.evaluations} == {-200.0}
 
 
-def test_who_is_paid_only_for_imitating_comes_to_balance(tmp_path: Path) -> None:
+def test_gail_alone_learns_to_balance(tmp_path: Path) -> None:
     write_played(tmp_path / "balanced.csv", played(10))
     shown = {"path": str(tmp_path / "balanced.csv"), "min_return": 450}
     found = trained(tmp_path, "cartpole_gail", 400, 102_400, demonstrations=shown)

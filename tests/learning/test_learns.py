@@ -18,7 +18,7 @@ FAST = [task for task in TASKS.values() if task.fast]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("task", FAST, ids=lambda task: task.name)
-def test_it_learns(task: Task, tmp_path: Path) -> None:
+def test_task_reaches_its_gate(task: Task, tmp_path: Path) -> None:
     found = run(Job(task, "inline", 1), tmp_path, until_reached=True)
     assert found.reason == "solved", found.evaluations
     assert found.env_steps <= task.within
@@ -29,7 +29,7 @@ def test_ppo_is_among_them() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_without_a_learning_rate_it_stays_as_it_was(tmp_path: Path) -> None:
+def test_zero_learning_rate_learns_nothing(tmp_path: Path) -> None:
     """All checkpoints have the weights of the first, so that the same starts give the same scores."""
     task = TASKS["control-no-learning-rate"]
     changes = {"stop_at": {"env_steps": 10_000}, "evaluation": {"seed": 1}}
