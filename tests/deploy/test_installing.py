@@ -7,25 +7,18 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.groups import some_quick
-from tests.support.installation import download_build_system, make_environment, write_pip_config
+from tests.support.installation import BUILD, LINKED, ROOT, TRAVELING, Machine, copy
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
 CLUSTER_FILES = ("local.yaml", "aws.yaml", "gcp.yaml")
-LINKED = sorted(path.name for path in (ROOT / "src" / "stagecoach").iterdir() if path.is_symlink())
-TRAVELING: list[str] = [*BUILD["sdist"]["only-include"], *LINKED]
 ROLES = ("WORKER", "EVALUATOR", "TRAINER", "COORDINATOR", "VIEWER")
 _INSTALLED = """
 import importlib.metadata as metadata, json
@@ -33,39 +26,12 @@ print(json.dumps([str(path) for path in metadata.distribution("stagecoach-rl").f
 """
 
 
-class Machine:
-    """A home folder that holds nothing of ours but a virtual environment with the requirements."""
-
-    def __init__(self, home: Path, wheels: Path) -> None:
-        self.home, self.environment = home, home / "stagecoach-venv"
-        home.mkdir()
-        make_environment(self.environment)
-        write_pip_config(home, wheels)
-        (home / "bin").mkdir()
-        for name in ("sudo", "cloud-init"):  # only a cloud's machines have them
-            self.add_tool(name, "exit 0")
-
-    def add_tool(self, name: str, script: str) -> None:
-        """Puts a shell script on its path."""
-        tool = self.home / "bin" / name
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
-
-    def run(self, command: str, folder: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
-        """Runs a command as in a fresh session of its user; returns what it prints."""
-        path = f"{self.home}/bin:{self.environment}/bin:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=folder or self.home, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={"HOME": str(self.home), "PATH": path, "LANG": "C.UTF-8", **(environ or {})},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        return done.stdout
-
-
 def by_cluster_file(name: str) -> Callable[[Machine], Path]:
     """`ray up`: copies `file_mounts`, then runs `setup_commands`."""
 
     def install(machine: Machine) -> Path:
+        for tool in ("sudo", "cloud-init"):  # only a cloud's machines have them
+            machine.add_tool(tool, "exit 0")
         cluster = yaml.safe_load((DEPLOY / name).read_text())
         for there, here in cluster["file_mounts"].items():
             if here.startswith("~"):  # the user's own secrets
@@ -137,28 +103,10 @@ def by_ssh(machine: Machine) -> None:
     machine.run(f"{DEPLOY}/ssh.sh install", environ=hosts)
 
 
-def copy(name: str, target: Path) -> None:
-    """Copies a file or folder of this checkout."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if (ROOT / name).is_symlink():
-        target.symlink_to((ROOT / name).readlink())
-    elif (ROOT / name).is_dir():
-        shutil.copytree(ROOT / name, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    else:
-        shutil.copy(ROOT / name, target)
-
-
 WAYS: dict[str, Callable[[Machine], Path | None]] = {
     **{name: by_cluster_file(name) for name in CLUSTER_FILES},
     "Dockerfile": by_image, "slurm.sbatch": by_slurm, "ssh.sh": by_ssh,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheels")
-    download_build_system(folder)
-    return folder
 
 
 @pytest.mark.parametrize("way", some_quick(WAYS, "local.yaml", "Dockerfile"))

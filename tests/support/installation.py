@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+LINKED = sorted(path.name for path in (ROOT / "src" / "stagecoach").iterdir() if path.is_symlink())
+TRAVELING: list[str] = [*BUILD["sdist"]["only-include"], *LINKED]
+"""What has to reach a machine that installs Stagecoach from a checkout."""
 SCRIPTS = ("pip", "ray")
 """Programs of the requirements that deployments call."""
 
@@ -35,6 +44,44 @@ def write_pip_config(home: Path, wheels: Path) -> None:
 
 def download_build_system(wheels: Path) -> None:
     """Downloads the packages that pip builds Stagecoach with."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels), "hatchling"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels), "hatchling", "editables"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"pip cannot download hatchling: {done.stderr}"
+    assert done.returncode == 0, f"pip cannot download the build system: {done.stderr}"
+
+
+class Machine:
+    """A home folder that holds nothing of ours but a virtual environment with the requirements."""
+
+    def __init__(self, home: Path, wheels: Path) -> None:
+        self.home, self.environment = home, home / "stagecoach-venv"
+        home.mkdir()
+        make_environment(self.environment)
+        write_pip_config(home, wheels)
+        (home / "bin").mkdir()
+
+    def add_tool(self, name: str, script: str) -> None:
+        """Puts a shell script on its path."""
+        tool = self.home / "bin" / name
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+
+    def run(self, command: str, folder: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
+        """Runs a command as in a fresh session of its user; returns what it prints."""
+        path = f"{self.home}/bin:{self.environment}/bin:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder or self.home, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env={"HOME": str(self.home), "PATH": path, "LANG": "C.UTF-8", **(environ or {})},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def copy(name: str, target: Path) -> None:
+    """Copies a file or folder of this checkout."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (ROOT / name).is_symlink():
+        target.symlink_to((ROOT / name).readlink())
+    elif (ROOT / name).is_dir():
+        shutil.copytree(ROOT / name, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy(ROOT / name, target)
