@@ -97,7 +97,7 @@ def test_preset_trains_inline(machine: Machine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", [True, False], ids=["package", "namespace"])
 def test_users_environment_in_shared_trains(machine: Machine, tmp_path: Path, package: bool) -> None:
-    config = "environment: {id: 'shared.envs:Counting'}"
+    config = "environment: {id: shared.envs:Counting}"
     write(
         tmp_path, {"run.yaml": config, "shared/envs.py": _ENVIRONMENT} | ({"shared/__init__.py": ""} if package else {})
     )
