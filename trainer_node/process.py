@@ -12,7 +12,7 @@ from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
 from stagecoach.trainer_node.distributed.follower import Follower
 from stagecoach.trainer_node.distributed.leader import rank_id
 from stagecoach.trainer_node.distributed.process_group import GroupBroken
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 
 

@@ -17,13 +17,13 @@ from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest
 from stagecoach.shared.storage.log_archive import Archive
-from stagecoach.trainer_node.checkpointing import snapshot
-from stagecoach.trainer_node.checkpointing.fork import beginnings
-from stagecoach.trainer_node.checkpointing.recovery import held, restore_learner
-from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 from stagecoach.trainer_node.distributed.local_followers import local_ranks
 from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
-from stagecoach.trainer_node.log_consumer import LogConsumer
+from stagecoach.trainer_node.recovery.recovery import held, restore_learner
+from stagecoach.trainer_node.state import snapshot
+from stagecoach.trainer_node.state.fork import beginnings
+from stagecoach.trainer_node.state.log_consumer import LogConsumer
+from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 
 BEGINNING = "start"
 """In place of a checkpoint: the untrained policy, which config and seed decide."""

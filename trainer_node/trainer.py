@@ -2,7 +2,7 @@
 
 `step` reads: collect the next K fragments, emulate acting on them, learn, publish the next policy version, report,
 checkpoint when due. What it learns depends on its snapshot and the log alone. How a trainer comes to its first step is
-told in checkpointing/recovery.py, how it ends in incarnation.py.
+told in recovery/recovery.py, how it ends in recovery/incarnation.py.
 """
 
 import logging
@@ -20,11 +20,11 @@ from stagecoach.shared.protocol.heartbeat import poll, read_heartbeats, retry_un
 from stagecoach.shared.protocol.policy_board import Published
 from stagecoach.shared.protocol.quarantine import naming_entries
 from stagecoach.shared.storage.metric_log import EPISODES, TRAIN
-from stagecoach.trainer_node.checkpointing.recovery import Recovery, held
 from stagecoach.trainer_node.distributed.leader import meet_followers
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.learning.learner import set_up_torch, turns_lost
 from stagecoach.trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.recovery import Recovery, held
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0

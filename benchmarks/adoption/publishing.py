@@ -24,11 +24,11 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from stagecoach.trainer_node.checkpointing.snapshot import Progress
 from stagecoach.trainer_node.learning.learner import make_learner
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state import snapshot
+from stagecoach.trainer_node.state.log_consumer import Committed
+from stagecoach.trainer_node.state.snapshot import Progress
 
 _ARRIVE_SECONDS = 90.0
 _SETTLE_SECONDS = 0.03

@@ -11,8 +11,8 @@ from stagecoach.shared.base.process import keep_freed_memory
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.policy_board import Published
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.trainer_node.checkpointing.recovery import Recovery
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.recovery import Recovery
 from stagecoach.trainer_node.trainer import Trainer
 
 _POLL_SECONDS = 1.0

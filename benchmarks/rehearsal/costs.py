@@ -33,7 +33,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import LogConsumer, RedisAccounting
 
 _SOME = 200
 """How often a step is done that need not be done for each worker."""

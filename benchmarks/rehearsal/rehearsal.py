@@ -44,8 +44,8 @@ from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
 from stagecoach.shared.runtime.run_context import open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.process import run_trainer
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 
 _RUN = "scale"

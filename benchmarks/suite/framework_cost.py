@@ -27,7 +27,7 @@ from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.worker import StepResult, Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.runtime.launch import RoleLaunch
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult as TrainerStep
 from stagecoach.trainer_node.trainer import Trainer
 

@@ -21,8 +21,8 @@ from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.process import run_trainer
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 
 
 @dataclass

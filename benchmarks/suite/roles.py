@@ -26,8 +26,8 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch
 from stagecoach.shared.runtime.run_context import open_run_context
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.process import run_trainer
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 
 Part = Callable[[RoleLaunch], None]
 """What a process does all its life; it can be pickled."""

@@ -20,7 +20,7 @@ from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import LogConsumer, RedisAccounting
 
 TRIM_EACH = 10
 """Versions between two trims, as between two checkpoints of the default config."""

@@ -42,7 +42,7 @@ from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.protocol.redis_client import connect_redis, evicts, tls_options, without_retries
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.shared.storage.s3_store import FAILURES, s3_client
-from stagecoach.trainer_node.checkpointing.fork import beginnings
+from stagecoach.trainer_node.state.fork import beginnings
 
 _HIDDEN = "hidden"
 

@@ -10,7 +10,7 @@ from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import RoleName
 from stagecoach.shared.base.failure import EndReason, RoleEnd, RunEnd
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult as Learned
 from stagecoach.trainer_node.trainer import Trainer
 

@@ -44,8 +44,8 @@ from stagecoach.shared.protocol.redis_client import connect_redis, without_retri
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import CONFIG, Checkpoint
 from stagecoach.shared.storage.object_store import open_store
-from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, policies_in, take_over
-from stagecoach.trainer_node.checkpointing.snapshot import POLICY
+from stagecoach.trainer_node.state.fork import Source, beginnings, policies_in, take_over
+from stagecoach.trainer_node.state.snapshot import POLICY
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""

@@ -36,11 +36,11 @@ from stagecoach.shared.protocol.quarantine import drop_entries
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, write_shared_object
-from stagecoach.trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
-from stagecoach.trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from stagecoach.trainer_node.checkpointing.retention import status_file
-from stagecoach.trainer_node.checkpointing.snapshot import POLICY, other_versions
 from stagecoach.trainer_node.learning.learner import make_learner
+from stagecoach.trainer_node.recovery.recovery import last_epoch, restore_learner, tell_other_versions
+from stagecoach.trainer_node.state.fork import Source, beginnings, forked, rolled_back
+from stagecoach.trainer_node.state.snapshot import POLICY, other_versions
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 

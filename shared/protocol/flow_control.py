@@ -3,7 +3,7 @@
 One rule, counted in fragments: a claim is granted while `claimed − consumed < (L + 1) · K`, where an update consumes
 exactly K fragments and L is `max_policy_lag`. `consumed` moves in the step that publishes the next policy version. A
 claim that ends in no fragment (lease over, worker gone) or in a dropped one is given again, so the rule cannot
-deadlock; the bound on the policy lag itself is kept where fragments are consumed (trainer_node/log_consumer.py).
+deadlock; the bound on the policy lag itself is kept where fragments are consumed (trainer_node/state/log_consumer.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +141,7 @@ class Claim:
     epoch: int
     wakeup: str
     history: str = ""
-    """Of the version: the experience that it comes from (trainer_node/log_consumer.py)."""
+    """Of the version: the experience that it comes from (trainer_node/state/log_consumer.py)."""
 
     @property
     def granted(self) -> bool:

@@ -24,7 +24,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, source
-from stagecoach.trainer_node.log_consumer import RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import RedisAccounting
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
 from tests.support.game import Game, asks, balanced, push_garbage, small

@@ -17,7 +17,7 @@ from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT, MANIFEST
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
 from tests.support import store_faults as faults

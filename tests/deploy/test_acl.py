@@ -46,7 +46,7 @@ from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED, READY
 from stagecoach.trainer_node.distributed.leader import Rendezvous
 from stagecoach.trainer_node.distributed.process_group import Invitation
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
 from tests.support.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl

@@ -40,7 +40,7 @@ from stagecoach.shared.protocol.scripts import Script
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import RedisServer
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
 

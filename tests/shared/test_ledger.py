@@ -21,7 +21,7 @@ from stagecoach.shared.protocol.ledger import (
     read_ledger,
 )
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import MakeRole
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
 

@@ -38,7 +38,7 @@ from stagecoach.shared.storage.checkpoint_store import FINISHED, READY, Checkpoi
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS, TRAIN, VERSION
 from stagecoach.shared.storage.object_store import ObjectStore
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.support.checkpoints import key_of
 from tests.support.metric_rows import recorded

@@ -23,7 +23,7 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.replay import Replayed, replay
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer, minimal_config

@@ -29,7 +29,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.log_consumer import Committed, LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import Committed, LogConsumer, RedisAccounting
 from tests.support.fragments import zero_fragment
 from tests.support.small_run import ENVS, STEPS
 

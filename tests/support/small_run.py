@@ -15,7 +15,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
 from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import LogConsumer, RedisAccounting
 from tests.conftest import minimal_config
 from tests.support.fragments import zero_fragment
 

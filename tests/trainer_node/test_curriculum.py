@@ -18,10 +18,10 @@ from stagecoach.shared.experience.counters import Counters, Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader, MatchRecord
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.storage.metric_log import TRAIN
-from stagecoach.trainer_node.checkpointing.snapshot import read_state
 from stagecoach.trainer_node.learning.curriculum import Curriculum
 from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.metrics.update_metrics import of_policies
+from stagecoach.trainer_node.state.snapshot import read_state
 from tests.conftest import minimal_config
 from tests.support.game import KEEP, NewGame, goes_on_exactly
 from tests.support.lessons import MODULE

@@ -21,9 +21,9 @@ from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, PO
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
 from stagecoach.trainer_node.metrics.writers import WrittenRun
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.support import metric_rows
 from tests.support.game import KEEP, Death, Game, NewGame, small
@@ -125,7 +125,7 @@ def test_a_trainer_that_dies_loses_and_doubles_no_row_and_no_evaluation(
 def test_the_trainer_waits_by_name_once_too_many_wait_for_a_store_that_is_away(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagecoach.trainer_node.trainer_state._MOST_DUE", 3)
+    monkeypatch.setattr("stagecoach.trainer_node.recovery.trainer_state._MOST_DUE", 3)
     game = new_game(due("1 updates", checkpoint={"every": "100 updates"}))
     put, away = FileStore.put, [True]
     waits: list[Any] = []

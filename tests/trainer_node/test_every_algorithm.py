@@ -29,8 +29,8 @@ from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.encoders import Encoder, RunningMoments
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
-from stagecoach.trainer_node.learning.demonstrations import Pairs
 from stagecoach.trainer_node.learning.learner import make_algorithm
 from tests.support.environments import MODULE
 from tests.support.game import small

@@ -10,7 +10,7 @@ from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
-from stagecoach.trainer_node.checkpointing.fork import Source, take_over
+from stagecoach.trainer_node.state.fork import Source, take_over
 from tests.conftest import minimal_config
 from tests.support.fragments import SIMPLE
 

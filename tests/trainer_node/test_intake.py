@@ -20,7 +20,7 @@ from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Count, Ledger, LedgerLine, fast_forward, read_accounting, read_ledger
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import MakeRole
 from tests.support.small_run import (
     BAD,

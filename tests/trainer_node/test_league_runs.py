@@ -23,10 +23,10 @@ from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.shared.storage.players import LEAGUE, read_mean
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
-from stagecoach.trainer_node.checkpointing.snapshot import POLICY
 from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.learning.league import League
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
+from stagecoach.trainer_node.state.snapshot import POLICY
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
 

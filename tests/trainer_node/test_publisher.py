@@ -32,7 +32,7 @@ from stagecoach.shared.storage.checkpoint_store import (
 )
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
+from stagecoach.trainer_node.state.snapshot import Snapshot
 from tests.conftest import MakeRole, minimal_config
 from tests.support.checkpoints import key_of
 from tests.support.speed import stretched

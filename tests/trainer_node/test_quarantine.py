@@ -14,8 +14,8 @@ from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.quarantine import DEATHS
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.learning.learner import Learner
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.support.game import Death, Game, NewGame, archived, balanced, replayed, small
 

@@ -21,12 +21,12 @@ from stagecoach.shared.base.errors import WeightsNotFinite
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.distributed import local_followers as local
 from stagecoach.trainer_node.distributed.leader import RanksDiffer
 from stagecoach.trainer_node.distributed.local_followers import local_ranks
 from stagecoach.trainer_node.distributed.process_group import Group, GroupBroken, RankShard
 from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
+from stagecoach.trainer_node.state import snapshot
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.groups import some_quick

@@ -15,8 +15,8 @@ from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
-from stagecoach.trainer_node.checkpointing.fork import Source, forked, rolled_back
 from stagecoach.trainer_node.learning.building_blocks.optimization import part
+from stagecoach.trainer_node.state.fork import Source, forked, rolled_back
 from tests.support.game import (
     KEEP,
     POLICY,

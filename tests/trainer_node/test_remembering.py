@@ -1,6 +1,6 @@
 """Algorithms with a memory, which comes back whatever of the log is left where.
 
-It comes back from the archive and the log (trainer_node/checkpointing/recovery.py), so this is where both are lost, cut
+It comes back from the archive and the log (trainer_node/recovery/recovery.py), so this is where both are lost, cut
 and deleted. That a run which dies at every version is the same is test_resuming_every_algorithm.py.
 """
 
@@ -21,7 +21,7 @@ from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.trainer_node.checkpointing.archiver import Archiver
-from stagecoach.trainer_node.checkpointing.fork import rolled_back
+from stagecoach.trainer_node.state.fork import rolled_back
 from tests.conftest import RedisServer
 from tests.support.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small
 from tests.support.waiting import eventually

@@ -10,8 +10,8 @@ import torch
 from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
-from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.replay import replay
+from stagecoach.trainer_node.state import snapshot
 from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
 
 

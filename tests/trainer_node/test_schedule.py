@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
-from stagecoach.trainer_node.checkpointing.snapshot import phase_at
-from stagecoach.trainer_node.trainer_state import RunSchedule
+from stagecoach.trainer_node.recovery.trainer_state import RunSchedule
+from stagecoach.trainer_node.state.snapshot import phase_at
 from tests.conftest import minimal_config
 
 

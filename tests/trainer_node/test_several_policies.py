@@ -18,8 +18,8 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import TRAIN
-from stagecoach.trainer_node.checkpointing.fork import Source, forked
 from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
+from stagecoach.trainer_node.state.fork import Source, forked
 from tests.conftest import minimal_config
 from tests.support.environments import OWL_CHASE
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly

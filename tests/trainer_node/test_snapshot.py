@@ -19,9 +19,9 @@ from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, describe_objects
-from stagecoach.trainer_node.checkpointing.snapshot import Parent, Progress, Snapshot, restore, take
 from stagecoach.trainer_node.learning.learner import Learner
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state.log_consumer import Committed
+from stagecoach.trainer_node.state.snapshot import Parent, Progress, Snapshot, restore, take
 from tests.conftest import minimal_config
 from tests.support.learning.learners import Side, experience, learn
 

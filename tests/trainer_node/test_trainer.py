@@ -17,7 +17,7 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
 from tests.support.environments import MODULE

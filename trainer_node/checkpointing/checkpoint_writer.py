@@ -19,7 +19,6 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest, Pointer
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
 from stagecoach.trainer_node.checkpointing.store_status import StoreStatus
 from stagecoach.trainer_node.checkpointing.write_stages import (
     ArchiveStage,
@@ -31,6 +30,7 @@ from stagecoach.trainer_node.checkpointing.write_stages import (
     TrimStage,
 )
 from stagecoach.trainer_node.metrics.recorder import Recorder
+from stagecoach.trainer_node.state.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.writer")
 _TICK_SECONDS = 0.5

@@ -14,7 +14,7 @@ from stagecoach.shared.storage.due_evaluations import (
 )
 from stagecoach.trainer_node.checkpointing import retention
 from stagecoach.trainer_node.checkpointing.fenced_store import LateDeletions
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
+from stagecoach.trainer_node.state.snapshot import Snapshot
 
 
 class DueEvaluations:

@@ -22,9 +22,9 @@ from stagecoach.trainer_node.checkpointing.archiver import Archiver
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
 from stagecoach.trainer_node.checkpointing.retention import Inventory, unless_damaged
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
 from stagecoach.trainer_node.checkpointing.store_status import StoreStatus
 from stagecoach.trainer_node.metrics.recorder import Recorder
+from stagecoach.trainer_node.state.snapshot import Snapshot
 
 _EVALUATION_FIELDS = ("mean_return", "episodes")
 """Fields of the newest evaluation that a manifest repeats."""

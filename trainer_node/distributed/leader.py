@@ -40,7 +40,6 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import own_address
 from stagecoach.shared.protocol.scripts import Script
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot, restore
 from stagecoach.trainer_node.distributed.process_group import (
     Group,
     GroupBroken,
@@ -50,6 +49,7 @@ from stagecoach.trainer_node.distributed.process_group import (
     group_errors,
 )
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
+from stagecoach.trainer_node.state.snapshot import Snapshot, restore
 
 _CHECK_SECONDS = 1.0
 _POLL_SECONDS = 0.05

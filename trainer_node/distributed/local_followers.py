@@ -23,10 +23,10 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import torch_device
-from stagecoach.trainer_node.checkpointing.snapshot import Snapshot
 from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess, follow
 from stagecoach.trainer_node.distributed.process_group import GroupBroken, Invitation, Opening, join
 from stagecoach.trainer_node.learning.learner import Learner, set_up_torch
+from stagecoach.trainer_node.state.snapshot import Snapshot
 
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 120.0
@@ -40,7 +40,7 @@ def local_ranks(
     held: Iterable[Fragment] = (),
 ) -> Iterator[SingleProcess | Leader]:  # fmt: skip
     """`learner`, of which `taken` is the snapshot, as rank 0 of as many ranks as the config says; its replay buffers
-    hold `held` (`trainer_node/checkpointing/recovery.py: held`)."""
+    hold `held` (`trainer_node/recovery/recovery.py: held`)."""
     if config.trainer.ranks == 1:
         yield SingleProcess()
         return

@@ -23,6 +23,7 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies, torch_device
 from stagecoach.shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.building_blocks.interface import (
     Algorithm,
     EstimatingAlgorithm,
@@ -37,7 +38,6 @@ from stagecoach.trainer_node.learning.building_blocks.reward_normalization impor
     RewardFilter,
     RewardScaling,
 )
-from stagecoach.trainer_node.learning.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.fold import Fold
 from stagecoach.trainer_node.learning.folds import make_folds
 from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns

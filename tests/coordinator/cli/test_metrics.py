@@ -24,7 +24,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.metric_log import STREAMS, TRAIN, MetricStream
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult, Trainer
 from tests.conftest import minimal_config
 from tests.support.command_line import Stagecoach, check_refused, until

@@ -19,7 +19,7 @@ from stagecoach.shared.experience.log_entry import before
 from stagecoach.shared.protocol.flow_control import KeyDamaged
 from stagecoach.shared.protocol.keys import TYPES, RunKeys, key_name, key_type
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
 from tests.support.command_line import CommandLine, check_ledger, check_refused, redis_of

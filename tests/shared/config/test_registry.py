@@ -9,7 +9,7 @@ import pytest
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.loading import dump_config, parse_config, parse_yaml
-from stagecoach.trainer_node.checkpointing.fork import beginnings
+from stagecoach.trainer_node.state.fork import beginnings
 from tests.conftest import minimal_config
 
 TWO: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "agents": {"*": "a", "b_*": "b"}}

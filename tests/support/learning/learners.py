@@ -15,10 +15,10 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
 from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.shared.protocol.ledger import Ledger
-from stagecoach.trainer_node.checkpointing import snapshot
-from stagecoach.trainer_node.checkpointing.snapshot import Progress
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state import snapshot
+from stagecoach.trainer_node.state.log_consumer import Committed
+from stagecoach.trainer_node.state.snapshot import Progress
 
 
 def learner_of(config: Config) -> Learner:

@@ -17,7 +17,7 @@ from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from stagecoach.shared.policies.registry import borrowed_random_state, build_policies
-from stagecoach.trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.reward_signals.base import Rows
 from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, RND
 from tests.support.datasets import episodes, write_csv

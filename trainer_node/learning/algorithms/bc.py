@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stagecoach.shared.config.algorithms.offline import BCConfig
 from stagecoach.trainer_node.learning.algorithms.on_policy import BatchLearner
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 from stagecoach.trainer_node.learning.building_blocks.interface import Terms
-from stagecoach.trainer_node.learning.demonstrations import Pairs
 
 
 class BC(BatchLearner):

@@ -13,8 +13,8 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.policies.continuous import Certain
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import BestChoice
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
-from stagecoach.trainer_node.learning.demonstrations import Pairs
 
 _NUMBER = 0
 """Of its generator among those of an update, beside the algorithm's own."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.building_blocks.optimization import Part, load_state_of, state_of, to_device
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardFilter
-from stagecoach.trainer_node.learning.demonstrations import Demonstrations
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from stagecoach.shared.experience.spaces import SpaceSpec
 from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, flat, flat_size, linear
 from stagecoach.shared.policies.encoders import mlp as hidden_layers
 from stagecoach.shared.policies.policy import Policy
-from stagecoach.trainer_node.learning.demonstrations import Pairs
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 
 
 @dataclass(frozen=True)

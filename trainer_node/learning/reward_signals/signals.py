@@ -13,7 +13,7 @@ from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.reward_signals import GAILConfig, ICMConfig, RNDConfig
 from stagecoach.shared.policies.encoders import Encoder
 from stagecoach.shared.policies.policy import Policy
-from stagecoach.trainer_node.learning.demonstrations import Demonstrations
+from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.reward_signals.base import ActionEncoding, Rows, Signal, embedding, mlp
 
 

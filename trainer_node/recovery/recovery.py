@@ -40,13 +40,13 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from stagecoach.trainer_node.checkpointing.fork import rolled_back
 from stagecoach.trainer_node.checkpointing.retention import unless_damaged
-from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, Snapshot, other_versions, restore
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
-from stagecoach.trainer_node.log_consumer import RedisAccounting
-from stagecoach.trainer_node.trainer_state import TrainerState
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.trainer_state import TrainerState
+from stagecoach.trainer_node.state.fork import rolled_back
+from stagecoach.trainer_node.state.log_consumer import RedisAccounting
+from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Restored, Snapshot, other_versions, restore
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 

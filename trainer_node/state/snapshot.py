@@ -33,7 +33,7 @@ from stagecoach.trainer_node.learning import fold
 from stagecoach.trainer_node.learning.building_blocks.compilation import compiler_version
 from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
 from stagecoach.trainer_node.learning.learner import Learner
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state.log_consumer import Committed
 
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
@@ -223,7 +223,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     """Puts the checkpoint's state into the learner; raises `CheckpointDamaged` where it does not fit.
 
     Everything is decoded before anything is changed. What replay buffers held is not in a checkpoint: a trainer
-    that continues fills them as well (`trainer_node/checkpointing/recovery.py: restore_learner`).
+    that continues fills them as well (`trainer_node/recovery/recovery.py: restore_learner`).
     """
     objects, restored = checkpoint.objects, read_state(checkpoint)
     with _named(checkpoint):

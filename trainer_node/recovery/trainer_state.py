@@ -12,12 +12,12 @@ from stagecoach.shared.policies.serialization import VersionHeader, encode_board
 from stagecoach.shared.protocol.heartbeat import poll
 from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
 from stagecoach.shared.storage.shared_objects import write_shared_object
-from stagecoach.trainer_node.checkpointing import snapshot
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
-from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
-from stagecoach.trainer_node.incarnation import Incarnation
 from stagecoach.trainer_node.learning.learner import Learner
-from stagecoach.trainer_node.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.trainer_node.recovery.incarnation import Incarnation
+from stagecoach.trainer_node.state import snapshot
+from stagecoach.trainer_node.state.log_consumer import LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 
 
 class RunSchedule:

@@ -21,11 +21,11 @@ from stagecoach.shared.protocol.ledger import Ledger, read_ledger
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
-from stagecoach.trainer_node.checkpointing import snapshot
-from stagecoach.trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot
 from stagecoach.trainer_node.learning.algorithms.off_policy import OffPolicy
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
-from stagecoach.trainer_node.log_consumer import Committed
+from stagecoach.trainer_node.state import snapshot
+from stagecoach.trainer_node.state.log_consumer import Committed
+from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Progress, Snapshot
 
 _NETWORK = (
     "hidden_sizes", "activation", "layer_norm", "cnn", "share_encoder", "core", "core_size", "normalize_observations",
