@@ -10,8 +10,8 @@ from stagecoach.shared.config.algorithms.base import OwnAlgorithm
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.environments.parameters import SamplerConfig
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.schema.validation import section_tag, sections_in
 from stagecoach.shared.config.sections import RunPolicyConfig
-from stagecoach.shared.config.validation import section_tag, sections_in
 
 _BEGINNING = """# Configuration
 

@@ -10,7 +10,7 @@ from stagecoach.rollout_worker.exploration.own import make_own_exploration
 from stagecoach.shared.base.errors import CheckpointError
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, OwnExploration
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.config.schema.section import Schedule
 from stagecoach.shared.experience.counters import Counters, Phase
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies, torch_device

@@ -28,7 +28,7 @@ from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import load_config, parse_config
-from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.protocol.keys import TYPES
 from stagecoach.shared.protocol.scripts import source

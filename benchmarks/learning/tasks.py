@@ -19,7 +19,7 @@ from pydantic import Field
 
 from stagecoach.shared.config.loading import parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.section import Section
+from stagecoach.shared.config.schema.section import Section
 
 Mode = Literal["inline", "distributed"]
 MODES: tuple[Mode, ...] = ("inline", "distributed")

@@ -64,7 +64,7 @@ class Costs:
         self._header = VersionHeader(0, Phase.TRAIN, PhaseCounters())
         self._blob = encode_board(states, self._header)
         self._epoch = role.flow.take_over()
-        accounting = RedisAccounting(role, self._epoch)
+        accounting = RedisAccounting(role.redis, role.run_id, self._epoch)
         self._consumer = LogConsumer(role.run_id, role.config, description, self._log.read, accounting)
         self.costs: list[Cost] = []
         self.sizes: dict[str, int] = {"policy version": len(self._blob)}

@@ -115,7 +115,7 @@ class TakingTrainer:
 
     def _decoded(self, count: int) -> float:
         config, each = self._role.config, self._role.config.rollout.fragments_per_update
-        accounting = RedisAccounting(self._role, self._epoch)
+        accounting = RedisAccounting(self._role.redis, self._role.run_id, self._epoch)
         consumer = LogConsumer(self._role.run_id, config, self._role.description(), self._log.read, accounting)
         taken = 0
         for got in range(1, count + 1):

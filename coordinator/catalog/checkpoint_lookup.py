@@ -25,7 +25,7 @@ from stagecoach.shared.base.user_code import extend_imports, install, with_extra
 from stagecoach.shared.config.environments.environment import WrapperConfig
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.config.sections import EvaluationConfig
 from stagecoach.shared.config.services import StoreConfig
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version

@@ -9,7 +9,7 @@ import numpy as np
 
 from stagecoach.coordinator.catalog.run_metrics import ratings_in
 from stagecoach.coordinator.run import Run
-from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION

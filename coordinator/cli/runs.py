@@ -78,7 +78,7 @@ def former(run_id: str | None, config: "Config") -> Callable[[], None]:
 
 
 def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
-    from stagecoach.shared.config.section import leaves
+    from stagecoach.shared.config.schema.section import leaves
 
     sections = {"initialize_from", "policies", "league", "dataset", "demonstrations"}
     for field, value in leaves(config.model_dump(mode="json", include=sections)).items():

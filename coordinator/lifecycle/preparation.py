@@ -134,7 +134,7 @@ def prepare_resume(
         _refuse_other_versions(context.checkpoints, checkpoint)
     refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
-    drop_entries(context, drop)
+    drop_entries(context.redis, context.run_id, drop)
     if not create_flow(context):
         rollout = context.config.rollout
         context.check_config(shards_may_change=True)

@@ -24,7 +24,7 @@ from stagecoach.rollout_worker.environments.own_processes import InOwnProcess, O
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from stagecoach.rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment, layers
-from stagecoach.rollout_worker.wrappers import EpisodicLife
+from stagecoach.rollout_worker.environments.wrappers import EpisodicLife
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from stagecoach.shared.base.user_code import import_object, install, with_extra
 from stagecoach.shared.config.environments.environment import EnvironmentConfig

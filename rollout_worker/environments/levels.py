@@ -19,7 +19,8 @@ from stagecoach.rollout_worker.environments.pettingzoo_env import Episode, Turns
 from stagecoach.rollout_worker.environments.vector_env import GREEDILY
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import counted
-from stagecoach.shared.config.environments.hierarchy import HierarchyConfig, LevelConfig, Numbers
+from stagecoach.shared.config.environments.hierarchy import HierarchyConfig, LevelConfig
+from stagecoach.shared.config.schema.section import Numbers
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
 from stagecoach.shared.experience.spaces import Array, Columns

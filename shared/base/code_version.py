@@ -1,4 +1,4 @@
-"""The version of this code."""
+"""Versions of this code and of the compiler, as a checkpoint records them."""
 
 import functools
 import importlib.metadata
@@ -29,3 +29,13 @@ def code_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return version
     return f"{version}+{found.stdout.strip()}"
+
+
+@functools.cache
+def compiler_version(command: str) -> str:
+    """Returns the first line that the compiler says of its version; empty if it cannot be run."""
+    try:
+        found = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.partition("\n")[0]

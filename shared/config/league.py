@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stagecoach.shared.config.section import Section, short_for
+from stagecoach.shared.config.schema.section import Section, short_for
 from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField, OwnPlay
 from stagecoach.shared.league.table import PlayerKind
 

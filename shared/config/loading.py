@@ -11,7 +11,7 @@ import yaml
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.validation import field_paths, validated
+from stagecoach.shared.config.schema.validation import field_paths, validated
 
 ENV_PREFIX = "STAGECOACH__"
 _MOST_VALUES = 100_000

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from stagecoach.shared.config.section import Section
+from stagecoach.shared.config.schema.section import Section
 
 
 class DataEvaluationConfig(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stagecoach.shared.config.section import Section, short_for
+from stagecoach.shared.config.schema.section import Section, short_for
 from stagecoach.shared.experience.counters import Duration, DurationField
 
 MIN_LOG_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults
 from stagecoach.shared.config.compatibility import check_sections_together
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.league_compatibility import check_stops, seating
-from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {

@@ -14,7 +14,7 @@ from stagecoach.shared.config.environments.parameters import SamplerField
 from stagecoach.shared.config.league import LeagueConfig, LearnerConfig
 from stagecoach.shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from stagecoach.shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
-from stagecoach.shared.config.section import Section, Width
+from stagecoach.shared.config.schema.section import Section, Width
 from stagecoach.shared.config.services import RayConfig, RedisConfig, StoreConfig
 from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, model_validator
 
 from stagecoach.shared.base.address import check_redis_url, check_verified, redis_place
-from stagecoach.shared.config.section import Section
+from stagecoach.shared.config.schema.section import Section
 
 _REDIS = ("redis", "rediss")
 _OR_EMBEDDED = "be 'embedded' or "

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import redis
+
 from stagecoach.shared.base.errors import Fenced, StagecoachError, UserError, place
 from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PublishReply
 from stagecoach.shared.protocol.scripts import Script, write_small
-from stagecoach.shared.runtime.run_context import RunContext
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 DEATHS = 3
@@ -22,25 +24,25 @@ _FEWEST_ALLOWED = 2 * DEATHS
 
 
 class WorkRecord:
-    """What one trainer (one epoch) records in Redis of its own process."""
+    """Records in Redis which entries one trainer (one epoch) takes, and how it leaves."""
 
-    def __init__(self, role: RunContext, epoch: int) -> None:
-        self._role, self._epoch = role, epoch
-        self._keys = RunKeys(role.run_id)
+    def __init__(self, client: redis.Redis, run_id: str, epoch: int) -> None:
+        self._client, self._run_id, self._epoch = client, run_id, epoch
+        self._keys = RunKeys(run_id)
         self._marks, self._marked = False, ""
 
-    def begin(self) -> None:
+    def begin(self, restarts_allowed: int) -> None:
         """Counts the death of the trainer before, if it never left, with an event; may quarantine what it was taking.
         Raises `Fenced`, and `StagecoachError` where too many have died in a row: the next one would as well."""
-        found = Script(self._role.redis, self._keys, "begin_work")(epoch=self._epoch, deaths_allowed=DEATHS)
+        found = Script(self._client, self._keys, "begin_work")(epoch=self._epoch, deaths_allowed=DEATHS)
         deaths, died, there, put = (int(found[place]) for place in (0, 1, 3, 4))
         if deaths < 0:
             raise Fenced(f"epoch {self._epoch} may not begin; a newer trainer has taken over")
         self._marks = deaths > 0
         if not died:
             return
-        run_id, entries = self._role.run_id, _range(found[2].decode())
-        allowed = max(self._role.config.rollout.restarts_allowed, _FEWEST_ALLOWED)
+        run_id, entries = self._run_id, _range(found[2].decode())
+        allowed = max(restarts_allowed, _FEWEST_ALLOWED)
         where = f" over the log entries {entries}" if entries else ""
         self._tell(f"the trainer before died{where}; it is number {deaths} in a row without a new policy version")
         if put > 0:
@@ -58,7 +60,7 @@ class WorkRecord:
         """These entries are taken next (none: it waits); written down only where trainers have died lately."""
         mark = f"{first} {last}".strip()
         if self._marks and mark != self._marked:
-            write_small(self._role.redis, self._keys, self._keys.flow, "HSET", "taking", mark)
+            write_small(self._client, self._keys, self._keys.flow, "HSET", "taking", mark)
             self._marked = mark
 
     def published(self, reply: PublishReply) -> None:
@@ -66,11 +68,11 @@ class WorkRecord:
         self._marks = self._marks and reply is not PublishReply.PUBLISHED
 
     def leave(self) -> None:
-        write_small(self._role.redis, self._keys, self._keys.flow, "HDEL", "at_work")
+        write_small(self._client, self._keys, self._keys.flow, "HDEL", "at_work")
 
     def _tell(self, text: str) -> None:
         _LOGGER.warning("%s", text)
-        self._role.tell("trainer", text)
+        emit(self._client, self._run_id, "trainer", text)
 
 
 @contextmanager
@@ -111,22 +113,20 @@ def drop_ranges(positions: tuple[str, ...]) -> list[tuple[str, str]]:
     return ranges
 
 
-def drop_entries(role: RunContext, positions: tuple[str, ...]) -> None:
+def drop_entries(client: redis.Redis, run_id: str, positions: tuple[str, ...]) -> None:
     """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`."""
-    keys = RunKeys(role.run_id)
+    keys = RunKeys(run_id)
     for first, last in drop_ranges(positions):
         shown = _range(f"{first} {last}")
-        put = int(Script(role.redis, keys, "drop_entries")(first=first, last=last, why="--drop"))
+        put = int(Script(client, keys, "drop_entries")(first=first, last=last, why="--drop"))
         if put < 0:
             raise UserError(
                 f"--drop {shown}: a published policy version has learned from it, or dropped it; `stagecoach resume "
-                f"{role.run_id} --from NAME` goes back to a checkpoint, and leaves all behind it that came before now"
+                f"{run_id} --from NAME` goes back to a checkpoint, and leaves all behind it that came before now"
             )
         if put == 0:
-            raise UserError(
-                f"--drop {shown}: the log of run {role.run_id!r} has no entry there that is not dropped yet"
-            )
-        role.tell("trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
+            raise UserError(f"--drop {shown}: the log of run {run_id!r} has no entry there that is not dropped yet")
+        emit(client, run_id, "trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
 
 
 def _range(taking: str) -> str:

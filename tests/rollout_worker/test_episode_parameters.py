@@ -131,7 +131,7 @@ def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
 
 
 def test_a_game_that_continues_from_life_to_life_takes_no_parameters() -> None:
-    wrapped = {"wrappers": [{"path": "stagecoach.rollout_worker.wrappers:EpisodicLife"}]}
+    wrapped = {"wrappers": [{"path": "stagecoach.rollout_worker.environments.wrappers:EpisodicLife"}]}
     with pytest.raises(ConfigError, match=r"environment\.wrappers has EpisodicLife.*leave one of them out"):
         describe_environment(minimal_config(environment=CORRIDOR | LENGTH | wrapped))
 

@@ -15,7 +15,13 @@ import yaml
 
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
-from stagecoach.rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
+from stagecoach.rollout_worker.environments.wrappers import (
+    ClipObservation,
+    CropObservation,
+    EpisodicLife,
+    FireReset,
+    MapAction,
+)
 from stagecoach.shared.base.errors import EnvironmentUnusable
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.loading import load_config

@@ -419,7 +419,7 @@ class Search:
     # Trainers
 
     def _accounting(self, trainer: TrainerState) -> RedisAccounting:
-        accounting = RedisAccounting(self.role, trainer.epoch)
+        accounting = RedisAccounting(self.role.redis, self.role.run_id, trainer.epoch)
         accounting.redis_process = self._process if trainer.process else _ANOTHER_PROCESS
         accounting.tell = lambda text: None  # type: ignore[method-assign]
         return accounting

@@ -83,7 +83,7 @@ class SmallTrainer:
         self.epoch = role.flow.take_over()
         self.board = PolicyBoard(role.redis, role.run_id)
         self.log = role.log()
-        accounting = RedisAccounting(role, self.epoch)
+        accounting = RedisAccounting(role.redis, role.run_id, self.epoch)
         self.consumer = LogConsumer(role.run_id, role.config, role.description(), self.log.read, accounting)
         self.version = 0
         self.taken = 0

@@ -17,7 +17,7 @@ from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.algorithms.q_learning import R2D2Config
 from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay
-from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.config.schema.section import Schedule
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.q_network import rescaled, unscaled

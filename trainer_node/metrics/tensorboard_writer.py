@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION
 from stagecoach.trainer_node.metrics.table_files import append_bytes
 from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun

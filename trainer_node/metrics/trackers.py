@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagecoach.shared.config.section import leaves
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, UNIX_TIME
 from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 

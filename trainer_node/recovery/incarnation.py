@@ -86,7 +86,7 @@ class Incarnation:
         """Leaves the run to the next trainer; what is still being written is harmless, or refused by the next epoch."""
         with contextlib.suppress(redis.RedisError):
             if self.epoch:
-                WorkRecord(self.role, self.epoch).leave()
+                WorkRecord(self.role.redis, self.role.run_id, self.epoch).leave()
             self.tell(f"the trainer leaves {how}; the next one continues")
         self.ranks.leave()
         self.heartbeat.stop("left: another trainer may take over")

@@ -70,8 +70,8 @@ class Recovery:
         incarnation.heartbeat.start()
         description = incarnation.with_store(role.description)  # a trainer that cannot reach the store fences none
         incarnation.epoch = role.flow.take_over(incarnation.with_store(lambda: last_epoch(role.checkpoints)))
-        accounting = RedisAccounting(role, incarnation.epoch)
-        accounting.begin()
+        accounting = RedisAccounting(role.redis, role.run_id, incarnation.epoch)
+        accounting.begin(role.config.rollout.restarts_allowed)
         accounting.redis_process = role.flow.process()
         checkpoint = incarnation.with_store(lambda: newest_checkpoint(role.checkpoints, role.redis))
         learner = make_learner(role.config, description, read_dataset=read_dataset)

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+import redis
+
 from stagecoach.shared.base.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.config.run_config import Config
@@ -19,10 +21,10 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
 from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.ledger import Ledger, Taken
 from stagecoach.shared.protocol.quarantine import WorkRecord
 from stagecoach.shared.protocol.scripts import Script
-from stagecoach.shared.runtime.run_context import RunContext
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _BAD_IN_A_ROW = 200
@@ -58,9 +60,9 @@ class DropReply(StrEnum):
 class RedisAccounting(WorkRecord):
     """Where the drops of one trainer (one epoch) are recorded, and the entries that it takes."""
 
-    def __init__(self, role: RunContext, epoch: int) -> None:
-        super().__init__(role, epoch)
-        self._drop = Script(role.redis, self._keys, "drop")
+    def __init__(self, client: redis.Redis, run_id: str, epoch: int) -> None:
+        super().__init__(client, run_id, epoch)
+        self._drop = Script(client, self._keys, "drop")
         self.redis_process = ""
         """The Redis process that the trainer's accounting was last matched with; '' for any."""
         self.given_up: list[str] = []
@@ -91,7 +93,7 @@ class RedisAccounting(WorkRecord):
         return reply is not DropReply.KNOWN
 
     def tell(self, text: str) -> None:
-        self._role.tell("dropped", text)
+        emit(self._client, self._run_id, "dropped", text)
 
 
 class LogConsumer:

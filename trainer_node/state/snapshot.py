@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from stagecoach.shared.base.code_version import code_version
+from stagecoach.shared.base.code_version import code_version, compiler_version
 from stagecoach.shared.base.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import TrainerConfig
@@ -30,7 +30,7 @@ from stagecoach.shared.policies.serialization import decode_policy, encode_polic
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
 from stagecoach.trainer_node.learning import fold
-from stagecoach.trainer_node.learning.building_blocks.compilation import compiler_version
+from stagecoach.trainer_node.learning.building_blocks.compilation import compiler
 from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.state.log_consumer import Committed
@@ -173,7 +173,7 @@ def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
     found = _libraries() | {"device": ", ".join(sorted(devices))}
     found |= {"threads": str(torch.get_num_threads()), "ranks": str(config.ranks)}
     if config.compile:
-        found["compiled"] = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
+        found["compiled"] = f"{compiler_version(compiler())} for {torch.backends.cpu.get_cpu_capability()}"
     return found
 
 

@@ -12,8 +12,8 @@ from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, Sampling
 from stagecoach.shared.config.algorithms.reward_signals import RewardSignalsConfig
-from stagecoach.shared.config.section import Schedule, ScheduleField, Section
-from stagecoach.shared.config.validation import validated
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section
+from stagecoach.shared.config.schema.validation import validated
 
 
 def _constant_name(schema: dict[str, Any]) -> None:

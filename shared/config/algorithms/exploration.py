@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
+from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
 
 
 class Sampling(Section):

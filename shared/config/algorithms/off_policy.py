@@ -8,7 +8,7 @@ from pydantic import Field
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, Signals
 from stagecoach.shared.config.algorithms.exploration import GaussianNoise, NoiseField, Sampling
 from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField, UniformReplay
-from stagecoach.shared.config.section import ScheduleField
+from stagecoach.shared.config.schema.section import ScheduleField
 
 LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}
 """Of actors and critics, as TD3's and SAC's authors, Stable-Baselines3 (SAC) and CleanRL have it."""

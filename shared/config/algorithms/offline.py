@@ -8,7 +8,7 @@ from pydantic import Field
 from stagecoach.shared.config.algorithms.base import BatchOfUpdate
 from stagecoach.shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig, TD3Config
 from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField, UniformReplay
-from stagecoach.shared.config.section import Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField
 
 
 class BCConfig(BatchOfUpdate):

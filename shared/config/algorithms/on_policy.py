@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stagecoach.shared.config.algorithms.base import BatchOfUpdate, Signals
-from stagecoach.shared.config.section import Schedule, ScheduleField, Section
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section
 
 
 class OnPolicyConfig(Signals):

@@ -9,7 +9,7 @@ from stagecoach.shared.config.algorithms.base import MarginCloningConfig, Signal
 from stagecoach.shared.config.algorithms.exploration import EpsilonGreedy, ExplorationField, Sampling
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay, ReplayBufferField
-from stagecoach.shared.config.section import Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField
 
 _ONE_HEAD: Mapping[str, tuple[Any, ...]] = {"head": ("expected",), "heads": (1,), "noisy": (False,)}
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from stagecoach.shared.config.environments.hierarchy import Distances
-from stagecoach.shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
+from stagecoach.shared.config.schema.section import OWN_KIND, Distances, Schedule, ScheduleField, Section, by_kind
 from stagecoach.shared.experience.counters import Counters
 
 

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from stagecoach.shared.config.section import Schedule, ScheduleField, Section, Width
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section, Width
 
 
 class ExtrinsicConfig(Section):

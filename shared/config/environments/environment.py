@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from stagecoach.shared.config.environments.hierarchy import HierarchyConfig
 from stagecoach.shared.config.environments.parameters import ParameterField
-from stagecoach.shared.config.section import OFF, Section, short_for
+from stagecoach.shared.config.schema.section import OFF, Section, short_for
 
 
 class WrapperConfig(Section):

@@ -4,21 +4,9 @@ them), or options (a controller chooses by which of several rewards the same net
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from stagecoach.shared.config.section import Section
-
-
-def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
-    if value == ():
-        raise ValueError("it is an empty list; give a number, or one for each element of the goal")
-    return value
-
-
-Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
-_Distance = Annotated[float, Field(ge=0)]
-Distances = Annotated[_Distance | tuple[_Distance, ...], AfterValidator(_some_number)]
-"""How near a goal is achieved: a Euclidean distance, or one for each element."""
+from stagecoach.shared.config.schema.section import Distances, Numbers, Section
 
 
 class LevelConfig(Section):

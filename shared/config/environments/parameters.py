@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from stagecoach.shared.config.section import Section
+from stagecoach.shared.config.schema.section import Section
 from stagecoach.shared.experience.parameters import ParameterTable, Sampler, Value
 
 Measure = Literal["return", "success", "progress", "length", "rating"]

@@ -98,7 +98,7 @@ def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(tr
 
 
 def test_an_evaluation_with_other_spaces_is_refused() -> None:
-    wrapper = {"path": "stagecoach.rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
+    wrapper = {"path": "stagecoach.rollout_worker.environments.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
     check(minimal_config(evaluation={"wrappers": [wrapper]}))
     for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):
         with pytest.raises(ConfigError, match=r"evaluation\.wrappers.* has other spaces than the one of training"):

@@ -18,7 +18,7 @@ from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import dump_config, load_config, parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.validation import field_paths, section_tag, sections_in
+from stagecoach.shared.config.schema.validation import field_paths, section_tag, sections_in
 from tests.conftest import minimal_config
 
 BASE = """

@@ -16,8 +16,8 @@ from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import dump_config, parse_config
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.section import Schedule
-from stagecoach.shared.config.validation import sections_in
+from stagecoach.shared.config.schema.section import Schedule
+from stagecoach.shared.config.schema.validation import sections_in
 from stagecoach.shared.experience.counters import Duration
 from tests.conftest import minimal_config
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from stagecoach.shared.config.section import Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField
 from stagecoach.shared.experience.counters import UNITS, Counters, Duration, Phase, PhaseCounters, Unit, parse_duration
 
 FIELD: TypeAdapter[Schedule] = TypeAdapter(ScheduleField)

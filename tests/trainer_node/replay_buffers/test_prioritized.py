@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay as Section
-from stagecoach.shared.config.section import Schedule
+from stagecoach.shared.config.schema.section import Schedule
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer

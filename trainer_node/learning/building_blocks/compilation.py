@@ -5,11 +5,9 @@ one. So each function has its own code for each size of a minibatch that full up
 are computed as without `trainer.compile`; and what cannot be compiled so is an error, never a quiet way around.
 """
 
-import functools
 import inspect
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -91,16 +89,6 @@ def compiler() -> str:
 
 def has_compiler() -> bool:
     return shutil.which(compiler()) is not None
-
-
-@functools.cache
-def compiler_version() -> str:
-    """Of the compiler here, as it says it; empty where it does not."""
-    try:
-        said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.partition("\n")[0]
 
 
 def check_compiling(here: bool = True) -> None:

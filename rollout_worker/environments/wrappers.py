@@ -1,6 +1,6 @@
 """Environment wrappers that Gymnasium lacks, for `environment.wrappers`.
 
-A config names one as `stagecoach.rollout_worker.wrappers:CropObservation`.
+A config names one as `stagecoach.rollout_worker.environments.wrappers:CropObservation`.
 """
 
 from collections.abc import Sequence

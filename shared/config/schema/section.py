@@ -22,6 +22,18 @@ Width = Annotated[int, Field(ge=1, le=1 << 16)]
 """Units of a network's layer. The widest in use have some thousands; a square layer of the bound is 17 GB."""
 
 
+def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    if value == ():
+        raise ValueError("it is an empty list; give a number, or one for each element of the goal")
+    return value
+
+
+Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
+_Distance = Annotated[float, Field(ge=0)]
+Distances = Annotated[_Distance | tuple[_Distance, ...], AfterValidator(_some_number)]
+"""How near a goal is achieved: a Euclidean distance, or one for each element."""
+
+
 class Section(BaseModel):
     """Base of all config sections: immutable, and a key that does not exist is an error."""
 
