@@ -66,7 +66,7 @@ def halved(columns: Columns) -> Columns:
 
 
 def test_demonstrations_are_filtered_as_experience_is(data: Path) -> None:
-    policy = {"hidden_sizes": [8], "transform": "tests.trainer_node.test_cloning:halved"}
+    policy = {"hidden_sizes": [8], "transform": "tests.trainer_node.learning.building_blocks.test_cloning:halved"}
     plain, _ = cloning_of(imitating(data))
     filtered, _ = cloning_of(imitating(data, policies={"default": policy}))
     np.testing.assert_array_equal(
