@@ -188,7 +188,8 @@ def test_a_compiler_that_fails_is_told_with_what_it_says(tmp_path: Path) -> None
     failing.write_text('#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\necho no room left >&2; exit 1\n')
     failing.chmod(0o755)
     script = (
-        "import torch\nfrom tests.trainer_node.learning.building_blocks.test_compilation import how, compiled, Setting, CPU\n"
+        "import torch\n"
+        "from tests.trainer_node.learning.building_blocks.test_compilation import how, compiled, Setting, CPU\n"
         "compiled(how, Setting(CPU, 1, 1, 1, compile=True), {4})(torch.ones(4, requires_grad=True))"
     )
     done = subprocess.run(
