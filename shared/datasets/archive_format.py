@@ -51,8 +51,6 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
                 columns.pop(STATE, None)  # the hidden state of another policy is no experience
                 for name in [name for name in columns if f"obs.{CRITICS}" in name]:
                     del columns[name]
-                if item.header.wire_version == 2:
-                    columns["log_prob"] = np.where(columns["log_prob"] == 0, np.float32(np.nan), columns["log_prob"])
                 _adapt_info(columns, description.info_columns)
             check(item, item.header.run_id, description)
         except FragmentError as error:

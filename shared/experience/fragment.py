@@ -25,8 +25,7 @@ Within the fragment that state follows from the columns: it begins at zero again
 or that nobody acted.
 
 Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
-truncated as well. Wire version 2 is still read: it has no such observations, and a `log_prob` of 0 where it is unknown.
-In version 4 rows that hold nothing are left out (`_leave_out`); what has none of them is written as version 3.
+truncated as well. Rows that hold nothing are left out on the wire (`_leave_out`).
 """
 
 import math
@@ -43,10 +42,7 @@ from stagecoach.shared.experience import column_codec, tensor_blob
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
-WIRE_VERSION = 3
-SPARSE_VERSION = 4
-_READABLE = (2, WIRE_VERSION, SPARSE_VERSION)
-"""Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
+WIRE_VERSION = 1
 STATE = "state_in"
 INFO = "info/"
 _schema = partial(FragmentError, DropReason.SCHEMA)
@@ -187,11 +183,7 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
     sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
     episodes = [record.plain() for record in fragment.header.episodes]
-    header = vars(fragment.header) | {"episodes": episodes, "layout": layout}
-    if not fragment.header.history:
-        del header["history"]
-    if sparse:
-        header |= {"sparse": sparse, "wire_version": SPARSE_VERSION}
+    header = vars(fragment.header) | {"episodes": episodes, "layout": layout} | ({"sparse": sparse} if sparse else {})
     return tensor_blob.encode(packed, header)
 
 
@@ -224,13 +216,10 @@ def decode(blob: bytes, most_bytes: int = column_codec.MAX_UNPACKED_BYTES) -> Fr
     """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …), and before
     anything is unpacked to more than `most_bytes` (see `expected_bytes`)."""
     packed, header = tensor_blob.decode(blob)
-    if (found := header.get("wire_version")) not in _READABLE:
-        readable = " and ".join(map(str, _READABLE))
-        raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {readable}")
+    if (found := header.get("wire_version")) != WIRE_VERSION:
+        raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {WIRE_VERSION}")
     try:
         layout, sparse = header.pop("layout"), header.pop("sparse", {})
-        if sparse:  # what is in memory is whole
-            header["wire_version"] = WIRE_VERSION
         parsed = _HEADER.validate_python(header)
         columns: dict[str, Columns] = {}
         for name, array in column_codec.unpack(packed, layout, most_bytes).items():

@@ -16,7 +16,7 @@ from stagecoach.shared.experience.spaces import Columns, PlainData, PolicySpaces
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import borrowed_random_state, is_registered, policy_class
 
-POLICY_FORMAT = 2
+POLICY_FORMAT = 1
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
 
 T = TypeVar("T")
-FORMAT = 2
+FORMAT = 1
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
 PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
 FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"

@@ -167,7 +167,7 @@ def test_fenced_publisher_stops_while_its_store_is_away(site: MakeSite) -> None:
 def test_truncated_manifest_blocks_nothing(site: MakeSite, undisturbed: Final) -> None:
     here = site()
     game = here.game()
-    for version, content in ((2, b'{"format": 2, "run_id": "'), (4, b'{"format": 99}')):
+    for version, content in ((2, b'{"format": 1, "run_id": "'), (4, b'{"format": 99}')):
         key = f"{CHECKPOINTS}{version}_Step-{64 * version}.ckpt/0123456789abcdef/{MANIFEST}"
         here.reader.store.put(key, content)
         game.play_to(version)

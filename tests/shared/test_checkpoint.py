@@ -278,7 +278,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
     "missing object": (STATE, lambda _: None, f"lacks its object {STATE}"),
     "foreign run": (MANIFEST, alter("run_id", "another"), "of run another, not to run the-run"),
     "another name": (MANIFEST, alter("name", "9_Step-9.ckpt"), "belongs to 9_Step-9.ckpt"),
-    "newer format": (MANIFEST, alter("format", 3), "has format 3; this version of Stagecoach reads format 2"),
+    "newer format": (MANIFEST, alter("format", 2), "has format 2; this version of Stagecoach reads format 1"),
     "no format": (MANIFEST, alter("format", None), "has format None"),
     "unknown field": (MANIFEST, alter("surprise", 1), "the manifest of .* cannot be read"),
     "garbage manifest": (MANIFEST, lambda _: b"\x00\xff{", "the manifest of .* cannot be read"),
@@ -317,13 +317,13 @@ def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(chec
         checkpoints.store.put(at(name, key), intact)
 
 
-def test_a_checkpoint_of_the_format_before_is_named(checkpoints: CheckpointStore) -> None:
+def test_checkpoint_of_another_format_is_named(checkpoints: CheckpointStore) -> None:
     name = publish(checkpoints, 1)
-    checkpoints.store.put(f"{CHECKPOINTS}2_Step-128.ckpt/{MANIFEST}", b'{"format": 1}')
-    checkpoints.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", b'{"format": 1}')
+    checkpoints.store.put(f"{CHECKPOINTS}2_Step-128.ckpt/{MANIFEST}", b'{"format": 2}')
+    checkpoints.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", b'{"format": 2}')
     found, problems = checkpoints.newest_good()
     assert found.manifest.name == name
-    assert problems == ["2_Step-128.ckpt has format 1; this version of Stagecoach reads format 2"]
+    assert problems == ["2_Step-128.ckpt has format 2; this version of Stagecoach reads format 1"]
 
 
 def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: CheckpointStore) -> None:

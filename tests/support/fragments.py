@@ -115,7 +115,7 @@ _SCHEMA: list[dict[str, Any]] = [
 ]  # fmt: skip
 HEADERS: list[tuple[dict[str, Any], str]] = [
     *((fields, "schema") for fields in _SCHEMA),
-    *(({"wire_version": version}, "wire_version") for version in (0, 1, 99, "1", None, ...)),
+    *(({"wire_version": version}, "wire_version") for version in (0, 2, 99, "1", None, ...)),
     *(({"episodes": [_EPISODE | {"episode_return": number}]}, reason) for number, reason in (
         (np.nan, "not_finite"), (np.inf, "not_finite"), (-2e30, "magnitude"))),
     *(({"episodes": [_EPISODE | {field: {"x": number}}]}, reason)

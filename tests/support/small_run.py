@@ -136,7 +136,7 @@ def damaged(worker: SmallWorker, reason: str) -> bytes:
     if reason == "undecodable":
         return b"not a fragment"
     headers: dict[str, dict[str, Any]] = {
-        "wire_version": {"wire_version": fragment.SPARSE_VERSION + 1},
+        "wire_version": {"wire_version": fragment.WIRE_VERSION + 1},
         "foreign_run": {"run_id": "another-run"},
         "stale": {"phase": Phase.HEATUP},
     }

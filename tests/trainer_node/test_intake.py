@@ -353,7 +353,7 @@ def test_no_fragment_unpacks_to_more_than_the_run_expects(begun: Begun, bomb: st
     elif bomb == "sparse":
         packed[name] = np.zeros((0, 16 << 20), np.float32)
         packed["default/mask"] = np.zeros((STEPS, ENVS), np.bool_)
-        header |= {"sparse": {"default": ["obs"]}, "wire_version": fragment.SPARSE_VERSION}
+        header["sparse"] = {"default": ["obs"]}
     else:
         slots, count = (0, 1 << 36) if bomb == "endless" else (1 << 20, 4)
         packed[name + "#first"] = np.zeros((slots, 16, 1), np.uint8)

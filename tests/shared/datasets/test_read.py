@@ -147,25 +147,6 @@ def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> 
     np.testing.assert_array_equal(found[2].observations["obs"], listed[2].observations["obs"])
 
 
-def test_an_archive_of_the_wire_version_before_has_no_last_observation_of_what_terminated(tmp_path: Path) -> None:
-    listed = episodes(SPACES, (5, 4, 7), "tTt")
-    older = []
-    recording = Recording(SPACES, listed, "memory")
-    for seq in range(recording.pieces(4)):
-        columns, _ = recording.cut([seq], 4)
-        kept = columns["truncated"][tuple(columns["final_index"].T)]
-        columns |= {name: columns[name][kept] for name in ("final_index", "final_obs")}
-        made = fragment_of(columns, seq)
-        older.append(dataclasses.replace(made, header=dataclasses.replace(made.header, wire_version=2)))
-    write_archive(tmp_path, older)
-    found = list(read(tmp_path / "a-run", DESCRIPTION).episodes())
-    assert [episode.last_known for episode in found] == [False, True, False]
-    for mine, theirs in zip(found, listed, strict=True):
-        last = len(theirs) + mine.last_known
-        np.testing.assert_array_equal(mine.observations["obs"][:last], theirs.observations["obs"][:last])
-        assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
-
-
 def without(path: Path, name: str) -> None:
     """Takes away the columns of a CSV file whose names begin so."""
     rows = [row.split(",") for row in path.read_text().splitlines()]

@@ -21,7 +21,6 @@ from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.algorithms.q_learning import DQNConfig
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.experience.fragment import WIRE_VERSION
 from stagecoach.shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.registry import build_policies
@@ -256,8 +255,7 @@ def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path)
     assert not evaluation_of(tmp_path / "data.csv", every_updates=0).figures("default", policy, 4)
 
 
-@pytest.mark.parametrize("version", [2, WIRE_VERSION])
-def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path, version: int) -> None:
+def test_heatup_steps_count_with_their_own_probabilities(tmp_path: Path) -> None:
     """A lever pays 1, and the policy pulls it with probability 0.9; half of the archive is heat-up, half another's."""
     config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
     description = describe_environment(config)
@@ -269,14 +267,11 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
     fragments = []
     for seq, exploration in enumerate([RandomActing(), Sampling()] * 5):
         columns = sampler.sample({"default": acting}, {"default": exploration}, 8).columns["default"]
-        if version == 2 and seq % 2 == 0:
-            columns["log_prob"][:] = 0.0
-        item = fragment_of(columns, seq)
-        fragments.append(replace(item, header=replace(item.header, wire_version=version)))
+        fragments.append(fragment_of(columns, seq))
     write_archive(tmp_path, fragments)
     source = evaluation_of(tmp_path / "a-run", f"{MODULE}:Lever", every_updates=1, gradient_steps=200, episodes=4000)
     found = source.figures("default", policy, 1)
-    assert found["ope/episodes_left_out"] == (2000 if version == 2 else 0)
+    assert found["ope/episodes_left_out"] == 0
     for name in ("ips", "wis", "dr", "sequential_dr"):
         assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
 
