@@ -46,7 +46,7 @@ def test_long(): pass
 @pytest.mark.chaos
 @pytest.mark.thinned
 def test_thinned():
-    print("points:", *thinned(range(20)))
+    print("points:", *thinned(range(40)))
 """
 EXHAUSTIVE = {f"test_exhaustive[{case}]" for case in range(8)}
 
@@ -90,10 +90,10 @@ def test_parts_together_are_all_tests(folder: Path) -> None:
     assert passed(nightly) - EXHAUSTIVE == {"test_long", "test_thinned", "test_learns"}
     assert len(passed(rest) & EXHAUSTIVE) == 2 and passed(rest) ^ passed(nightly) >= EXHAUSTIVE
     assert passed(everything) == passed(quick) | passed(rest) | passed(nightly)
-    assert points(nightly) == points(everything) == set(range(20))
-    for part in (quick, rest):
+    assert points(nightly) == points(everything) == set(range(40))
+    for part, step in ((quick, 16), (rest, 8)):
         first = min(points(part))
-        assert points(part) == set(range(first, 20, 8)) and first < 8
+        assert points(part) == set(range(first, 40, step)) and first < step
     assert not points(quick) & points(rest)
 
 
@@ -111,10 +111,11 @@ def test_flakes_fail_unless_known_or_at_a_time_limit() -> None:
         reports.Test("sound", 1, None),
     ]
     again = [reports.Test(name, 1, None) for name in ("known", "late")] + [reports.Test("broken", 1, "AssertionError")]
-    text, refused = flakes.judge(first, again, {"known": "its reason"})
+    text, refused = flakes.judge(first, again, {"known": "its reason"}, 1.0)
     assert refused == 0 and re.findall("flaky: (.*)", text) == ["known", "late"] and "its reason" in text
-    text, refused = flakes.judge(first, again, {})
+    text, refused = flakes.judge(first, again, {}, 1.0)
     assert refused == 1 and "NOT KNOWN" in text
+    assert flakes.judge(first, again, {}, flakes.SLOW)[1] == 0
 
 
 def test_known_flakes_name_tests_and_reasons() -> None:

@@ -33,7 +33,6 @@ def cluster(network: Network) -> RayCluster:
     return cluster
 
 
-@pytest.mark.essential
 def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
     cluster.train(RUN, SOURCE / "examples" / "cartpole.yaml", "--set", "rollout.workers=3")
     run, seen = ObservedRun(cluster, RUN), set[tuple[str, str]]()
@@ -53,7 +52,6 @@ def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
     assert "finished" in watched and "balances" in watched
 
 
-@pytest.mark.essential
 def test_bucket_holds_checkpoints_and_accounting(cluster: RayCluster) -> None:
     names, finished = cluster.services.names(RUN), cluster.services.marker(RUN, ".finished")
     assert finished["reason"] == "solved"
@@ -64,7 +62,6 @@ def test_bucket_holds_checkpoints_and_accounting(cluster: RayCluster) -> None:
     assert {pointer["final"], pointer["best"]} <= whole
 
 
-@pytest.mark.essential
 def test_laptop_has_the_whole_curve(cluster: RayCluster) -> None:
     """The run's folder is on none of the hosts where it trained: the rows are in the bucket alone."""
     counters = cluster.services.marker(RUN, ".finished")["counters"]["train"]

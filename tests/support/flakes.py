@@ -1,7 +1,7 @@
 """Judges tests that failed and passed when `.ci/run` tried them again alone, and names each.
 
-Such a test is accepted if it hit a time limit, which a busy machine makes too short, or if tests/flakes.toml names it
-with a reason. Any other one fails the run: its second result is luck.
+Such a test is accepted if it hit a time limit, if this machine is slow at the moment, since then any limit can be too
+short, or if tests/flakes.toml names it with a reason. Any other one fails the run: its second result is luck.
 
 `python -m tests.support.flakes quick` compares the reports `quick` and `quick-again`.
 """
@@ -13,12 +13,16 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support import reports
+from tests.support import reports, speed
 
 KNOWN = Path(__file__).parents[1] / "flakes.toml"
+SLOW = 1.5
+"""Slowness at which every flake is accepted; the factor of tests/support/speed.py."""
 
 
-def judge(first: Sequence[reports.Test], again: Sequence[reports.Test], known: Mapping[str, str]) -> tuple[str, int]:
+def judge(
+    first: Sequence[reports.Test], again: Sequence[reports.Test], known: Mapping[str, str], slowness: float
+) -> tuple[str, int]:
     """Returns a report, and the number of flakes that are not accepted."""
     passed = {test.nodeid for test in again if test.failure is None}
     lines, refused = list[str](), 0
@@ -29,6 +33,8 @@ def judge(first: Sequence[reports.Test], again: Sequence[reports.Test], known: M
             why = f"known: {known[test.nodeid]}"
         elif test.hit_time_limit:
             why = "accepted: it hit a time limit"
+        elif slowness >= SLOW:
+            why = f"accepted: this machine is {slowness} times slower than a quiet one"
         else:
             why, refused = "NOT KNOWN: fix it, or name it with its reason in tests/flakes.toml", refused + 1
         lines += [f"flaky: {test.nodeid}", f"  {why}", f"  {test.failure.splitlines()[0][:200]}"]
@@ -37,7 +43,7 @@ def judge(first: Sequence[reports.Test], again: Sequence[reports.Test], known: M
 
 def main(part: str) -> int:
     known = tomllib.loads(KNOWN.read_text())
-    text, refused = judge(reports.read(part), reports.read(f"{part}-again"), known)
+    text, refused = judge(reports.read(part), reports.read(f"{part}-again"), known, speed.measure())
     print(text)
     return 1 if refused else 0
 

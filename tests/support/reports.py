@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "reports"
-_TIME_LIMIT = re.compile(r"Timeout \(?>|TimeoutError|TimeoutExpired|it did not happen|timed out")
+_TIME_LIMIT = re.compile(r"Timeout \(>|TimeoutE|WaitTimeout|it did not happen|never saw|timed out")
 
 
 class Test(NamedTuple):
