@@ -38,7 +38,7 @@ for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all childre
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, whatever `--dist` says."""
+    """Selects the scheduler for `-n`, regardless of `--dist`."""
     from tests.support.processes import LongestFirst
 
     config.option.loadscopereorder = False
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test has printed and logged may hold text that no encoder takes, which would end pytest-xdist."""
+    """Escapes output that cannot be encoded, which would end pytest-xdist."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -92,7 +92,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(autouse=True, scope="session")
 def _the_kernel_writes_when_it_likes() -> Iterator[None]:
-    """What dies here are processes, never the machine, so nothing depends on `fsync`; on a slow disk the thousands of
+    """Replaces `fsync` in this process: only processes die here, never the machine. On a slow disk the thousands of
     them would take longer than time limits allow. Processes that tests start do call it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)

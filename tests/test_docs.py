@@ -49,7 +49,7 @@ SIGNAL = r"(?:rollout|environment|train|time|policy|wait)/"
 
 
 def offenders(find: Callable[[Path, str], Iterable[str]]) -> list[str]:
-    """What a rule finds, given each document and its text."""
+    """Findings of a rule in each document and its text."""
     found = [(path, find(path, path.read_text())) for path in DOCUMENTS]
     return [f"{path.relative_to(ROOT)}: {each}" for path, several in found for each in several]
 
@@ -59,7 +59,7 @@ def text_of(name: str) -> str:
 
 
 def code_spans(text: str) -> list[str]:
-    """What stands in `…` outside of fenced blocks, line breaks within taken out."""
+    """Text in `…` outside of fenced blocks, without line breaks."""
     return [
         " ".join(span.split()) for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     ]
@@ -78,7 +78,7 @@ def metric_names(source: str, areas: str = SIGNAL) -> set[str]:
 
 
 def metrics_of(algorithm: str) -> set[str]:
-    """What an algorithm's class and its bases write."""
+    """Metrics that an algorithm's class and its bases write."""
     made: type = import_object(ALGORITHMS[algorithm].learner, "algorithm.name")
     bases = [base for base in made.__mro__ if base.__module__.startswith("stagecoach.trainer_node")]
     return set().union(*(metric_names(inspect.getsource(base)) for base in bases))
@@ -90,7 +90,7 @@ def explained_in(page: str) -> set[str]:
 
 
 def commands(of: typer.Typer) -> set[str]:
-    """Its groups and commands."""
+    """Groups and commands of the command line."""
     groups = {str(group.name) for group in of.registered_groups}
     return groups | {str(item.name or item.callback.__name__) for item in of.registered_commands if item.callback}
 
@@ -203,7 +203,7 @@ def test_every_dependency_has_its_whole_line() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_algorithm_pages_explain_exactly_their_metrics(algorithm: str) -> None:
-    """What all runs write stands on the page of metrics."""
+    """Metrics of all runs are on the metrics page."""
     assert {"train/grad_norm"} <= metrics_of("ppo"), "they are found in the source"
     assert explained_in(f"docs/algorithms/{algorithm}.md") == metrics_of(algorithm)
 
@@ -302,7 +302,7 @@ def test_files_and_functions_that_are_named_exist() -> None:
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
-    """That the files and functions exist is looked up with those of all documents."""
+    """Another test checks that the files and functions exist."""
     table = text_of("docs/RELIABILITY.md").partition("## What is promised")[2].partition("\n## ")[0]
     promises = [line for line in table.splitlines() if line.startswith("| **")]
     assert len(promises) > 15

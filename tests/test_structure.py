@@ -1,4 +1,4 @@
-"""What ruff and import-linter do not hold of the rules of the house: cycles, sizes, names, tests apart."""
+"""Rules of the house that ruff and import-linter cannot check: cycles, sizes, names, separate tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDERS_OF_TESTS = (
     "support",
 )  # fmt: skip
 USE_PUBLIC_NAMES_ONLY = ("chaos", "cluster", "end_to_end", "learning", "shared")
-"""Their attributes of others are ruff's SLF001."""
+"""Folders that use public names only; ruff's SLF001 checks attributes."""
 
 MODULES = {
     path.relative_to(ROOT): path.read_text() for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
@@ -116,7 +116,7 @@ def test_stagecoach_is_this_checkout_and_no_other_distribution() -> None:
 
 
 def test_no_module_has_a_second_name() -> None:
-    """From the root of a checkout, `shared.errors` can be imported beside `stagecoach.shared.base.errors`."""
+    """In a checkout's root, `shared.errors` can be imported beside `stagecoach.shared.base.errors`."""
     code = [path for folder in (*PACKAGES, "src", "tests", "benchmarks", "examples", "docs", "deploy")
             for path in (ROOT / folder).rglob("*.py")]  # fmt: skip
     assert len(code) > 400

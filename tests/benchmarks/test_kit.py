@@ -100,7 +100,7 @@ def test_interval_equals_that_of_all_resamples() -> None:
 
 
 def test_seeds_are_drawn_within_their_stratum() -> None:
-    """Whatever is drawn, the groups stay as large and as different as they are."""
+    """Every resample: the groups stay as large and as different as they are."""
     assert [float(bound) for bound in difference_interval(np.ones(3), np.zeros(7))] == [1.0, 1.0]
     sizes = bootstrap([np.ones(3), np.zeros(7)], lambda strata: [len(one) for one in strata])
     assert [list(bound) for bound in sizes] == [[3, 7], [3, 7]]

@@ -48,7 +48,7 @@ def task(**fields: Any) -> Task:
 def result(
     of: Task, evaluations: list[tuple[int, float]], mode: Mode = "inline", seed: int = 1, **fields: Any
 ) -> Result:
-    """By hand."""
+    """Builds a result without a run."""
     made = Result(
         task=of.name, mode=mode, seed=seed, digest=of.digest, reason="exhausted", env_steps=300, seconds=1.0,
         evaluations=evaluations, training=[], config={}, config_hash="", machine={"cpu": "slow", "cores": 2},

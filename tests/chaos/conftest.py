@@ -1,4 +1,4 @@
-"""What several modules of faults compare with."""
+"""Reference results that several modules compare with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether memory stays flat: very many tiny fragments through the real protocol, and what Redis and this process hold.
+"""Memory of Redis and this process while very many tiny fragments pass through the real protocol.
 
 `python -m tests.chaos.memory --fragments 1000000` prints the figures; tests/chaos/test_memory.py does some thousands.
 Claim, push, take, publish, trim: the product's own classes on a real Redis; only acting, learning and the
@@ -42,7 +42,7 @@ class Held:
 
 
 def pump(role: RunContext, fragments: int, look_every: int, life: int) -> Iterator[Held]:
-    """So many fragments through the run, workers living `life` rounds; yields what is held, now and then."""
+    """Passes fragments through the run, with workers that live `life` rounds; yields the memory in use."""
     trainer = SmallTrainer(role)
     trainer.publish(0)
     workers = [SmallWorker(role, f"worker-{index}") for index in range(WORKERS)]

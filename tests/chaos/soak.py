@@ -51,7 +51,7 @@ class Soak:
     watched: Watched
     detached: bool = False
     coordinator: int = 0
-    """Its process id, where it is detached."""
+    """Process id of a detached coordinator."""
     faults: list[Fault] = field(default_factory=list)
     stopped: list[tuple[float, Fault]] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Soak:
             self.stopped.remove((until, fault))
 
     def resume_if_killed(self) -> None:
-        """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
+        """Resumes a run whose coordinator was killed, as a person or systemd would."""
         if self.detached:
             if process_stat(self.coordinator) is not None:
                 return
@@ -225,7 +225,7 @@ def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Pat
 
 
 def verdict(work: Soak, replayed: dict[str, Any], last_error: str) -> bool:
-    """Whether nothing was lost: it came through, the accounting always balanced, and the replay is equal."""
+    """Returns True if the run survived, the accounting always balanced, and the replay is equal."""
     survived = all(fault.recovered is not None for fault in work.faults)
     return not last_error and survived and work.looks > 0 and not work.imbalances and bool(replayed.get("equal"))
 

@@ -34,7 +34,7 @@ LEAGUE_OF_NIM: dict[str, Any] = {
     },
 }  # fmt: skip
 _VARIES = re.compile(r"/[0-9a-f]{16}/|\d+")
-"""In the names of writes: uploads and numbers."""
+"""Uploads and numbers in the names of writes."""
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thinned]
 
 
@@ -263,7 +263,7 @@ def test_role_dies_between_two_writes_of_a_sharded_run(new_run: NewRun, redis_se
 
 
 def learned(run: Run) -> dict[str, Any]:
-    """What the run came to, apart from which life of the worker pushed what."""
+    """Result of the run, without which incarnation of the worker pushed what."""
     outcome = run.outcome()
     for account in outcome["state"]["ledger"].values():
         del account["high_water"]
@@ -272,7 +272,7 @@ def learned(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize("every", [None, "1 updates"])
 def test_evaluator_dies_between_any_two_writes(new_run: NewRun, every: str | None) -> None:
-    """Its scores choose the best checkpoint and end the run: each counts, and none counts twice."""
+    """The scores choose the best checkpoint and end the run: each counts, and none counts twice."""
     config = crashing(mean_return=1.0, evaluations=2, every=every)
     expected, _ = undisturbed(new_run, config)
     assert expected["reason"] == "solved"

@@ -41,7 +41,7 @@ class Witness:
         self.learned: set[str] = set()
 
     def watch(self) -> None:
-        """Of the present trainer, which has learned what its checkpoint covers; call after each restart."""
+        """Observes the present trainer, which has learned what its checkpoint covers; call after each restart."""
         restored = id_order(self.game.trainer.consumer.committed.position)
         self.learned = {position for position in self.learned if id_order(position) <= restored}
         learner = self.game.trainer.learner
@@ -73,7 +73,7 @@ def _before(position: str) -> str:
 
 
 def replays(game: Game) -> None:
-    """From each checkpoint a replay comes to the next one, or names the hole between them."""
+    """Replays from each checkpoint to the next one, or expects the named hole between them."""
     names = game.role.checkpoints.names()
     found = []
     for start, goal in itertools.pairwise(names):

@@ -1,4 +1,4 @@
-"""What the run holds in Redis does not grow with the fragments that have gone through it."""
+"""Size of the run's keys in Redis: it does not grow with the number of fragments."""
 
 from __future__ import annotations
 

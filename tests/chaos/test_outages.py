@@ -54,7 +54,7 @@ def away(tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]) -> Iterato
 
 
 def test_roles_wait_for_the_end_of_an_outage(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
-    """Of Redis, and then of the store."""
+    """Outages of Redis, and then of the store."""
     server, here = away
     role = here.open()
     processes: list[subprocess.Popen[str]] = []

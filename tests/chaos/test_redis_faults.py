@@ -243,7 +243,7 @@ def test_cut_request_is_sent_again(place: FaultRun, undisturbed: str, step: str,
 
 @pytest.mark.parametrize("fault", ["refuse", "black_hole"])
 def test_error_names_redis_after_retry_seconds(place: FaultRun, fault: str) -> None:
-    """By the clock, not by the number of tries: a black hole takes a timeout for each of them."""
+    """The clock decides, not the number of tries: a black hole takes a timeout for each."""
     game = place.game(place.config(redis={"timeout_seconds": 2, "retry_seconds": 3}))
     getattr(place.proxy, fault)()
     where = rf"Redis at 127\.0\.0\.1:{place.proxy.port} could not be used for [2-9]\.\d s, \d+ tries: "
@@ -359,7 +359,7 @@ LOSSES: dict[str, list[Callable[[Game], object]]] = {
     "epoch": [Game.crash, Game.restart, lambda game: game.play_to(4), Game.durable],
     "life": [new_worker, lambda game: game.play_to(4)],
 }
-"""What has happened since the file was written that Redis comes back with."""
+"""Steps since the file was written with which Redis comes back."""
 
 
 @pytest.mark.parametrize("who_dies", ["nobody", "trainer", "worker", "both"])

@@ -109,7 +109,7 @@ class SetBack(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 1))
     def claim_and_lose_the_lease(self, index: int) -> None:
-        """It has claimed and acts for longer than its lease."""
+        """Claims, and acts for longer than the lease."""
         worker, client = self.workers[index], self.game.role.redis
         try:
             claim = self.game.role.flow.claim(worker.id, worker.incarnation, worker.claims.seq)
@@ -143,7 +143,7 @@ class SetBack(RuleBasedStateMachine):
         return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
 
     def published(self) -> None:
-        """After a trainer's look nothing is older than it was: the board has the newest version that there is."""
+        """Checks that the board has the newest version after a trainer's check."""
         state = self.game.role.flow.read()
         assert state.version == self.game.board_version() >= self.floor
         assert state.epoch == self.game.trainer.incarnation.epoch
@@ -151,14 +151,14 @@ class SetBack(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def trainer_dies(self) -> None:
-        """As by `kill -9`, between two turns."""
+        """Kills the trainer between two turns, as `kill -9` does."""
         self.game.durable()
         self.game.crash()
         self.alive = False
         self.forget()
 
     def forget(self) -> None:
-        """What neither Redis, the store nor a living trainer knows is learned anew, perhaps from other experience."""
+        """Forgets versions that neither Redis, the store nor a living trainer has."""
         newest = self.game.role.checkpoints.load_latest()
         assert newest is not None
         known = [self.game.role.flow.read().version, newest.manifest.version]
@@ -212,7 +212,7 @@ class SetBack(RuleBasedStateMachine):
 
     @rule(full=st.sampled_from([False, False, False, True]))
     def memory(self, full: bool) -> None:
-        """While it is full no new claim is granted; everything else goes on."""
+        """Fills the memory: no new claim is granted, and everything else continues."""
         self.full = full
         self.server.command("CONFIG", "SET", "maxmemory", int(full))
 
@@ -230,7 +230,7 @@ class SetBack(RuleBasedStateMachine):
 
     @invariant()
     def every_fragment_is_learned_once(self) -> None:
-        """What the accounting call consumed is what was learned, and nothing of it twice."""
+        """Checks that consumed fragments equal learned ones, without a duplicate."""
         if not hasattr(self, "game") or not self.alive:
             return
         assert len(set(self.learned)) == len(self.learned)
@@ -238,7 +238,7 @@ class SetBack(RuleBasedStateMachine):
         assert committed.consumed().fragments == len(self.learned)
 
     def teardown(self) -> None:
-        """From wherever it has come to, the run goes on by itself."""
+        """Checks that the run continues by itself from its present state."""
         if not hasattr(self, "game"):
             return
         try:

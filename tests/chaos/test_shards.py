@@ -38,7 +38,7 @@ def place(sharded: FaultRun) -> FaultRun:
 
 
 def all_is_there(place: FaultRun, game: Game, undisturbed: str) -> None:
-    """As if nothing had been, and the shards hold what the log names and nothing else."""
+    """Checks that the faults left no trace, and that the shards hold exactly what the log names."""
     as_if_nothing_had_been(game, undisturbed)
     assert not balanced(game)["total"]["dropped"]
     assert game.finished()["ledger"] == balanced(game)
@@ -46,7 +46,7 @@ def all_is_there(place: FaultRun, game: Game, undisturbed: str) -> None:
 
 
 def push_all(game: Game) -> None:
-    """As much as the worker has credit for."""
+    """Pushes as much as the worker has credit for."""
     while game.worker.step(0) != "waited":
         pass
 
@@ -329,7 +329,7 @@ def test_lost_learned_body_starts_a_new_version(place: FaultRun, lost_at: str) -
 
 
 def test_body_lost_between_trainers_starts_a_new_version(place: FaultRun) -> None:
-    """It was read, and counted with a drop behind it, but is behind no version yet."""
+    """The fragment was read, and counted with a drop behind it, but no version covers it yet."""
     game = place.game()
     game.play_to(3)
     game.worker.step(0)

@@ -81,7 +81,7 @@ def undisturbed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 
 
 def prunes_later(here: StoreFaultRun, game: Game, fault: Fault, words: str, version: int) -> None:
-    """What cannot be deleted holds up nothing, and goes once it can be."""
+    """Objects that cannot be deleted delay nothing, and are removed once they can be."""
     here.proxy.fail(fault, *PRUNING)
     game.play_to(version)
     game.durable()

@@ -13,7 +13,7 @@ WHY_NOT = unsupported()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where hosts cannot be made, the tests of this folder say why."""
+    """Skips this folder's tests with the reason where hosts cannot be created."""
     for item in items:
         if WHY_NOT is not None and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason=WHY_NOT))

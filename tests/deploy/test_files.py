@@ -27,7 +27,7 @@ Validator = Callable[[str], list[str]]
 
 
 def said_by(program: str, *arguments: str, text: str) -> list[str]:
-    """What a program of a development dependency says about the text, where it fails."""
+    """Output of a program of a development dependency about the text, if it fails."""
     command = [str(Path(sys.executable).with_name(program)), *arguments, "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     return [*done.stdout.splitlines(), *done.stderr.splitlines()] if done.returncode else []
@@ -60,7 +60,7 @@ def kubernetes_schemas(text: str) -> list[str]:
 
 
 def ray_schema(text: str) -> list[str]:
-    """What `ray up` checks before it calls the provider; and of a RayCluster, what Ray's autoscaler makes of it."""
+    """Checks of `ray up` before it calls the provider, and for a RayCluster those of Ray's autoscaler."""
     from ray.autoscaler._private.kuberay import autoscaling_config
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -187,7 +187,7 @@ def test_image_has_tested_versions_and_runs_without_root() -> None:
 
 @pytest.mark.parametrize("name", CLUSTER_FILES)
 def test_each_machine_gets_token_secrets_and_head_address(name: str) -> None:
-    """What would do harm, and which versions are installed; test_installing.py installs them."""
+    """Harmful settings, and which versions are installed; test_installing.py installs them."""
     text = (DEPLOY / name).read_text()
     cluster = yaml.safe_load(text)
     local = cluster["provider"]["type"] == "local"

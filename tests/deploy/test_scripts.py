@@ -69,7 +69,7 @@ class Head:
         return redis.Redis.from_url(self.environ["STAGECOACH__REDIS__URL"], username=user, password=password)
 
     def write_environment(self, *without: str) -> Path:
-        """As cluster.env.example shows it."""
+        """Settings as cluster.env.example shows them."""
         path = self.folder / "stagecoach.env"
         path.write_text("".join(f"{name}={value}\n" for name, value in self.environ.items() if name not in without))
         return path

@@ -75,7 +75,7 @@ def check_ended_without_a_checkpoint(terminal: CommandLine, process: subprocess.
 
 
 def check_continues_without_loss(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
-    """Until Ctrl-C, which ends it in order."""
+    """The pause lasts until Ctrl-C, which ends the run in order."""
     terminal.until_checkpoint(RUN, version)
     process.send_signal(signal.SIGINT)
     terminal.ended(process).ok()
@@ -122,7 +122,7 @@ def test_redis_that_died_of_a_full_disk_is_restarted(terminal: CommandLine, disk
 def test_full_disk_of_the_store_is_named_and_run_can_end(
     which: str, terminal: CommandLine, disk: SmallDisk, tmp_path: Path
 ) -> None:
-    """With the embedded one all files of the run are on that disk, train.csv and logs among them; Redis is not."""
+    """All files of the run are on that disk, train.csv and logs among them; Redis is not."""
     server = OwnRedis(tmp_path / "own")
     terminal.environ["STAGECOACH_REDIS_PASSWORD"] = server.password
     sections: dict[str, Any] = {"redis": {"url": f"redis://127.0.0.1:{server.port}/0"}}

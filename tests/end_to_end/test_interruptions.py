@@ -141,7 +141,7 @@ def test_hung_inline_environment_is_named_and_third_signal_exits(
 
 @pytest.mark.parametrize("when", ["its services start", "its roles start"])
 def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
-    """Before the run is announced its folder goes again; afterwards it ends as any run does."""
+    """The folder of a run that was not announced is removed; a later signal ends it like any run."""
     process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
     services = when == "its services start"
     if services:

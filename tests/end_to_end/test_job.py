@@ -1,4 +1,4 @@
-"""From a laptop to a cluster: `train --address`, what follows a run from there, and what is refused in one line."""
+"""Runs on a cluster from a laptop: `train --address`, commands that follow a run, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.timeout(240)
 
 @dataclass(frozen=True)
 class Cluster(OwnServers):
-    """Of one machine, with Redis and S3 beside it; `environ` is what the machine knows, and who submits to it."""
+    """Cluster of one machine next to Redis and S3; `environ` holds the secrets of the machine and the submitter."""
 
     head: DashboardHead
 
     @property
     def dashboard(self) -> str:
-        """Where jobs are submitted to."""
+        """URL to which jobs are submitted."""
         return f"http://{self.head.dashboard}"
 
 
@@ -200,7 +200,7 @@ def test_missing_or_wrong_cluster_is_named(laptop: CommandLine, cluster: Cluster
 
 
 def test_another_ray_is_refused_with_both_versions(laptop: CommandLine, cluster: Cluster, tmp_path: Path) -> None:
-    """What another Ray's dashboard says; two Rays of different versions cannot be installed beside each other."""
+    """Imitates the dashboard of another Ray: two Rays of different versions cannot be installed beside each other."""
     (tmp_path / "api").mkdir()
     (tmp_path / "api" / "version").write_text('{"version": "4", "ray_version": "2.49.0", "ray_commit": "x"}')
     answers = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What demonstrations are for: the example's car gets to the top, which PPO alone never finds; and imitation alone."""
+"""Demonstrations let the example's car reach the top, which PPO alone never does; and imitation alone suffices."""
 
 from __future__ import annotations
 

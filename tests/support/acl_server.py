@@ -35,11 +35,11 @@ class AclServer:
     passwords: Mapping[RoleName, str]
     admin_password: str
     ca_file: Path | None = None
-    """Where it speaks TLS: whose certificate it has."""
+    """Issuer of its certificate if it speaks TLS."""
 
     @property
     def url(self) -> str:
-        """Without credentials."""
+        """Address without credentials."""
         return f"{'rediss' if self.ca_file else 'redis'}://127.0.0.1:{self.port}/0"
 
     def client(self, user: str) -> redis.Redis:
@@ -52,7 +52,7 @@ class AclServer:
         )  # fmt: skip
 
     def variables(self, *roles: RoleName) -> dict[str, str]:
-        """What the environment of these roles holds."""
+        """Environment variables of these roles."""
         return {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": self.passwords[role] for role in roles}
 
     def refusals(self) -> list[str]:
@@ -67,7 +67,7 @@ def _text(value: Any) -> str:
 
 
 def filled_acl(passwords: Mapping[RoleName, str], *arguments: str) -> str:
-    """What deploy/make_acl.py prints."""
+    """Output of deploy/make_acl.py."""
     variables = {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": password for role, password in passwords.items()}
     made = subprocess.run(
         [sys.executable, str(DEPLOY / "make_acl.py"), *arguments], env={"PATH": os.environ["PATH"], **variables},

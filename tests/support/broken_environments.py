@@ -55,7 +55,7 @@ Silent = changed(reset=lambda self, *, seed=None, options=None: Good.reset(self,
 
 
 class NoOptions(Good):
-    """As in many tutorials."""
+    """Old interface, as many tutorials show it."""
 
     def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
         return super().reset(seed=seed)
@@ -149,7 +149,7 @@ class Chatty(Good):
 
 
 class Picky(spaces.Discrete):
-    """Does not contain what it samples."""
+    """Space that does not contain its own samples."""
 
     def contains(self, x: Any) -> bool:
         return False
@@ -159,7 +159,7 @@ Picks = changed(action_space=Picky(2))
 
 
 class Raises(Good):
-    """In its second step."""
+    """Raises in its second step."""
 
     def step(self, action: Any) -> Any:
         if self._steps == 1:
@@ -183,7 +183,7 @@ class Parting(Good):
 
 
 class OfNoClass:
-    """Has all that Good has, and is no gymnasium.Env."""
+    """Offers everything that Good does, but is not a gymnasium.Env."""
 
     observation_space, action_space = Good.observation_space, Good.action_space
     reset, step = Good.reset, Good.step
@@ -195,7 +195,7 @@ class NoLevel(Good):
 
 
 class Hangs(Good):
-    """In one call for ever."""
+    """Hangs forever in one call."""
 
     def __init__(self, place: str) -> None:
         self._place = place

@@ -50,7 +50,7 @@ class Authority:
         self.ca_file.write_bytes(signed.public_bytes(_PEM))
 
     def certificate(self, *names: str, expired: bool = False) -> Certificate:
-        """For these host names and addresses."""
+        """Issues a certificate for these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
         alternatives = [

@@ -45,12 +45,12 @@ class Ended:
     err: str
 
     def ok(self) -> str:
-        """What it printed; it must have succeeded."""
+        """Returns its output after checking that it succeeded."""
         assert self.code == 0, self
         return self.out
 
     def json(self) -> Any:
-        """What it printed, as JSON."""
+        """Returns its output as JSON."""
         return json.loads(self.ok())
 
 
@@ -246,7 +246,7 @@ class OwnServers:
     s3: Service
     folder: Path
     environ: dict[str, str]
-    """Their secrets, for a process that uses them."""
+    """Secrets for a process that uses the servers."""
 
     @property
     def config(self) -> dict[str, dict[str, str]]:

@@ -51,7 +51,7 @@ _READS = {
     "SMISMEMBER",
     "EXISTS", "LRANGE", "XREAD", "XRANGE", "XREVRANGE", "XLEN", "SMEMBERS", "SISMEMBER", "ZRANGE", "ZCARD",
 }  # fmt: skip
-"""Whatever is not named here counts as a write."""
+"""Commands that only read; all others count as writes."""
 _PATIENCE_SECONDS = stretched(30.0)
 _EVALUATED = ("eval/ep_rew_mean", "eval/ep_len_mean", "eval/episodes", VERSION, ENV_STEPS)
 SPOILT_AT = 2
@@ -74,9 +74,9 @@ class Life:
     ) -> None:
         self.most, self.hold, self.pause, self.glance = most, hold, pause, glance
         self.done: list[str] = []
-        """What it has written, in order."""
+        """Writes so far, in order."""
         self.start: list[str] = []
-        """Of these, what it wrote before its first step."""
+        """Number of writes before its first step."""
         self.held = threading.Event()
         """Set when a background thread stands before its write number `hold`, or any before the life's `pause`."""
         self.go_on = threading.Event()
@@ -116,7 +116,7 @@ class Life:
 
     @property
     def left_behind(self) -> bool:
-        """Whether the publisher stands still while the trainer goes on."""
+        """True if the publisher stands still while the trainer continues."""
         return self.hold is not None and self.held.is_set()
 
     def over(self, role: RunContext) -> RunContext:
@@ -266,7 +266,7 @@ class Run:
             role.redis.close()
 
     def evaluate_all(self) -> None:
-        """Until nothing waits that is due."""
+        """Waits until no evaluation is due."""
         while {*due_evaluations(self.role.checkpoints.store)} - read_evaluations(
             self.role.redis, self.role.run_id
         ).keys():
@@ -282,7 +282,7 @@ class Run:
         self._pushed |= {id_ for id_, _ in last}
 
     def score(self) -> None:
-        """What the evaluator says of the newest checkpoint; without one that plays, as the best is to come and go."""
+        """Score of the newest checkpoint by the evaluator; without one that plays, as the best is to come and go."""
         if self.config.stop_at.mean_return is not None or self.config.evaluation.every is not None:
             self.evaluate()
             return
@@ -312,7 +312,7 @@ class Run:
             return
 
     def _bury(self, incarnation: Incarnation, life: Life) -> None:
-        """What is left of the process's threads ends; none of them writes any more."""
+        """Ends the remaining threads of the process, so that none writes any more."""
         life.dead = True
         life.go_on.set()
         incarnation.closing.close()
@@ -380,7 +380,7 @@ class Run:
         }
 
     def contents(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """What decides the run in Redis, and all that is in the store."""
+        """State of the run in Redis, and all objects in the store."""
         keys, client, store = self.keys, self.role.redis, self.role.checkpoints.store
         flow: Any = client.hgetall(keys.flow)
         decides = {key: client.dump(key) for key in (keys.board, keys.ledger, keys.log, keys.produced, keys.claims)}

@@ -104,7 +104,7 @@ def flags_of(listed: Sequence[Episode]) -> tuple[list[bool], list[bool]]:
 
 
 def write_csv(path: Path, spaces: PolicySpaces, listed: Sequence[Episode], **columns: Sequence[Any]) -> None:
-    """As shared/datasets/read.py says; `columns` replace or add some."""
+    """Writes columns as shared/datasets/read.py expects them; `columns` replace or add some."""
     terminated, truncated = flags_of(listed)
     table: dict[str, Sequence[Any]] = {
         "episode": [f"e{number}" for number, episode in enumerate(listed) for _ in range(len(episode))],
@@ -146,7 +146,7 @@ def put(node: Any, name: str, spec: SpaceSpec, prefix: str, columns: Columns) ->
 
 
 def write_minari(folder: Path, spaces: PolicySpaces, listed: Sequence[Episode]) -> None:
-    """As Minari's documentation lays its HDF5 out."""
+    """Writes Minari's HDF5 layout."""
     import h5py
 
     (folder / "data").mkdir(parents=True)
@@ -160,7 +160,7 @@ def write_minari(folder: Path, spaces: PolicySpaces, listed: Sequence[Episode]) 
 
 
 def write_d4rl(path: Path, spaces: PolicySpaces, listed: Sequence[Episode]) -> None:
-    """As D4RL's files are laid out."""
+    """Writes D4RL's HDF5 layout."""
     import h5py
 
     def joined(part: str, rows: slice) -> Columns:

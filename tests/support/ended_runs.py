@@ -12,7 +12,7 @@ from stagecoach.shared.config.loading import dump_config
 
 
 def copies(run: Run, runs_dir: Path, made: Mapping[str, Mapping[str, Any]]) -> list[Run]:
-    """Of a run with an embedded store: for each id a copy, whose config has these fields."""
+    """Copies a run with an embedded store under each id, with these fields in its config."""
     found = []
     for run_id, changes in made.items():
         folder = runs_dir / run_id

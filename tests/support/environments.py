@@ -28,11 +28,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 Array = np.ndarray[Any, Any]
 Told = tuple[Any, float, bool, bool, dict[str, Any]]
-"""What `step` returns."""
+"""Result of `step`."""
 Ends = Literal["terminated", "truncated", "never"]
 MODULE = "tests.support.environments"
 TRIED = "stagecoach.rollout_worker.environments.checking.check" in sys.orig_argv
-"""In the process that tries an environment before a run starts: there they behave, so that they fail in the run."""
+"""True in the process that checks an environment before a run: there they behave, so that they fail in the run."""
 
 
 class Small(gym.Env[Any, Any]):
@@ -107,7 +107,7 @@ class Counting(Small):
 
 
 class LengthOfSeed(Counting):
-    """Its episodes take 2 steps more than the seed of its first one."""
+    """Runs episodes of 2 steps more than the first seed."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if self._episodes < 0:
@@ -143,12 +143,12 @@ class StartsAProcess(Counting):
 
 
 class StartsAChild(Counting):
-    """Has a process that it ends in `close` by a signal, and waits for, as many simulators do."""
+    """Starts a process and ends it in `close` by a signal, as many simulators do."""
 
     def __init__(
         self, by: str = "fork", number: int = signal.SIGTERM, thread: bool = False, stubborn: str = ""
     ) -> None:
-        """It ignores `terminate()` if the file `stubborn` exists."""
+        """Ignores `terminate()` if the file `stubborn` exists."""
         super().__init__(length=4)
         self._number = number
         start = threading.Thread(target=self._start, args=(by, bool(stubborn) and Path(stubborn).exists()))
@@ -245,7 +245,7 @@ class OddInfo(Counting):
 
 
 class Spoils(Counting):
-    """From its fourth step on it returns something that nothing can be learned from; not while it is tried."""
+    """Returns unusable data from its fourth step on, except while it is checked."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ class Overshoots(Small):
 
 
 class PaysInOneArray(SyncVectorEnv):
-    """Its rewards are one array, in which a masked reset writes, as simulators on a GPU do."""
+    """Keeps its rewards in one array that a masked reset overwrites, as simulators on a GPU do."""
 
     def step(self, actions: Any) -> Any:
         observations, paid, *told = super().step(actions)
@@ -535,7 +535,7 @@ class Talks(Painter):
 
 
 class TellsItsLean(gym.Wrapper[Any, Any, Any, Any]):
-    """Of a CartPole: `depth` is how far the pole leans, told where it leans to the right."""
+    """Adds `depth` to CartPole's info: the lean of the pole, when it leans to the right."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, *result, info = self.env.step(action)
@@ -686,7 +686,7 @@ class Chase:
         )
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Has nothing to end."""
 
 
 CHASE = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
@@ -735,7 +735,7 @@ class PhaseChase(Chase):
 
 
 class SpoilsTheChase(Chase):
-    """From the second step on the mouse is rewarded with None, or observes another shape."""
+    """Rewards the mouse with None, or shows it another shape, from the second step on."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 _CHUNK = 65536
 _HELD_CHUNKS = 16
-"""What one direction of a connection may hold back; beyond it the sender's own buffers fill, as on a real network."""
+"""Chunks that one direction of a connection may hold back; beyond, the sender's buffers fill, as on a real network."""
 _SLICES_A_SECOND = 20
 _SWITCH_SECONDS = 10.0
 
@@ -103,11 +103,11 @@ class FaultProxy:
         self._run(self._passing.clear)
 
     def cut_reply(self, after: int, request: bytes = b"") -> None:
-        """Once: the next request that holds `request` is served; `after` bytes of the reply pass, then a reset."""
+        """Serves the next request that contains `request`, but resets after `after` bytes of its reply."""
         self._switch(_cut=_Cut(after, True, request))
 
     def cut_request(self, after: int, request: bytes = b"") -> None:
-        """Once: only `after` bytes of the next request that holds `request` reach the server, then a reset."""
+        """Resets after `after` bytes of the next request that contains `request`."""
         self._switch(_cut=_Cut(after, False, request))
 
     def retarget(self, port: int) -> None:

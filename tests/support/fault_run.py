@@ -16,7 +16,7 @@ from tests.support.runs import shard_fields
 from tests.support.waiting import meanwhile
 
 UPDATES = 6
-"""Of two fragments each."""
+"""Updates of a run, two fragments each."""
 
 
 class FaultRun:
@@ -42,7 +42,7 @@ class FaultRun:
         return self._games[-1]
 
     def kill_shards(self) -> None:
-        """Their data stay, for `start_shards`."""
+        """Kills the shards; `start_shards` restores their data."""
         for shard in self.shards:
             shard.kill()
 

@@ -127,7 +127,7 @@ HEADERS: list[tuple[dict[str, Any], str]] = [
 
 
 def with_header(made: Fragment, changes: Mapping[str, Any]) -> bytes:
-    """Its bytes, with a right hash and these header fields replaced (`...` takes one away)."""
+    """Encodes it with a valid hash and these header fields replaced (`...` removes one)."""
     packed, header = tensor_blob.decode(fragment.encode(made))
     changed = {name: value for name, value in (header | dict(changes)).items() if value is not ...}
     return tensor_blob.encode(packed, changed)
@@ -174,6 +174,6 @@ COLUMNS: dict[str, tuple[Change, str]] = {
     **{f"{value} in {column}": (_number(column, value), "magnitude") for column, value in itertools.product(
         ("obs", "bootstrap_obs", "final_obs", "reward", "log_prob"), (3e38, -1.1e12))},
 }  # fmt: skip
-"""What is done to the columns of a fragment with the spaces of `SIMPLE`, and the reason."""
+"""Damage to the columns of a fragment with the spaces of `SIMPLE`, and the reason for its drop."""
 SEED = 2
 """A `random_fragment` of this seed has what each of these needs: truncated rows, and an episode that goes on."""

@@ -32,7 +32,7 @@ from tests.support.runs import folder_address, make_run
 
 POLICY = "default/policy.safetensors"
 STEPS_PER_UPDATE = 8 * 4 * 2
-"""Of `small`."""
+"""Transitions in an update of `small`."""
 KEEP = {"every": "2 updates", "keep_last": 9}
 """Checkpoints, all of them."""
 
@@ -41,7 +41,7 @@ class Game:
     """One run: its roles, its trainer (the present one) and its worker."""
 
     folder: Path
-    """Of the run in its store."""
+    """Folder of the run in its store."""
 
     def __init__(self, open_: Callable[[], RunContext]) -> None:
         self.open = open_
@@ -115,7 +115,7 @@ class Game:
         self.trainer.state.writer.wait_idle(100)
 
     def board_version(self) -> int:
-        """What workers act with."""
+        """Version on the board."""
         version = PolicyBoard(self.role.redis, self.role.run_id).fetch(self.role.checkpoints)
         assert version is not None
         return version.header.version
@@ -126,7 +126,7 @@ class Game:
         return content
 
     def store_status(self) -> dict[str, Any]:
-        """What the publisher says."""
+        """State reported by the publisher."""
         text = self.role.redis.get(RunKeys(self.role.run_id).store_status)
         return dict(json.loads(text)) if isinstance(text, bytes) else {}
 
@@ -285,7 +285,7 @@ def goes_on_exactly(new_game: NewGame, config: Config) -> None:
 
 
 def asks(game: Game) -> str:
-    """What its worker is answered that asks for its next claim; it may ask again."""
+    """Reply to its worker's next claim, which may be sent again."""
     worker = game.worker
     return game.role.flow.claim(worker.id, worker.incarnation, worker.claims.seq).reply
 

@@ -15,7 +15,7 @@ NAMES = ["ann", "bob", "cy"]
 
 
 class _Coming:
-    """What both have in common: who is there, and what each has seen, by a seeded generator."""
+    """Common base: the agents that are present, and their observations from a seeded generator."""
 
     def __init__(self, boxes: bool = False) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Paying(ParallelEnv):  # type: ignore[misc]
 
 
 def paid_by_cycle() -> AECEnv:
-    """In turns, by PettingZoo's own wrapper: what an agent was told of stays until the cycle's end."""
+    """Plays in turns by PettingZoo's own wrapper, which keeps an agent's results until the end of the cycle."""
     return parallel_to_aec(_Paying())
 
 
@@ -210,14 +210,14 @@ class InTurns(_Coming, AECEnv):  # type: ignore[misc]
         self._choose()
 
     def _choose(self) -> None:
-        """Those that have ended first, as PettingZoo has it."""
+        """Orders agents that have ended first, as PettingZoo does."""
         dead = [name for name in self.agents if self.terminations[name] or self.truncations[name]]
         if self.agents:
             self.agent_selection = (dead or [name for name in (self.after, *self.agents) if name in self.agents])[0]
 
 
 class _Drawing:
-    """With a picture of its steps; none unless `frames`."""
+    """Renders a picture of its steps if `frames`."""
 
     metadata = {"name": "drawing", "is_parallelizable": False, "render_modes": ["rgb_array"], "render_fps": 10}
     steps: int
@@ -346,7 +346,7 @@ def crosses_out(observation: dict[str, Any], random: np.random.Generator) -> int
 
 
 class Odd(AllAtOnce):
-    """As `AllAtOnce`, but with agents that observe nothing or too much, have no reward or no `info`, are unknown or no
+    """`AllAtOnce` with agents that observe nothing or too much, have no reward or no `info`, are unknown or no
     text, or none at the start."""
 
     def __init__(self, kind: str) -> None:
@@ -472,7 +472,7 @@ def tenfold() -> Any:
 
 
 class Leaver(_Coming, ParallelEnv):  # type: ignore[misc]
-    """Of two, one leaves in the second step, without a word."""
+    """Removes one of two agents in the second step without reporting its end."""
 
     possible_agents = NAMES[:2]
 
@@ -565,7 +565,7 @@ class OutOfTime(Struck):
 
 
 class Dropped(Struck):
-    """Who has the first turn is gone after the second, and is told nothing."""
+    """Removes the agent of the first turn after the second, without a last observation."""
 
     def step(self, action: Any) -> None:
         self._cumulative_rewards[self.agent_selection] = 0.0

@@ -94,7 +94,7 @@ def some_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def ignores(path: Path, config: pytest.Config) -> bool:
-    """Whether the selected part takes no test of a folder, which then is not imported."""
+    """Skips a folder without a test of the selected part, so that it is not imported."""
     return config.getoption("part") in ("quick", "rest") and path.is_dir() and FOLDERS.get(path.name) in NIGHTLY
 
 

@@ -28,7 +28,7 @@ EXPLOITED: dict[str, Any] = {
 
 
 def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",), /, **sections: Any) -> Config:
-    """Of a game of two agents, `main-0` and `main-1`, that have the policy `main`."""
+    """Spec of a game of two agents, `main-0` and `main-1`, with the policy `main`."""
     agents = {"main-0": "main", "main-1": "main"}
     return parse_config(
         {

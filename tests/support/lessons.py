@@ -77,7 +77,7 @@ def poles(num_envs: int | None = None) -> Any:
 
 
 class Open(Corridor):
-    """Of which those that are not closed are counted; one of length 3 breaks."""
+    """Counts instances that are not closed; one of length 3 breaks."""
 
     there = 0
 
@@ -97,7 +97,7 @@ class Open(Corridor):
 
 
 class Maze(PointMaze):
-    """With the option `steps`: after how many an episode is cut off."""
+    """Truncates an episode after the option `steps`."""
 
     reset_options = ("steps",)
 
@@ -154,7 +154,7 @@ class Pair(ParallelEnv):  # type: ignore[misc]
 
 
 class TurnsWithLuck(InTurns):
-    """Its agents observe the attribute `luck_of`."""
+    """Shows its agents the attribute `luck_of`."""
 
     luck_of = 0.0
 

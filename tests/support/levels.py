@@ -55,7 +55,7 @@ def off_policy(name: str = "td3", test_subgoals: float = 0.4) -> dict[str, Any]:
 
 
 def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
-    """What a fragment holds of a slot: observed, done, brought, over, and what is bootstrapped from."""
+    """Content of a fragment's slot: observation, action, reward, end, and bootstrap observation."""
     names = [name for name in columns if name.startswith("obs")]
     finals = {(step, at): row for row, (step, at) in enumerate(columns["final_index"].tolist())}
     rows = []

@@ -13,7 +13,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.fails_in: int | None = None
-        """How many more writes succeed before one fails."""
+        """Number of writes that succeed before one fails."""
         self.fails_late = False
         """The write that fails takes place, and its answer is lost."""
         self.before_get: Callable[[], object] = lambda: None

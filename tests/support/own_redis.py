@@ -24,7 +24,7 @@ _START_SECONDS = 30.0
 
 
 def wait_ready(connect: Callable[[], redis.Redis], log: Path, runs: Callable[[], bool] = lambda: True) -> None:
-    """Until a server that was started serves; fails with its log where it does not, or no longer runs."""
+    """Waits until a started server serves; fails with its log otherwise."""
     deadline = time.monotonic() + stretched(_START_SECONDS)
     while time.monotonic() < deadline and runs():
         try:
@@ -95,7 +95,7 @@ class OwnRedis:
         self.start()
 
     def keep(self) -> Path:
-        """Its data as they are now, for `roll_back`."""
+        """Saves its present data for `roll_back`."""
         self._past += 1
         past = self.folder.with_name(f"{self.folder.name}-past-{self._past}")
         shutil.copytree(self.folder, past)
@@ -118,5 +118,5 @@ class OwnRedis:
             return client.execute_command(*words)
 
     def through(self, port: int) -> RedisServer:
-        """What a game needs to reach it, through a proxy on that port."""
+        """Address of the server through a proxy on that port."""
         return RedisServer(f"redis://127.0.0.1:{port}", self.password)

@@ -1,4 +1,4 @@
-"""For tests of the page: its token, a run at work, and waiting for what is seen."""
+"""Tools for tests of the page: its token, a live run, and waits for its content."""
 
 from __future__ import annotations
 

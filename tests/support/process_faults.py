@@ -27,7 +27,7 @@ _SERVICES = {
 }
 """Kind → what its command line has."""
 AWAY = (StagecoachError, redis.RedisError, OSError)
-"""What a look at a run may raise while something of it is gone."""
+"""Errors of reading a run while part of it is gone."""
 
 
 class Watched:
@@ -61,7 +61,7 @@ class Watched:
         return int(raw or 0) - 1
 
     def has_pushed_after(self, worker: str, incarnation: int) -> bool:
-        """Whether a later incarnation of this worker has pushed its first fragment."""
+        """Checks that a later incarnation of this worker has pushed its first fragment."""
         lives = range(incarnation + 1, self.incarnation(worker) + 1)
         return any(self.client().hexists(self._keys.pushed, f"{worker}:{life}") for life in lives)
 
@@ -88,12 +88,12 @@ class Fault:
     name: str
     pid: int
     done: float
-    """When it was done; for one that was stopped, when it went on."""
+    """Time of the fault; of a stop, the time at which the process continued."""
     version: int
     incarnation: int
     recovered: float | None = None
     alone: bool = True
-    """Whether no other fault came before it was over."""
+    """True if no other fault came before it was over."""
 
     @property
     def label(self) -> str:

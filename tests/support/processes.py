@@ -1,4 +1,4 @@
-"""How `pytest -n` distributes tests among its processes; tests/conftest.py hands it to pytest-xdist."""
+"""Distribution of tests among the processes of `pytest -n`; tests/conftest.py hands it to pytest-xdist."""
 
 from __future__ import annotations
 

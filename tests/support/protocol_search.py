@@ -58,7 +58,7 @@ class History(str):
 
 _NO_HISTORY = History()
 Weights = tuple[tuple[int, History, str], ...]
-"""Of the newest versions: number, history, and the acts that they were learned from."""
+"""Newest versions: number, history, and the acts that they were learned from."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Image:
     claims: tuple[tuple[str, bool], ...] = ()
     """Claim, and whether its lease is over."""
     workers: tuple[Any, ...] = ()
-    """What was pushed and produced, and the incarnations."""
+    """Pushed and produced fragments, and the incarnations."""
     appended: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     weights: str = ""
-    """On the board."""
+    """Weights on the board."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Acted:
 
 @dataclass(slots=True)
 class WorkerState:
-    """What a worker's newest process knows."""
+    """Knowledge of a worker's newest process."""
 
     name: str
     incarnation: int
@@ -111,7 +111,7 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Where a trainer stands in the log."""
+    """Position of a trainer in the log."""
 
     position: Position
     ledger: str
@@ -122,22 +122,22 @@ class Accounting:
 
 @dataclass(slots=True)
 class TrainerState:
-    """What a trainer knows."""
+    """Knowledge of a trainer."""
 
     epoch: int
     version: int
     now: Accounting
     committed: Accounting
     process: bool = True
-    """Whether the Redis process is the one that its accounting was matched with."""
+    """True if its accounting was matched with this Redis process."""
     untold: tuple[str, ...] | None = None
-    """Whose accounts Redis does not know yet; None for all."""
+    """Workers whose accounts Redis does not have yet; None for all."""
     taken: tuple[tuple[Position, str], ...] = ()
     learned: tuple[tuple[Position, str], ...] = ()
     weights: Weights = ((0, _NO_HISTORY, "()"),)
     held_after: Position = _START
     exact: bool = True
-    """Whether it has learned all that its ledger says was consumed: not behind a log that was trimmed."""
+    """True if it has learned all that its ledger counts as consumed, which it cannot behind a trimmed log."""
     alive: bool = True
 
 
@@ -154,7 +154,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Segment:
-    """Of the archive."""
+    """Segment of the archive."""
 
     after: Position
     through: Position
@@ -199,7 +199,7 @@ class World:
         return min(self._key_as(order) for order, known in zip(orders, nameless, strict=True) if known == first)
 
     def _key_as(self, workers: Sequence[WorkerState]) -> bytes:
-        """Where these workers have the names `worker-0`, `worker-1` and so on."""
+        """Returns the world with the workers renamed `worker-0`, `worker-1` and so on."""
         names = {worker.name: f"worker-{index}" for index, worker in enumerate(workers)}
 
         def named(item: Any) -> Any:
@@ -231,12 +231,12 @@ Next = tuple[str, Step, int]
 
 
 class Violation(AssertionError):
-    """What must always hold does not, and the steps that lead there."""
+    """Violation of an invariant, with the steps that lead to it."""
 
 
 @dataclass
 class Found:
-    """What a search has seen."""
+    """Statistics of a search."""
 
     worlds: int = 0
     steps: int = 0
@@ -260,7 +260,7 @@ class Search:
         self._process = self._flow.process()
         self._encode = lru_cache(None)(self._encoded)
         self._acts: dict[bytes, str] = {}
-        """What was encoded → the act that it is of."""
+        """Encoded bytes → the act that they encode."""
         self._acted_with: dict[tuple[str, str], str] = {}
         """Act and history → the weights."""
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
@@ -317,7 +317,7 @@ class Search:
             writes.execute()
 
     def _after(self, world: World, step: Step, cost: int) -> World:
-        """What a step makes of a world; Redis is in it."""
+        """Returns the world after a step; Redis is in it."""
         self._enter(world.redis)
         new = world.copy()
         new.faults -= cost
@@ -425,7 +425,7 @@ class Search:
         return accounting
 
     def _attempts(self, world: World, trainer: TrainerState, act: Callable[[], None]) -> None:
-        """What it does where it is fenced off or Redis was rolled back."""
+        """Handles a fenced trainer or a rolled-back Redis."""
         try:
             act()
         except Fenced:
@@ -602,7 +602,7 @@ class Search:
         self._restores(world, trainer, newest)
 
     def _saves(self, world: World, index: int, trim: bool) -> None:
-        """Its version becomes durable, and what it covers is trimmed; or the trim comes later."""
+        """Makes its version durable and trims what it covers, at once or later."""
         trainer = world.trainers[index]
         if not self._flow.holds(trainer.epoch):
             trainer.alive = False
@@ -642,7 +642,7 @@ class Search:
     # Steps
 
     def steps(self, world: World) -> Iterator[Next]:
-        """What can happen next."""
+        """Steps that can happen next."""
         for index, worker in enumerate(world.workers):
             if worker.alive:
                 yield from self._worker_steps(index, worker)
@@ -715,7 +715,7 @@ class Search:
     # What always holds
 
     def check(self, world: World) -> None:
-        """Of a world that Redis is in."""
+        """Checks the world that Redis is in."""
         lines = read_accounting(self.role.redis, self.role.run_id)
         odd = {name: line.as_dict() for name, line in lines.items() if not line.balances}
         if odd:

@@ -28,7 +28,7 @@ SETTINGS = [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1)]
 """Fragments per update, and policy lag."""
 STEPS = 120
 _RARE = 0.12
-"""How often a fault is chosen where one may be."""
+"""Probability of a fault where one is possible."""
 _MOST_TRAINERS, _MOST_LATE, _MOST_PASTS = 3, 4, 3
 
 

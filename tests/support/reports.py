@@ -19,7 +19,7 @@ class Test(NamedTuple):
 
     @property
     def hit_time_limit(self) -> bool:
-        """Whether it failed because something took too long, as everything may on a busy machine."""
+        """True if it failed because something took too long, as anything may on a busy machine."""
         return self.failure is not None and _TIME_LIMIT.search(self.failure) is not None
 
 

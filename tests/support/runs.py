@@ -30,7 +30,7 @@ class RedisServer:
 
 
 def folder_address(server: RedisServer, folder: Path, run_id: str | None = None) -> Address:
-    """Of a run on this Redis with a store of files, which is made below `folder`; a new id where none is given."""
+    """Address of a run on this Redis with a file store below `folder`; creates an id if none is given."""
     store, keys = folder / "store", folder / "keys.json"
     store.mkdir(parents=True, exist_ok=True)
     keys.write_text(json.dumps({"redis_password": server.password}))

@@ -23,7 +23,7 @@ STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
 """Transitions in a fragment."""
 BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "magnitude", "stale"]
-"""What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
+"""Kinds of damage by `damaged`; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
 
 
 def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, algorithm: str = "ppo", **rollout: Any) -> Any:

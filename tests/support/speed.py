@@ -1,4 +1,4 @@
-"""How slow this machine is beside a quiet one, so that the limits of tests stretch with it.
+"""Slowness of this machine relative to a quiet one; the limits of tests stretch with it.
 
 A limit here tells a program that hangs from one that is slow; it is never a promise about speed.
 """
@@ -11,7 +11,7 @@ import time
 
 _VARIABLE = "STAGECOACH_TESTS_STRETCH"
 _QUIET_SECONDS = 0.0125
-"""What one round takes on the two quiet cores for which the limits were chosen."""
+"""Duration of one round on the two quiet cores for which the limits were chosen."""
 _ROUNDS = 15
 _MOST = 4.0
 

@@ -49,7 +49,7 @@ class StoreFaultRun:
         return self.games[-1]
 
     def status(self) -> Status:
-        """What `stagecoach status` shows."""
+        """Status as `stagecoach status` shows it."""
         with contextlib.closing(self.open().redis) as client:
             return live_status(client, self._address.run_id)
 
@@ -63,7 +63,7 @@ class StoreFaultRun:
         return str((self.reader.marker(FINISHED) or {})["final"])
 
     def nothing_is_half_visible(self) -> None:
-        """What has a manifest is whole, and what the pointer names has one."""
+        """Checks that every manifest is complete, and that the pointer names one."""
         for name in self.reader.names():
             try:
                 self.reader.load(name)

@@ -26,7 +26,7 @@ class Answer:
     body: bytes
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/xml"),)
     length: bool = True
-    """Whether it says how long it is; else the end of the connection is the end of the body, wherever that is."""
+    """True if the reply states its length; else the end of the connection ends the body."""
 
 
 def refusal(status: int, code: str, message: str = "said by the fault proxy") -> Answer:
@@ -87,7 +87,7 @@ class Rule:
     """Requests that have met it."""
 
     def takes(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether this request meets the fault; counts it."""
+        """Counts a request that meets the fault, and returns True for it."""
         if self.lacks and self.lacks.lower() in headers:
             return False
         if method not in self.method.split("|") or self.key not in path or self.met >= self.times:
@@ -105,7 +105,7 @@ class StoreFaults:
         self.rule: Rule | None = None
         self.lock = threading.Lock()
         self.healed = threading.Event()
-        """What hangs goes on (without an answer) once this is set."""
+        """Event that releases hanging requests, without an answer."""
         self.seen: list[str] = []
         """`METHOD /path` of every request."""
         self._server = _Server(self)
@@ -116,7 +116,7 @@ class StoreFaults:
     def fail(
         self, fault: Fault, method: str = "GET|HEAD|PUT|POST|DELETE", key: str = "", times: int = 10**6, lacks: str = ""
     ) -> Rule:  # fmt: skip
-        """From now on requests of these methods, with `key` in their path, meet the fault."""
+        """Applies the fault to requests of these methods with `key` in their path."""
         with self.lock:
             self.healed.clear()
             self.rule = Rule(fault, method, key, times, lacks)

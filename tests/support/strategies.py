@@ -15,7 +15,7 @@ TEXTS = st.text(max_size=20)
 
 
 def json_values(allow_nan: bool = True) -> st.SearchStrategy[Any]:
-    """Whatever JSON holds, and what Python's JSON holds beside."""
+    """Values of JSON, and those that only Python's JSON accepts."""
     return st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=allow_nan), TEXTS),
         lambda below: st.one_of(st.lists(below, max_size=3), st.dictionaries(TEXTS, below, max_size=3)),
@@ -31,7 +31,7 @@ _IMAGES = [(1, 5, 5), (4, 6, 6), (5, 5, 3), (2, 5, 5, 3), (3, 3)]
 
 @st.composite
 def boxes(draw: st.DrawFn) -> Space:
-    """Of floats and integers, each element with bounds of its own, of floats infinite ones among them."""
+    """Boxes of floats and integers with bounds per element, which may be infinite for floats."""
     shape, dtype = draw(_SHAPES), draw(st.sampled_from([np.float32, np.float64, np.int32]))
     infinite = [] if dtype is np.int32 else [np.inf]
     low, high = (

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def eventually(done: Callable[[], Result], seconds: float = 60.0) -> Result:
-    """What `done()` returns, once that is true; fails after `seconds` of a quiet machine."""
+    """Returns the first true result of `done()`; fails after `seconds` of a quiet machine."""
     deadline = time.monotonic() + stretched(seconds)
     while not (found := done()):
         assert time.monotonic() < deadline, "it did not happen"

@@ -46,12 +46,12 @@ for path in $PRIVATE; do mount --no-canonicalize --rbind ".$path" "$path"; done
 cd /
 exec /usr/sbin/sshd -D -e -f "$COMMON/sshd_config"
 """
-"""What the first process of a host does: mounts, then sshd, which also buries orphans. The disk may itself lie below a
+"""Script of a host's first process: mounts, then sshd, which also buries orphans. The disk may itself lie below a
 folder that becomes private, so it is named from within."""
 
 
 def unsupported() -> str | None:
-    """Why this machine cannot make hosts; None where it can."""
+    """Returns why this machine cannot create hosts, or None if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "hosts are network namespaces, which only root can make, on Linux"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None] + [str(_SSHD)] * (not _SSHD.exists())
@@ -76,7 +76,7 @@ class Host:
         self._first: int | None = None
 
     def path(self, inside: str | Path) -> Path:
-        """Where a file of its /tmp or its home is for us, also while it is off."""
+        """Returns the path on this machine of a file in its /tmp or home, even while it is off."""
         return self.disk / str(inside).lstrip("/")
 
     def boot(self) -> None:
@@ -104,7 +104,7 @@ class Host:
         self._wait_for_ssh()
 
     def power_off(self) -> None:
-        """As by a power cut: nobody hears anything of it any more, all its processes are gone."""
+        """Cuts its power: its processes and its network are gone at once."""
         if self._unshare is None:
             return
         with contextlib.suppress(RuntimeError):  # a second time, or its network is gone already
@@ -149,7 +149,7 @@ class Host:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def processes(self) -> dict[int, str]:
-        """Its processes except the first: process id on this machine → command line."""
+        """Processes except the first: process id on this machine → command line."""
         mine, found = os.readlink(f"/proc/{self._first}/ns/pid"), {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Host:
 
     @staticmethod
     def environ() -> dict[str, str]:
-        """What a fresh session has; nothing of ours travels into a host by accident."""
+        """Variables of a fresh session; none of ours reach a host by accident."""
         return {"PATH": os.environ["PATH"], "HOME": str(HOME), "LANG": "C.UTF-8", "COLUMNS": "200"}
 
     def _connect(self) -> None:

@@ -45,7 +45,7 @@ class ObservedRun:
         self._cluster = cluster
 
     def status(self) -> Status:
-        """From Redis, the accounting included."""
+        """Reads the status from Redis, with the accounting."""
         with self._cluster.services.redis() as client:
             try:
                 return live_status(client, self.run_id)
@@ -53,7 +53,7 @@ class ObservedRun:
                 return Status(self.run_id, RunStatus.UNKNOWN, bottleneck="")
 
     def epoch(self) -> int:
-        """Of the trainer that may write."""
+        """Epoch of the trainer that may write."""
         with self._cluster.services.redis() as client:
             return Flow(client, self.run_id).read().epoch
 
@@ -62,7 +62,7 @@ class ObservedRun:
         return {beat.id: beat for beat in self.status().roles if beat.alive}
 
     def host_of(self, role: str) -> Host:
-        """Where a role was when it beat last."""
+        """Host of a role at its last heartbeat."""
         address = next(beat.address for beat in self.status().roles if beat.id == role)
         return next(host for host in self._cluster.workers if host.address == address)
 
@@ -78,7 +78,7 @@ class ObservedRun:
         return found[0]
 
     def until_it_goes_on(self) -> Status:
-        """Until twenty more versions have been published."""
+        """Waits for twenty more versions."""
         goal = self.status().version + 20
         return self.until(f"version {goal}", lambda status: status.version >= goal)
 
@@ -90,7 +90,7 @@ class ObservedRun:
         )
 
     def given_up(self) -> list[str]:
-        """What the fleet has told of roles that it does not start again."""
+        """Events of the fleet about roles that it does not restart."""
         with self._cluster.services.redis() as client:
             return [event.text for event in read_events(client, self.run_id) if "given up" in event.text]
 

@@ -93,7 +93,7 @@ class RayCluster:
         return set(json.loads(asked.stdout)) if asked.returncode == 0 else set()
 
     def wait_for_nodes(self, *hosts: Host) -> None:
-        """Until the head and exactly these hosts are alive."""
+        """Waits until the head and exactly these hosts are alive."""
         expected = {host.address for host in (self.head, *hosts)}
         until(
             f"the nodes {sorted(expected)}", lambda: self.nodes() == expected, lambda: f"{self.nodes()}; {self.log()}"

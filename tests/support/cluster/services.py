@@ -16,7 +16,7 @@ _ROLES = ("WORKER", "EVALUATOR", "TRAINER", "COORDINATOR", "VIEWER")
 
 
 class Services:
-    """What outlives everything else; clients here reach it by its host's address."""
+    """Services that outlive everything else; clients here reach it by its host's address."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -34,7 +34,7 @@ on_both_spaces = pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["box
 ON_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)]
 OFF_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)]
 OF_BOXES = ("cql", "ddpg", "sac", "td3", "td3_bc")
-"""Which are made for boxes, unless a test says otherwise."""
+"""Algorithms for box actions, unless a test says otherwise."""
 
 
 def make(
@@ -74,7 +74,7 @@ def make(
 def make_dqn(
     name: str = "dqn", policy: dict[str, Any] | None = None, capacity: int = 240, rewards: Any = None, **fields: Any
 ) -> Any:
-    """Of one hidden layer, for `streams.py`; a gradient step for each env step."""
+    """Config with one hidden layer, for `streams.py`; a gradient step for each env step."""
     memory = {"kind": "uniform"} | fields.pop("replay_buffer", {}) | {"capacity": capacity}
     fields = {"minibatch_size": 8, "gradient_steps_per_env_step": 1.0} | fields
     network = {"hidden_sizes": (6,)} | (policy or {})
@@ -82,7 +82,7 @@ def make_dqn(
 
 
 def weights(algorithm: Any) -> dict[str, bytes]:
-    """Of its policy, with the statistics of its normalizer."""
+    """Tensors of its policy, with the statistics of its normalizer."""
     return {name: array.tobytes() for name, array in state_arrays(algorithm.policy).items()}
 
 
@@ -92,7 +92,7 @@ def bits(algorithm: Any) -> dict[str, bytes]:
 
 
 def move_apart(*networks: nn.Module) -> None:
-    """As in the middle of training: no two networks are equal."""
+    """Perturbs the networks as in the middle of training, so that no two are equal."""
     drawing = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for network in networks:

@@ -24,14 +24,14 @@ ON_POLICY_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def changing(start: float, end: float, kind: str = "linear") -> dict[str, Any]:
-    """Over the run of 256 env steps."""
+    """Schedule over the run of 256 env steps."""
     return {"kind": kind, "start": start, "end": end, "over": "256 env_steps"}
 
 
 PENDULUM = {"environment": {"id": "Pendulum-v1", "num_envs": 4, "max_episode_steps": 10}}
 """Episodes that are cut off within the run."""
 PRIORITIZED = {"kind": "prioritized", "capacity": 5 * 32, "alpha": 0.7, "beta": changing(0.4, 1.0)}
-"""Of an odd number of fragments, while an update brings two: it wraps in the middle of one."""
+"""Buffer of an odd number of fragments, which wraps in the middle of an update of two."""
 UNIFORM = {"kind": "uniform", "capacity": 5 * 64}
 DRAWING: dict[str, Any] = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "replay_buffer": PRIORITIZED}
 CLONING = {"behavioral_cloning": {"strength": changing(0.5, 0.0), "minibatch_size": 24}}

@@ -18,7 +18,7 @@ from stagecoach.trainer_node.learning.building_blocks.interface import Experienc
 
 
 def received(*columns: Columns) -> list[Experience]:
-    """As the learner hands fragments to an algorithm, all of one source."""
+    """Wraps fragments of one source as the learner passes them to an algorithm."""
     return [Experience("worker-0:0.0", item) for item in columns]
 
 
@@ -94,7 +94,7 @@ def random_fragment(
 
 
 def minibatch(described: PolicySpaces, rows: int = 9, seed: int = 0, weighted: bool = True) -> Minibatch:
-    """Of transitions, random numbers; some discounts are 0."""
+    """Batch of random transitions; some discounts are 0."""
     random = np.random.default_rng(seed)
     (sight,), (action,) = described.observation.leaves, described.action.leaves
 
@@ -139,7 +139,7 @@ def weights_after_updates(algorithm: Any) -> Columns:
 
 @torch.no_grad()
 def update_batch(algorithm: Any, columns: Columns) -> Any:
-    """What an update of an on-policy algorithm makes of a fragment."""
+    """Batch that an on-policy algorithm builds from a fragment."""
     tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
     algorithm.signals.look(received(columns), tensors)
     return algorithm.batch(tensors)

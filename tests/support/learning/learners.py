@@ -46,7 +46,7 @@ class Side:
 
 
 def experience(config: Config, updates: int) -> list[list[Fragment]]:
-    """What a worker acts with the untrained policy: the fragments of each update."""
+    """Fragments of each update, acted with the untrained policy."""
     description = describe_environment(config)
     policies = learner_of(config).policies
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))

@@ -38,7 +38,7 @@ class Case:
     c_bar: float = 1.0
 
     def trajectories(self) -> Trajectories:
-        """As both estimators take them."""
+        """Arguments of both estimators."""
         index = np.array(sorted(self.final_value), np.int64).reshape(-1, 2)
         final = [self.final_value[(int(t), int(s))] for t, s in index]
         columns = {name: torch.from_numpy(getattr(self, name)) for name in COLUMNS}
@@ -46,16 +46,16 @@ class Case:
         return Trajectories(**columns, **finals, gamma=self.gamma)
 
     def gae(self) -> Array:
-        """What the product finds, without ratios."""
+        """Result of the product without ratios."""
         return np.asarray(gae(self.trajectories(), self.decay)[0].numpy())
 
     def vtrace(self) -> VTrace:
-        """What the product finds."""
+        """Result of the product."""
         bounds = {"vtrace_lambda": self.decay, "rho_bar": self.rho_bar, "c_bar": self.c_bar}
         return vtrace(self.trajectories(), torch.from_numpy(self.log_ratio), **bounds)
 
     def slow_gae(self) -> Array:
-        """By the definition."""
+        """Computes the result from the definition."""
         steps, slots = self.reward.shape
         return np.array([[self._walk(t, s, weighted=False) for s in range(slots)] for t in range(steps)])
 

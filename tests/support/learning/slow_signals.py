@@ -37,7 +37,7 @@ def mlp(arrays: Columns, prefix: str, inputs: Array, activation: str) -> Array:
 
 
 def normalized(arrays: Columns, prefix: str, observation: Array) -> Array:
-    """As statistics say, within 5 standard deviations."""
+    """Normalizes by the statistics, clipped to 5 standard deviations."""
     count, mean, m2 = (arrays[f"{prefix}normalizer.moments.0.{name}"] for name in ("count", "mean", "m2"))
     found: Array = np.clip((observation - mean) / np.sqrt(m2 / count + 1e-8), -5.0, 5.0)
     return found
@@ -71,7 +71,7 @@ def scaled(columns: Columns, reward: Array, gamma: float, episodic: bool) -> Arr
 
 
 def case_of(columns: Columns, reward: Array, value: Any, episodic: bool, **numbers: float) -> Case:
-    """For the slow estimators, which take no ratios from here; `value` is a function of one observation."""
+    """Arguments of the slow estimators, without ratios; `value` is a function of one observation."""
     ended = ends(columns, episodic)
     finals = {(int(t), int(s)): value(seen) for (t, s), seen in zip(columns["final_index"], columns["final_obs"])}
     values, bootstrap = (np.apply_along_axis(value, -1, columns[name]) for name in ("obs", "bootstrap_obs"))

@@ -38,7 +38,7 @@ class Step:
     """One slot's step, as it truly was."""
 
     number: int
-    """Of its own; stands in the observation, so that a batch tells which step it is."""
+    """Number of a step; part of the observation, so that a batch tells which step it is."""
     obs: dict[str, Array]
     action: int
     reward: float
@@ -174,7 +174,7 @@ def known(held: list[Made], all_made: list[Made]) -> dict[int, Step]:
 
 
 def numbers(observations: Columns) -> Array:
-    """Which steps these observations are of."""
+    """Steps that these observations belong to."""
     name = list(observations)[-1]
     return observations[name][..., 0].astype(np.int64)
 

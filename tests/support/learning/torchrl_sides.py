@@ -54,7 +54,7 @@ class OfBoth(nn.Module):
 
 
 def copied(*layers: nn.Module) -> nn.Sequential:
-    """Their copies in a row; parameters come in the order of the layers."""
+    """Copies of the networks in a row; parameters come in the order of the layers."""
     return nn.Sequential(*copy.deepcopy(layers))
 
 
