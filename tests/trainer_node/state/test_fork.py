@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,10 +13,13 @@ from stagecoach.coordinator.lifecycle.preparation import create_flow
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.spaces import Columns
-from stagecoach.shared.policies.serialization import decode_policy, state_arrays
-from stagecoach.shared.storage.checkpoint_store import Checkpoint
+from stagecoach.shared.policies.registry import build_policies
+from stagecoach.shared.policies.serialization import decode_policy, encode_policy, state_arrays
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
 from stagecoach.trainer_node.learning.building_blocks.optimization import part
-from stagecoach.trainer_node.state.fork import Source, forked, rolled_back
+from stagecoach.trainer_node.state.fork import Source, forked, rolled_back, take_over
+from tests.conftest import minimal_config
+from tests.support.fragments import SIMPLE
 from tests.support.game import (
     KEEP,
     POLICY,
@@ -235,3 +238,35 @@ def test_policies_that_do_not_fit_are_refused_by_name(new_game: NewGame, section
     source, game = new_game(small(policies={"default": {"hidden_sizes": [8]}})), new_game(small(**sections))
     with pytest.raises(ConfigError, match=said):
         forked(game.role, all_of(source.role.checkpoints.load("0_Step-0.ckpt"), game.role.config.policies))
+
+
+def policy_of(**sections: Any) -> Any:
+    config = minimal_config(**sections)
+    return build_policies(SIMPLE.policies, config.policies, config.algorithm, 0)["default"]
+
+
+def take(there: dict[str, Any], here: dict[str, Any]) -> None:
+    manifest = cast(Any, Manifest).model_construct(name="1_Step-1.ckpt", run_id="other")
+    source = Source(
+        Checkpoint(manifest, {"default/policy.safetensors": encode_policy(policy_of(**there), 1)}), "default"
+    )
+    take_over("default", policy_of(**here), source)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "values"),
+    [
+        ("dqn", "v_max", (10.0, 200.0)), ("dqn", "v_min", (-10.0, 0.0)), ("dqn", "prior_scale", (1.0, 3.0)),
+        ("r2d2", "rescale_values", (True, False)),
+    ],
+)  # fmt: skip
+def test_take_over_refuses_q_network_of_another_scale(name: str, field: str, values: tuple[Any, Any]) -> None:
+    more = {"head": "c51"} if field.startswith("v_") else {"heads": 3} if field == "prior_scale" else {}
+    exploring = {"exploration": {"kind": "bootstrapped"}} if "heads" in more else {}
+    cores = {"policies": {"default": {"core": "lstm", "share_encoder": True}}} if name == "r2d2" else {}
+    there, here = ({"algorithm": {"name": name, field: its} | more | exploring} | cores for its in values)
+    take(there, there)
+    with pytest.raises(
+        ConfigError, match=r"is another network than policies.default asks for: its algorithm asked for"
+    ):
+        take(there, here)

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
                 "minibatch_size": 32, "behavioral_cloning": {"strength": 0.5, "minibatch_size": 2},
                 "reward_signals": {"gail": {"learning_rate": 1e-2}},
             },
-            "demonstrations": {"path": str(Path(__file__).parent.parent / "shared" / "datasets" / "minari_cartpole")},
+            "demonstrations": {"path": str(Path(__file__).parents[2] / "shared" / "datasets" / "minari_cartpole")},
         },
     ),
     "a policy with a core, minibatches of one slot": (

@@ -104,7 +104,7 @@ def test_training_goes_on_from_a_restored_learner_bit_for_bit(policy: dict[str, 
 
 
 def test_a_fresh_process_makes_the_same_bytes() -> None:
-    code = "from tests.trainer_node.test_snapshot import trained_digest; print(trained_digest())"
+    code = "from tests.trainer_node.state.test_snapshot import trained_digest; print(trained_digest())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     before = torch.get_num_threads()
     try:
