@@ -20,10 +20,10 @@ from stagecoach.shared.runtime.launch import (
 
 
 def main() -> int:
-    """Joins a run over Redis and the store alone; exit code 0 at the end of the run, 2 for the user's mistakes.
+    """Joins a run through Redis and the store only; exit code 0 at the end of the run, 2 for a user's mistake.
 
-    SIGTERM and Ctrl-C make it leave after the fragment in hand, a second one at once. Exit code 1 asks its starter
-    it for a new process: its environments hang, or it has outgrown its memory limit.
+    SIGTERM and Ctrl-C end it after the current fragment, a second one at once. Exit code 1 requests a new process: its
+    environments hang, or it exceeds its memory limit.
     """
     parser = role_arguments(
         "stagecoach.rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator."

@@ -1,4 +1,4 @@
-"""The policies that a worker acts with: fetched from the board, at first from the newest checkpoint."""
+"""Policies that a worker acts with: fetched from the policy board, at first from the newest checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -32,13 +32,13 @@ _EXPLORATIONS: dict[str, Callable[..., Exploration]] = {
     "ou": noise.OrnsteinUhlenbeckNoise,
     "parameter_noise": noise.ParameterNoise,
 }
-"""By `exploration.kind`; each takes the section's other fields, schedules as their value."""
+"""`exploration.kind` → class, which takes the section's other fields, with current values for schedules."""
 _AT_THE_END = Counters(*[1 << 62] * len(fields(Counters)))
 
 
 def make_exploration(config: ExplorationConfig, counters: Counters) -> Exploration:
-    """As an algorithm explores, at these counters of the trainer; raises `ConfigError` for an unfit class of the
-    user's."""
+    """Makes an algorithm's exploration at these counters of the trainer; raises `ConfigError` for an unsuitable user
+    class."""
     if isinstance(config, OwnExploration):
         now = {name: schedule.value(counters) for name, schedule in config.schedules.items()}
         return make_own_exploration(config, now)
@@ -54,9 +54,9 @@ class ActingPolicies:
         self, config: Config, description: EnvironmentDescription, board: PolicyBoard, checkpoints: CheckpointStore,
         heartbeat: Heartbeat, epoch: int, shutdown_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Waits for the first checkpoint, and begins with the newest one; `epoch` is that of the trainer.
+        """Waits for the first checkpoint, and loads the newest one; `epoch` is the trainer's.
 
-        Raises `KeyboardInterrupt` where shutdown was requested before that wait began.
+        Raises `KeyboardInterrupt` if shutdown was requested before the wait.
         """
         self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
@@ -75,15 +75,14 @@ class ActingPolicies:
 
     @property
     def phase(self) -> Phase:
-        """What the trainer was doing when it published this version."""
+        """Phase of the trainer when it published this version."""
         return self.header.phase
 
     def update(self, claim: Claim) -> None:
-        """Acts with the version of the claim from now on, or a later one.
+        """Loads the claim's version or a later one.
 
-        Another trainer may give the same numbers to other weights, where those in between were in no checkpoint and
-        their experience is lost: so its first version is fetched whatever its number. From the same trainer a later
-        version is kept: it was durable before it was on the board, or Redis came back without it.
+        A new trainer may reuse version numbers that were in no checkpoint, so its first version is always fetched. A
+        later version of the same trainer is kept: it was durable before it was published, or Redis lost it.
         """
         same = self.version > claim.version or (self.version, self.header.history) == (claim.version, claim.history)
         if same and self._epoch == claim.epoch:
@@ -93,7 +92,7 @@ class ActingPolicies:
         self._epoch = claim.epoch
 
     def fetch(self, at_least: int) -> bool:
-        """Loads the newest version on the board; False where it is older, or was replaced while it was read."""
+        """Loads the newest version on the board; returns False if it is older, or was replaced meanwhile."""
         try:
             version = self._board.fetch(self._checkpoints)
         except CheckpointError:
@@ -101,7 +100,7 @@ class ActingPolicies:
         return version is not None and version.header.version >= at_least and self._load(version)
 
     def _load_newest_checkpoint(self) -> bool:
-        """False until `.ready` says that there is one."""
+        """Loads the newest checkpoint; returns False until `.ready` exists."""
         try:
             ready = self._checkpoints.marker(READY) is not None
             checkpoint = self._checkpoints.load_latest(only="policy.safetensors") if ready else None
@@ -117,8 +116,8 @@ class ActingPolicies:
         return True
 
     def exploration(self) -> dict[str, Exploration]:
-        """How each policy acts now: by chance in warm-up (unless `heatup.acting` says otherwise), else as its algorithm
-        explores at these counters. One that does not learn acts as at the end of all schedules."""
+        """Returns each policy's exploration: random in warm-up (unless `heatup.acting` differs), else its algorithm's
+        at the current counters. A policy that does not learn explores as at the end of all schedules."""
         found: dict[str, Exploration] = {}
         for policy_id, section in self._explorations.items():
             if not self._config.policies[policy_id].trainable:

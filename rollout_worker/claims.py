@@ -1,14 +1,14 @@
-"""A worker's claims, each the permission to act one fragment (shared/protocol/flow_control.py), and its pushes.
+"""Claims of a worker, each the permission to act one fragment (shared/protocol/flow_control.py), and its pushes.
 
-A fragment, its action trace and the claim for the next one travel in one round trip. What becomes of a push, by the
-log's reply (shared/protocol/experience_log.py: PushReply):
+A fragment, its action trace and the claim for the next one travel in one round trip. The log's replies to a push
+(shared/protocol/experience_log.py: PushReply):
 
-| reply | what happened | what the worker does |
+| reply | meaning | next action of the worker |
 |---|---|---|
 | `pushed`, `duplicate` | it is in the log, once | acts the next one |
-| `stale` | its claim was given back, there is no room: counted as dropped | acts another one under the same number |
+| `stale` | its claim was returned, there is no capacity: counted as dropped | acts another one with the same number |
 | `superseded` | a newer incarnation is registered | ends |
-| `epoch` | Redis was rolled back | registers anew, and begins to count again |
+| `epoch` | Redis was rolled back | registers again, and restarts its numbers |
 | `finished` | the run is over | ends |
 """
 
@@ -34,7 +34,7 @@ _WAITS = {
 
 
 class Claims:
-    """The claims of one worker, one at a time; a push asks for the next one in the same round trip."""
+    """Claims of one worker, one at a time; a push requests the next one in the same round trip."""
 
     def __init__(
         self, config: Config, worker: str, flow: Flow, log: ExperienceLog, heartbeat: Heartbeat, watchdog: Watchdog
@@ -44,36 +44,36 @@ class Claims:
         self.incarnation = -1
         """−1 until `register`."""
         self.epoch = -1
-        """Of the trainer whose policy versions the worker acts with."""
+        """Epoch of the trainer whose policy versions the worker acts with."""
         self.seq = 0
-        """The number of the next fragment."""
+        """Number of the next fragment."""
         self._stale_pushes = 0
         self._ahead: Claim | None = None
-        """The claim for the next fragment, where it was asked for with the last push."""
+        """Claim for the next fragment, if the last push requested it."""
 
     def register(self) -> None:
-        """Begins an incarnation: the next one, also where Redis was rolled back and knows an older one."""
+        """Begins the next incarnation, also if a rolled-back Redis knows only an older one."""
         self.incarnation, self.epoch = self._flow.register(self._worker, self.incarnation + 1)
         self.seq, self._stale_pushes, self._ahead = 0, 0, None
 
     def next(self, wait_seconds: float) -> Claim:
-        """Asks for the next claim; waits for credit, in sleeps of at most `wait_seconds`, if that is not 0.
+        """Requests the next claim; waits for credit, in sleeps of at most `wait_seconds`, if that is not 0.
 
         Raises `WorkerSuperseded`.
         """
         claim, self._ahead = self._ahead, None
         if claim is None or not (claim.granted or claim.waiting):
-            claim = self._ask()
+            claim = self._request()
         while wait_seconds > 0 and claim.waiting and self._watchdog.outgrown is None:
             reply = claim.reply
             with self._heartbeat.waiting(_WAITS[reply], self._config.rollout.wait_deadline_seconds) as wait:
                 while claim.reply is reply and self._watchdog.outgrown is None:
                     wait.check()
                     self._flow.wait_for_wakeup(claim, wait_seconds)
-                    claim = self._ask()
+                    claim = self._request()
         return claim
 
-    def _ask(self) -> Claim:
+    def _request(self) -> Claim:
         return self._flow.claim(self._worker, self.incarnation, self.seq)
 
     def push(
@@ -81,13 +81,13 @@ class Claims:
     ) -> PushReply:
         """Pushes the next fragment; returns the log's reply.
 
-        A shard that is away or full is waited for by name; with `wait_seconds` 0 (the one-process mode, where the
-        trainer has to take its turn to free memory) a full one raises `ShardFull`.
+        Waits for a shard that is unavailable or full. With `wait_seconds` 0 (the one-process mode, in which the trainer
+        has to take its turn to free memory) a full one raises `ShardFull`.
         """
         with self._stages.during("encode"):
             blob = fragment.encode(made, self._config.rollout.compression)
             trace, length = self._encoded_trace(sample, traced)
-        # in the one-process mode the trainer has its turn before, so that the claim is for what it publishes then
+        # in the one-process mode the trainer takes its turn first, so that the claim is for its next version
         ahead = self._flow.claiming(self._worker, self.incarnation, self.seq + 1) if wait_seconds > 0 else None
         place = self._worker, self.incarnation, self.seq, claim.epoch
         push = partial(self._log.push, *place, sample.transitions, blob, trace, length, ahead, self._stale_pushes)
@@ -101,7 +101,9 @@ class Claims:
         if reply in (PushReply.PUSHED, PushReply.DUPLICATE):
             self.seq += 1
             self._ahead = ahead.reply if ahead is not None else None
-        elif reply is PushReply.STALE:  # its number stays the next one's, so what was claimed behind it is given back
+        elif (
+            reply is PushReply.STALE
+        ):  # the next fragment keeps the number, so the claim for the one after it is returned
             self._stale_pushes += 1
             if ahead is not None:
                 self.release()
@@ -115,7 +117,7 @@ class Claims:
             return retry_until_deadline(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)
 
     def _encoded_trace(self, sample: Sample, traced: ActionTrace | None) -> tuple[bytes, int]:
-        """What a successor needs to continue from here, and how many fragments it reaches back; nothing if too much."""
+        """Returns the encoded trace and the number of fragments it spans; empty if too slow to repeat or too large."""
         rollout = self._config.rollout
         if traced is None or not rollout.catch_up_seconds:
             return b"", 0
@@ -125,6 +127,6 @@ class Claims:
         return (b"", 0) if too_much else (blob, traced.fragments)
 
     def release(self) -> None:
-        """Gives back what this incarnation holds, and nothing of a successor's."""
+        """Returns the claims of this incarnation, but none of a successor's."""
         if self.incarnation >= 0:
             self._flow.release(f"{self._worker}:{self.incarnation}")

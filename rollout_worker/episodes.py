@@ -1,4 +1,4 @@
-"""The episodes that a worker acts in: those that its predecessor left where they can be taken up, else new ones."""
+"""Episodes of a worker: resumed from its predecessor if possible, else new."""
 
 import logging
 from collections.abc import Callable
@@ -29,18 +29,18 @@ AnySampler: TypeAlias = Sampler | DatasetSampler
 
 
 class Episodes:
-    """Keeps a sampler of one incarnation's episodes, and starts its environments again when they raise."""
+    """Keeps the sampler of one incarnation, and restarts its environments when they raise."""
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
         phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
         cast: Callable[[], Casting | None] = lambda: None, parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
-        """Starts the environments where the predecessor's last fragment ended, if they get there again.
+        """Starts the environments at the end of the predecessor's last fragment, if they can get there.
 
-        New episodes follow from `lineage`. Fragments are cut from what is `recorded`, perhaps in warm-up only. `tell`
-        writes an event. Raises `EnvironmentFailure` where they raised more often in a row than
-        `environment.failures_allowed`.
+        New episodes follow from `lineage`. Fragments are cut from `recorded` experience if there is any, perhaps only
+        in warm-up. `tell` writes an event. Raises `EnvironmentFailure` after more than `environment.failures_allowed`
+        failures in a row.
         """
         self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
@@ -54,21 +54,21 @@ class Episodes:
         left, league = self._log.left(self._worker), self._config.league
         if left.tries >= action_trace.MOST_TRIES:
             why = f"{left.tries} of its predecessors died in the old ones"
-        elif not left.pushed:  # nothing of the beginning was seen yet
+        elif not left.pushed:  # nothing was pushed yet
             return self._begin(SeedLineage(lineage.seed, lineage.worker, 0, 0))
         elif (trace := action_trace.read(left.action_trace)) is None or not trace.fits(
             self._description, self._config.environment.num_envs, league.functions if league is not None else ()
         ):
             why = "no action trace of the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
-        elif (sampler := self._take_up(trace)) is None:
-            why = "its environment did not come back to where it was"
+        elif (sampler := self._resume(trace)) is None:
+            why = "its environment did not return to the same observations"
         else:
             return sampler
         self._tell(f"{self._worker} begins new episodes: {why}")
         return self._begin(lineage)
 
-    def _take_up(self, trace: ActionTrace) -> AnySampler | None:
-        """The predecessor's episodes; None where the environments do not come to where it stood."""
+    def _resume(self, trace: ActionTrace) -> AnySampler | None:
+        """Resumes the predecessor's episodes; returns None if the environments do not reach its position."""
         self._log.trying(self._worker, 1)
         try:
             sampler = self._make(trace.lineage, trace)
@@ -82,7 +82,7 @@ class Episodes:
         return None
 
     def _begin(self, lineage: SeedLineage) -> AnySampler:
-        """New episodes. Environments that raise in their first reset are started again, as often as is configured."""
+        """Begins new episodes; restarts environments that raise in their first reset, as often as configured."""
         while True:
             try:
                 return self._make(lineage)
@@ -112,7 +112,7 @@ class Episodes:
         return dataset is not None and (not dataset.only_heatup or phase is Phase.HEATUP)
 
     def enter(self, phase: Phase) -> None:
-        """Where recorded experience is for warm-up only, and that is over, a new lineage begins, in environments."""
+        """Enters a phase. If recorded experience is only for warm-up, a new lineage begins in environments after it."""
         before, self._phase = self._phase, phase
         if isinstance(self.sampler, DatasetSampler) != self._recorded(phase):
             self.sampler.close()
@@ -121,18 +121,18 @@ class Episodes:
             self.sampler.set_phase(phase)
 
     def try_acting(self) -> None:
-        """Before the first fragment: where this incarnation dies of it, the next ones must not all die of it, too."""
+        """Counts a try before the first fragment, so that its position cannot kill every next incarnation."""
         if not self._tried:
             self._log.trying(self._worker, 1)
             self._tried = True
 
     def pushed(self) -> None:
-        """A fragment was pushed, perhaps too late: failures are counted from here."""
+        """Restarts the count of failures after a push."""
         self._fragments += 1
         self._failures.saw((self._fragments,))
 
     def restart(self, error: EnvironmentFailure) -> None:
-        """Starts environments that have raised again; raises what they raised where that happens too often."""
+        """Restarts environments that have raised; raises the failure if that happens too often."""
         self._count_failure(error)
         self.sampler.close()
         self.sampler = self._begin(self.sampler.lineage.next())

@@ -1,9 +1,8 @@
-"""The evaluator: plays each new checkpoint from the store, reports the score, and sees when the run is solved.
+"""Evaluator: plays each new checkpoint from the store, reports the score, and ends the run when it is solved.
 
-What is due by `evaluation.every` is played in order. Where checkpoints come faster than they can be played, it plays
-the newest. What may be the best is played once more, from other starts, before it counts as such. The scores choose
-the best checkpoint and may end the run; they never change what is learned. `stagecoach evaluate` plays by the same
-functions.
+Evaluations due by `evaluation.every` are played in order, else the newest checkpoint. A candidate for the best is
+played again from other starts. Scores choose the best checkpoint and may end the run; they never affect learning.
+`stagecoach evaluate` uses the same functions.
 """
 
 import logging
@@ -47,22 +46,22 @@ _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
 _POLICY = "/policy.safetensors"
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
-"""Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
+"""Pause between tries to read a due evaluation; the second try comes after a poll, since it may still be written."""
 _DEADLINE_SECONDS = 86_400.0
-"""A day without a checkpoint: something is wrong, and a restart asks again."""
+"""A day without a checkpoint is an error; the restarted evaluator waits again."""
 SCORING, CONFIRMING = 0, 1
-"""The rounds of a checkpoint's evaluation: every one is scored; what may be the best is confirmed from other starts."""
+"""Rounds of a checkpoint's evaluation: all are scored; candidates for the best are confirmed from other starts."""
 
 
 def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any]:
-    """Of the episodes played, for JSON: mean, spread, bounds, lengths, success rate, the environment's own metrics, and
-    the mean returns of agents and policies where there are several."""
+    """Returns the scores of the episodes, for JSON: mean, spread, bounds, lengths, success rate, the environment's
+    metrics, and the mean returns of several agents and policies."""
     returns = [record.episode_return for record in records]
     threshold = config.evaluation.success_threshold
-    told = [record.success for record in records]
+    reported = [record.success for record in records]
     if threshold is not None:
-        told = [its >= threshold if one is None else one for one, its in zip(told, returns, strict=True)]
-    successes = [one for one in told if one is not None]
+        reported = [total >= threshold if one is None else one for one, total in zip(reported, returns, strict=True)]
+    successes = [one for one in reported if one is not None]
     names = sorted({name for record in records for name in record.metrics})
     agents = {name: fmean(its.agent_returns[name] for its in records) for name in records[0].agent_returns}
     policies: dict[str, float] = {}
@@ -74,7 +73,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "policies": policies,
         "episodes": len(returns),
         "mean_return": fmean(returns),
-        "std_return": pstdev(returns),  # exactly 0 where all are equal
+        "std_return": pstdev(returns),  # exactly 0 if all are equal
         "min_return": min(returns),
         "max_return": max(returns),
         "mean_length": fmean(record.length for record in records),
@@ -87,10 +86,9 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
 
 
 def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
-    """The seed of an evaluation, 32 bits; its environments' first episodes have it and the next numbers, modulo 2³¹.
+    """Returns the seed of an evaluation, 32 bits; its environments' first episodes get consecutive seeds, modulo 2³¹.
 
-    Another one for each checkpoint and round, and the same whenever that is played again; with `evaluation.seed` the
-    same for all checkpoints.
+    It depends on the checkpoint and the round; with `evaluation.seed` only on the round.
     """
     fixed = config.evaluation.seed
     whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
@@ -103,7 +101,7 @@ class StepResult(StrEnum):
 
 
 class Evaluator:
-    """The evaluator. `run` is all of it; `step` is one turn, for the one-process mode."""
+    """Evaluator role. `run` runs it to the end; `step` takes one turn, for the one-process mode."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -114,9 +112,9 @@ class Evaluator:
         self._after = "0-0"
         self._forfeiting: set[str] = set()
         self._postponed: dict[str, tuple[int, float]] = {}
-        """What could not be read: how often, and when what is due is tried again; others are played meanwhile."""
+        """Due evaluation that could not be read → number of tries, and time of the next one."""
         self.postpones = False
-        """Whether something that is due could not be read yet."""
+        """Whether a due evaluation could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
         tell = partial(context.tell, "evaluation")
@@ -138,15 +136,15 @@ class Evaluator:
         return end
 
     def start(self) -> None:
-        """Announces itself, and learns of the run's spaces from the store."""
+        """Starts the heartbeat, and reads the run's spaces from the store."""
         self._context.check_config()
         self.heartbeat.progress = {"evaluations": 0}
         self.heartbeat.start()
         self._description = self.heartbeat.outlast(self._context.description, self._outage_seconds)
-        self.check_solved()  # where the evaluator before this one died between its last score and this
+        self.check_solved()  # the previous evaluator may have died between its last score and this check
 
     def request_shutdown(self) -> None:
-        """From a signal handler: it ends at once, since another can play the checkpoint as well."""
+        """Ends at once, from a signal handler: another evaluator can play the checkpoint."""
         retries(self._context.redis).hurry()
         raise KeyboardInterrupt
 
@@ -160,13 +158,13 @@ class Evaluator:
         self._profile.write()
 
     def step(self, wait_seconds: float) -> StepResult:
-        """One turn: plays what is due, or the newest checkpoint, or waits for one."""
+        """Takes one turn: plays a due evaluation or the newest checkpoint, or waits for one."""
         name = self._next(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
         if name is None:
             return StepResult.WAITED
         try:
             self._evaluate(name)
-        finally:  # what could not be played is no longer kept from being pruned
+        finally:  # allows pruning of a checkpoint that could not be played
             self.heartbeat.progress = {key: its for key, its in self.heartbeat.progress.items() if key != "evaluating"}
         return StepResult.EVALUATED
 
@@ -174,9 +172,9 @@ class Evaluator:
         return self._context.flow.read().state is RunState.FINISHED
 
     def _next(self, wait_seconds: float) -> str | None:
-        """What is to be played: the oldest that is due, else the newest checkpoint; None where that has been played.
+        """Returns what to play: the oldest due evaluation, else the newest checkpoint; None if that has been played.
 
-        A store that is away is waited for by name.
+        Waits for an unavailable store.
         """
         done = events.read_evaluations(self._context.redis, self._context.run_id)
 
@@ -224,7 +222,9 @@ class Evaluator:
                 ranked = self._ranked(ratings, against)
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | ranked
         except _PASSING as error:
-            _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
+            _LOGGER.warning(
+                "cannot evaluate %s: %s", name, error
+            )  # pruned meanwhile, or damaged: the next one is played
             if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
                 tries = self._postponed.get(name, (0, 0.0))[0] + 1
                 if tries == 2:
@@ -250,7 +250,7 @@ class Evaluator:
         self.check_solved()
 
     def _stored(self, name: str) -> Checkpoint:
-        """What is due, else the checkpoint of this name."""
+        """Reads the due evaluation, or else the checkpoint, of this name."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
             with suppress(errors.ObjectMissing):
@@ -265,8 +265,8 @@ class Evaluator:
             return scores_of(config, played)
 
     def _ranked(self, ratings: Mapping[str, Any], against: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-        """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner, or what
-        that one gains of the fixed players."""
+        """Returns the ranking of a checkpoint in a league: its rating, of `checkpoint.best_by` or the first learner, or
+        the first learner's mean return against fixed players."""
         learners, best_by = self._context.config.league_learners, self._context.config.checkpoint.best_by
         if not learners:
             return {}
@@ -274,16 +274,16 @@ class Evaluator:
         if best_by == MEAN_RETURN:
             first = next(name for name, its in learners.items() if its == first_learner(learners))
             gained = [its for pair, its in against["match_returns"].items() if pair.startswith(f"{first}/")]
-            told = f"mean return of {first} against fixed players"
-            return {"ranking": fmean(gained) if gained else -LARGEST_SHOWN, "ranked_by": told}
+            ranked_by = f"mean return of {first} against fixed players"
+            return {"ranking": fmean(gained) if gained else -LARGEST_SHOWN, "ranked_by": ranked_by}
         whose = best_by if best_by in known else first_learner(learners).policy
         return {"ranking": float(ratings[f"league/rating/{whose}"]), "ranked_by": f"rating of {whose}"}
 
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy], evaluation_round: int
     ) -> dict[str, dict[str, float]]:
-        """In a league, by `LEARNER/PLAYER` the win rate and the mean return of each learner against each fixed player,
-        on all sides alike."""
+        """Returns, by `LEARNER/PLAYER`, the win rate and the mean return of each of a league's learners against each
+        fixed player, over all sides."""
         config, store = self._context.config, self._context.checkpoints.store
         own = {player_hash(data): data for data in stored.values()}
         seed, league = evaluation_seed(config, name, evaluation_round), config.league or LeagueConfig()
@@ -310,7 +310,7 @@ class Evaluator:
         return {"win_rates": rates, "match_returns": returns}
 
     def _tell_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
-        """Once for each fixed player, of each match's forfeits: a win rate against one that forfeits says nothing."""
+        """Reports forfeits once per fixed player: a win rate against a player that forfeits means nothing."""
         why = [forfeited[player] for forfeited in matches if player in forfeited]
         if why and player not in self._forfeiting:
             self._forfeiting.add(player)
@@ -319,7 +319,7 @@ class Evaluator:
             )
 
     def _may_be_best(self, rank: float) -> bool:
-        """Whether a checkpoint with this mean return would be among the best that are kept; of equals the newest is."""
+        """Returns whether a checkpoint with this rank would be kept among the best; among equals, the newest is."""
         config, kept = self._context.config.checkpoint, self._context.checkpoints.names()
         known = events.read_evaluations(self._context.redis, self._context.run_id)
         confirmed = [events.confirmed_return(known[name]) for name in kept if name in known]
@@ -327,7 +327,7 @@ class Evaluator:
         return len(best) < config.keep_best or rank >= best[-1]
 
     def check_solved(self) -> None:
-        """Ends the run once each of the last evaluations reaches the target. An abandoned line's do not count."""
+        """Ends the run once each of the last evaluations reaches the target. Abandoned lineages do not count."""
         stop = self._context.config.stop_at
         if not stop.by_scores:
             return
@@ -335,14 +335,14 @@ class Evaluator:
         try:
             begun = self.heartbeat.outlast(self._lineage, self._outage_seconds) if known else 0
         except errors.CheckpointError:
-            return  # damaged, or pruned meanwhile: asked again after the next evaluation
+            return  # damaged, or pruned meanwhile: checked again after the next evaluation
         last = [scores for scores in known if scores["version"] >= begun][-stop.evaluations :]
         solved = all(events.solves(scores, stop.mean_return, stop.success_rate) for scores in last)
         if len(last) == stop.evaluations and solved:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
 
     def _lineage(self) -> int:
-        """The version that the newest checkpoint's lineage began with."""
+        """Returns the first version of the newest checkpoint's lineage."""
         pointer = self._context.checkpoints.pointer()
         if pointer is None:
             return 0

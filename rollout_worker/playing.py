@@ -1,4 +1,4 @@
-"""Whole episodes outside of training: of a run's policies (evaluation), or of any two players (a match)."""
+"""Whole episodes outside of training: by a run's policies (evaluation), or by any two players (a match)."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ from stagecoach.shared.policies.actor_critic import with_states
 from stagecoach.shared.policies.policy import Policy
 
 Act = Callable[[str, Columns, Array], Columns]
-"""Policy id, observations `[S, …]` and who is to act `[S]` → actions `[S, …]`; those of the others do not matter."""
+"""Policy id, observations `[S, …]` and the slots that act `[S]` → actions `[S, …]`, ignored for other slots."""
 
 
 def _play(
@@ -39,9 +39,11 @@ def _play(
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
     watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays what is `asked` in environments of its own, from the starts of `seed`: exactly so many episodes, or whole
-    ones until so many steps are played. Each environment plays its share, so that short episodes aren't favored.
-    Raises `EnvironmentFailure`, also where too much time has passed."""
+    """Plays `asked` episodes, or whole episodes for `asked` steps, in new environments seeded by `seed`.
+
+    Each environment plays its share, so that short episodes are not favored. Raises `EnvironmentFailure`, also after
+    `evaluation.deadline_seconds`.
+    """
     deadline_seconds = config.evaluation.deadline_seconds
 
     section = evaluation_environment(config, asked.amount)
@@ -91,8 +93,10 @@ def evaluate_policies(
     config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
     episodes: int | None = None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays `episodes` episodes, or what the section `evaluation` says, all agents by their policies. Raises
-    `EnvironmentFailure`, also where `evaluation.deadline_seconds` have passed."""
+    """Plays `episodes` episodes (default: as the section `evaluation` says), with all agents acting by their policies.
+
+    Raises `EnvironmentFailure`, also after `evaluation.deadline_seconds`.
+    """
     evaluation = config.evaluation
     asked = evaluation.asked if episodes is None else Duration(episodes, "episodes")
     exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
@@ -120,7 +124,7 @@ def evaluate_policies(
 
 
 def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]) -> list[int]:
-    """The sides of `seats` that a player can take who fits `own`, another one that fits `others` taking the rest."""
+    """Returns the sides of `seats` for a player that fits `own`, if another that fits `others` takes the rest."""
     return [
         side
         for side, seat in enumerate(seats)
@@ -130,11 +134,11 @@ def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]
 
 @dataclass(frozen=True)
 class Played:
-    """One game of a match."""
+    """Result of one game of a match."""
 
     match: MatchRecord
     returns: tuple[float, ...]
-    """Per side, the mean over its agents."""
+    """Mean return of each side's agents."""
 
 
 def play_sides(
@@ -142,13 +146,15 @@ def play_sides(
     fits: Sequence[Collection[str]], opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
     watchdog: Watchdog | None = None,
 ) -> dict[int, tuple[Played, ...]]:  # fmt: skip
-    """`games` games of two `players` on each side that the first can take, the other taking all the others; nothing
-    where that cannot be. `fits` are the policies whose seats each can take."""
+    """Plays `games` games of two `players` for each side that the first can take; the other takes all other sides.
+
+    `fits` are the policies whose seats each player can take. Returns the games by side; empty if no side is possible.
+    """
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
     (mine, theirs), table, played = players, MatchTable(sides, seats, {}, dict(players)), {}
     for side in playable(seats, *fits):
         lineup = [mine if other == side else theirs for other in range(len(seats))]
-        seeds = seed, episode_seed(seed, 1 + side)  # what is drawn on another side is not the same again
+        seeds = seed, episode_seed(seed, 1 + side)  # each side has its own random stream
         played[side] = play_match(config, description, table, lineup, opponents, policies, games, seeds, watchdog)
     return played
 
@@ -159,8 +165,11 @@ def play_match(
     opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
     watchdog: Watchdog | None = None,
 ) -> tuple[Played, ...]:  # fmt: skip
-    """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. `seeds`: of the starts,
-    which are the same for all players, and of what is drawn then. `policies` are any of these spaces, by policy id."""
+    """Plays `games` games with the players of `lineup`, one per side, from `table.players`.
+
+    `seeds` are for the starts, which are equal for all players, and for actions. `policies` are any with these spaces,
+    by policy id.
+    """
     copies = evaluation_environment(config, games).num_envs
     casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
     generator.manual_seed(seeds[1])

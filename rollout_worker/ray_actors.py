@@ -1,4 +1,4 @@
-"""The rollout worker and the evaluator as Ray actors: thin classes that own the plain ones."""
+"""Ray actors for the rollout worker and the evaluator: thin classes that own the plain ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ from stagecoach.shared.base.process import at_rest, shield_from_terminal
 from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
 
 
-class WorkerFace:
-    """A rollout worker in an actor's process."""
+class RayWorker:
+    """Rollout worker in an actor's process."""
 
     def __init__(self, launch: RoleLaunch, index: int) -> None:
         with at_rest():
@@ -19,15 +19,15 @@ class WorkerFace:
 
     @ray.method
     def run(self) -> str:
-        """Runs until the run ends, the worker is drained or its machine is taken away; returns which."""
+        """Blocks until the run ends, the worker is drained or its machine is preempted; returns the reason."""
         shield_from_terminal()
         player = self._open()
         with shutdown_on_signal(player.request_shutdown):
             return str(player.run())
 
 
-class EvaluatorFace(WorkerFace):
-    """The evaluator in an actor's process."""
+class RayEvaluator(RayWorker):
+    """Evaluator in an actor's process."""
 
     def __init__(self, launch: RoleLaunch) -> None:
         with at_rest():
@@ -35,5 +35,5 @@ class EvaluatorFace(WorkerFace):
         self._open = lambda: Evaluator(launch.open("evaluator"))
 
 
-WorkerActor: Any = ray.remote(WorkerFace)
-EvaluatorActor: Any = ray.remote(EvaluatorFace)
+WorkerActor: Any = ray.remote(RayWorker)
+EvaluatorActor: Any = ray.remote(RayEvaluator)

@@ -1,4 +1,4 @@
-"""A person plays by the keyboard; each whole episode is written as recorded experience (docs/OFFLINE.md: CSV)."""
+"""Play by keyboard; each whole episode is written as recorded experience (docs/OFFLINE.md: CSV)."""
 
 import csv
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ def record_play(
     config: Config, folder: Path, episodes: int, keys: Mapping[str, int], *,
     idle: int | None = None, wait: bool = False, fps: int | None = None,
 ) -> int:  # fmt: skip
-    """Opens a window, steps the environment by `keys` (name → action) and writes `folder/played.csv`, behind what is
-    there; returns how many episodes were played. Without keys the environment's own ones, else 0 to 9, count.
+    """Opens a window, steps the environment by `keys` (name → action) and appends to `folder/played.csv`.
 
-    While no key is pressed the action is `idle` (the first one), or with `wait` the environment stands still.
+    Without `keys` the environment's own ones are used, else 0 to 9. While no key is pressed, the action is `idle`
+    (default: the first one), or with `wait` the environment stands still. Returns the number of episodes played.
     """
     try:
         import pygame  # type: ignore[import-untyped, unused-ignore]
@@ -36,13 +36,13 @@ def record_play(
         raise UserError(f"a window to play in cannot be made: {with_extra(str(error))}") from None
     if config.environment.api != "gymnasium" or config.environment.hierarchy is not None:
         raise UserError(
-            "--record is for one person and so for one agent; play without environment.hierarchy, and write down "
-            "several agents by a program (OFFLINE.md)"
+            "--record is for one person and so for one agent; play without environment.hierarchy, and record "
+            "several agents with a program (OFFLINE.md)"
         )
     made = make_environment(config.environment, render_mode="rgb_array")
     action = made.action_space
     if not isinstance(action, gym.spaces.Discrete):
-        raise UserError(f"keys choose among the actions of a Discrete space, found {action}; write down by a program")
+        raise UserError(f"keys choose among the actions of a Discrete space, found {action}; record with a program")
     if made.render_mode != "rgb_array":
         raise UserError(
             f"{config.environment.id}: expected render_mode=rgb_array, to show it; found {made.render_mode}"
@@ -86,7 +86,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._seen: Any = None
 
     def _before(self) -> int:
-        """How many episodes are there already."""
+        """Returns the number of episodes that the file already has."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._path.exists():
             with self._path.open("w", newline="") as file:
@@ -96,29 +96,29 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
             header, *rows = csv.reader(file)
         if header != self._header:
             raise UserError(
-                f"{self._path} is of another environment: its columns are {', '.join(header)}; take a new folder"
+                f"{self._path} is from another environment: its columns are {', '.join(header)}; use a new folder"
             )
         ends = [header.index(name) for name in ("terminated", "truncated")]
         return sum(any(row[end] == "1" for end in ends) for row in rows)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Each episode has a beginning of its own."""
+        """Begins an episode with its own seed."""
         self._rows = []
         self._seen, info = self.env.reset(seed=(self._seed + self.played) % SEEDS, options=options)
         return self._seen, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        before = _values(self._spaces.observation, self._seen)  # before the step: it may change the array in its place
+        before = _values(self._spaces.observation, self._seen)  # before the step, which may change the array
         self._seen, reward, terminated, truncated, info = self.env.step(action)
         self._rows.append([
             *before, *_values(self._spaces.action, action), float(reward), int(terminated), int(truncated),
             *_values(self._spaces.observation, self._seen),
         ])  # fmt: skip
         if terminated or truncated:
-            self._written()
+            self._write()
         return self._seen, reward, terminated, truncated, info
 
-    def _written(self) -> None:
+    def _write(self) -> None:
         import pygame
 
         with self._path.open("a", newline="") as file:

@@ -1,9 +1,9 @@
-"""The watchdog of a process that steps environments: ends it when they hang, or when it outgrows its memory.
+"""Watchdog of a process that steps environments: ends it when they hang, or when it exceeds its memory limit.
 
-A heartbeat says only that a process is there. This thread polls once a second what the main thread does and whether
-it made progress; the main thread only counts. Native code that hangs and holds Python's lock stops this thread too.
-For that a thread of Python's own, which needs no lock, ends the process where this one has not polled for long, and
-leaves all stacks on the standard error (shared/base/process.py reads them).
+A heartbeat shows only that a process exists. This thread polls once a second what the main thread does and whether it
+made progress; the main thread only counts. Native code that hangs and holds Python's lock stops this thread too: then
+faulthandler's thread, which needs no lock, ends the process after a longer time and writes all stacks to standard error
+(shared/runtime/process.py reads them).
 """
 
 import contextlib
@@ -36,27 +36,27 @@ from stagecoach.shared.protocol.heartbeat import Heartbeat
 _LOGGER = logging.getLogger("stagecoach.worker")
 _POLL_SECONDS = 1.0
 _LOCKED = 0.8
-"""Of `rollout.silent_seconds`: before the fleet takes the process for silent, which would not say where it hangs."""
+"""Share of `rollout.silent_seconds`: earlier than the fleet, which could not say where the process hangs."""
 _FAR_BEYOND = 1.5
-"""A process this many times over its limit is not allowed to finish its fragment: the machine might not stand it."""
+"""Multiple of the memory limit at which a process may not even finish its fragment, to protect the machine."""
 _STANDARD_ERROR = 2
 """The file itself: `sys.stderr` may need Python's lock."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 OWN_WORK = "its own work"
-"""What hangs while nothing of the environments is called."""
+"""Activity while no environment is called."""
 
 
 class Watchdog:
-    """Watches the thread that starts it. Where all roles share a process nobody starts it: a debugger may hold them.
-    There it only bounds `close`."""
+    """Watches the thread that starts it. In the one-process mode it is not started, since a debugger may hold the
+    process, and only bounds `close`."""
 
     def __init__(
         self, name: str, config: Config, heartbeat: Heartbeat, before_exit: Callable[[Failure], None],
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`before_exit` is called before this process is ended; `tell` writes an event."""
+        """Calls `before_exit` before it ends the process; `tell` writes an event."""
         self._name, self._heartbeat, self._before_exit, self._tell = name, heartbeat, before_exit, tell
         self._deadline = config.environment.step_deadline_seconds
         self._locked_seconds = _LOCKED * config.rollout.silent_seconds
@@ -66,11 +66,11 @@ class Watchdog:
         self._seen, self._polls, self._more = -1, 0, 0.0
         self.catch_up_seconds = config.rollout.catch_up_seconds
         self.doing: str | None = None
-        """What may hang; None where nothing is watched. A named wait is not watched: it has its own deadline."""
+        """Activity that may hang; None if unwatched. A named wait is not watched: it has its own deadline."""
         self.steps = 0
-        """Counted by the main thread each time that it makes progress."""
+        """Count of the main thread's progress."""
         self.outgrown: int | None = None
-        """Bytes that the process and its children hold, once that is more than they may."""
+        """Bytes that the process and its children hold, if above the limit."""
 
     def start(self) -> None:
         self._watched = threading.get_ident()
@@ -82,7 +82,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def during(self, doing: str, more_seconds: float = 0.0) -> Iterator[None]:
-        """Names what is done meanwhile, and may take `more_seconds` longer than a step."""
+        """Names the activity in the context, which may take `more_seconds` longer than a step."""
         before, self.doing = self.doing, doing
         self.steps += 1
         self._more = more_seconds
@@ -105,12 +105,12 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _end_if_locked(self) -> None:
-        """Unless this is called again before."""
+        """Restarts faulthandler's timer, which ends the process if this is not called again in time."""
         faulthandler.dump_traceback_later(self._locked_seconds, exit=True, file=_STANDARD_ERROR)
 
     def check_progress(self) -> None:
-        """Ends the process where the watched thread has made no progress for too many polls."""
-        doing = self.doing  # the main thread may change it meanwhile
+        """Ends the process if the watched thread has made no progress for too many polls."""
+        doing = self.doing  # the main thread may change it
         if doing is None or self._heartbeat.waits or self.steps != self._seen:
             self._seen, self._polls = self.steps, 0
             return
@@ -120,7 +120,7 @@ class Watchdog:
             self._end(Failure(kind, self._describe_hang(doing, self._watched)))
 
     def _describe_hang(self, doing: str, thread: int) -> str:
-        """Says where a thread is; its whole stack goes to the log."""
+        """Returns the location of a thread; logs its whole stack."""
         frame = sys._current_frames().get(thread)
         stack = traceback.extract_stack(frame) if frame else []
         place = f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "an unknown place"
@@ -129,8 +129,8 @@ class Watchdog:
         return f"{self._name} hangs in {doing}, at {place}; {said}"
 
     def close(self, close: Callable[[], None], processes: Collection[BaseProcess]) -> None:
-        """Closes environments. Where this process is not watched and cannot end, a `close` that hangs is left to its
-        thread, and the environments' `processes` are killed."""
+        """Closes environments. In the one-process mode a `close` that hangs is left to its thread, and the
+        environments' `processes` are killed."""
         doing = "close of its environments"
         if self._watched and not self._stop.is_set():
             with self.during(doing):
@@ -164,7 +164,7 @@ class Watchdog:
 
 
 class WatchedEnvironment:
-    """A vector environment whose every call the watchdog sees."""
+    """Vector environment whose calls are watched."""
 
     def __init__(self, make: Callable[[], VectorEnvironment], watchdog: Watchdog) -> None:
         self._watchdog = watchdog
@@ -209,7 +209,7 @@ class WatchedEnvironment:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants, in bytes; 0 where /proc does not tell."""
+    """Returns the resident memory of a process and all its descendants, in bytes; 0 without /proc."""
     held = 0
     with contextlib.suppress(OSError, IndexError):
         held += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Where action masks come from: a leaf of the observation, or each step's `info` (`environment.action_mask`)."""
+"""Action masks: from a leaf of the observation or from each step's `info` (`environment.action_mask`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,27 +16,27 @@ Source = Literal["auto", "observation", "info", "off"]
 
 
 def with_mask(observation: Any, mask: Any) -> Any:
-    """A dict with the mask beside its other entries; whatever else it was, as `observation` of such a dict."""
+    """Returns the observation as a dict with the mask; anything but a dict becomes its entry `observation`."""
     inside = observation if isinstance(observation, dict) else {"observation": observation}
     return {**inside, KEY: mask}
 
 
 def from_info(observation: Any, info: Mapping[str, Any], choices: int) -> dict[str, Any]:
-    """An observation with the mask of its `info`; raises `EnvironmentUnusable` where it has none of that size."""
+    """Returns the observation with the mask from `info`; raises `EnvironmentUnusable` without a mask of that size."""
     found = info.get(KEY)
     parts = found if isinstance(found, tuple | list) else [found]
     mask = None if found is None else np.concatenate([np.asarray(part).reshape(-1) for part in parts])
     if mask is None or mask.shape != (choices,):
         what = "none" if mask is None else f"{mask.size} numbers"
         raise EnvironmentUnusable(
-            f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}; tell it at each "
-            f"reset and step, or use environment.action_mask=auto"
+            f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}; return it "
+            f"from each reset and step, or use environment.action_mask=auto"
         )
     return dict(with_mask(observation, (mask > 0).astype(np.int8)))
 
 
 def space_with_mask(observation: spaces.Space[Any], choices: int) -> spaces.Dict:
-    """Raises `ConfigError` where there are no choices."""
+    """Returns the space with a mask of so many choices; raises `ConfigError` for none."""
     if not choices:
         raise ConfigError(
             "environment.action_mask=info masks choices, and the action space has none; use environment.action_mask=off"
@@ -46,7 +46,7 @@ def space_with_mask(observation: spaces.Space[Any], choices: int) -> spaces.Dict
 
 
 def choices(action: spaces.Space[Any]) -> list[int]:
-    """How many options each choice of this space has, in a mask's order; 0 for a box."""
+    """Returns the number of options of each choice in the space, in a mask's order; 0 for a box."""
     if isinstance(action, spaces.Discrete):
         return [int(action.n)]
     if isinstance(action, spaces.MultiDiscrete):
@@ -60,7 +60,7 @@ def choices(action: spaces.Space[Any]) -> list[int]:
 
 
 def count_choices(action: spaces.Space[Any]) -> int:
-    """How many numbers a mask of this space has."""
+    """Returns the length of a mask of this space."""
     return sum(choices(action))
 
 
@@ -78,14 +78,17 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if (terminated or truncated) and KEY not in info:  # nothing is acted any more
+        if (terminated or truncated) and KEY not in info:  # no further action
             info = {**info, KEY: np.zeros(self._choices, np.int8)}
         return from_info(observation, info, self._choices), reward, terminated, truncated, info
 
 
 def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str, boxes: bool = False) -> SpaceSpec:
-    """With its `action_mask` leaves known as such, in the order of the action's, which have a number for each choice
-    (and each box, if `boxes`); raises `ConfigError` where there are none that fit, and one is told or asked for."""
+    """Returns the observation with its `action_mask` leaves marked as masks, in the order of the action's leaves.
+
+    A mask has a number for each choice (and for each box, if `boxes`). Raises `ConfigError` if a mask is required or
+    present and does not fit.
+    """
     here = [index for index, leaf in enumerate(observation.leaves) if leaf.path.partition(".")[0] == KEY]
     choices = sum(sum(leaf.nvec) or boxes for leaf in action.leaves)
     if source == "off" or (source == "auto" and not (here and choices)):
@@ -107,7 +110,7 @@ def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str
 
 
 def _in_order(masks: Sequence[Leaf], action: SpaceSpec, whose: str) -> list[int]:
-    """The places of these leaves by the order of the action's, of several: a dict may be sorted in only one of them."""
+    """Returns the masks' positions in the order of the action's leaves; a dict may be sorted in one space only."""
     acted = {leaf.path: sum(leaf.nvec) for leaf in action.leaves if leaf.nvec}
     if len(masks) == 1 or len(acted) == 1:
         return list(range(len(masks)))
@@ -121,7 +124,7 @@ def _in_order(masks: Sequence[Leaf], action: SpaceSpec, whose: str) -> list[int]
 
 
 def _renumbered(structure: Any, now: Mapping[int, int]) -> Any:
-    """A nesting of leaves whose numbers have changed."""
+    """Returns the nesting with the leaves' new numbers."""
     if isinstance(structure, int):
         return now.get(structure, structure)
     if "dict" in structure:

@@ -1,4 +1,4 @@
-"""Agents and spaces of an environment as data; whether the config's policies can act in it."""
+"""Description of an environment (agents and spaces as data), and checks of the config's policies against it."""
 
 import contextlib
 import fnmatch
@@ -23,20 +23,20 @@ SINGLE_AGENT = "default"
 
 
 def describe_environment(config: Config) -> EnvironmentDescription:
-    """What `describe` returns and raises, of an environment that is made for this, and closed."""
+    """Makes the config's environment, returns its description as `describe` does, and closes it."""
     env = make_environment(config.environment)
     try:
         found = describe(config, env)
         env = _try_parameters(config, env)
         return found
     finally:
-        with contextlib.suppress(Exception):  # it is not needed any more
+        with contextlib.suppress(Exception):  # no longer needed
             env.close()
 
 
 def _try_parameters(config: Config, env: Any) -> Any:
-    """Resets the environment with the parameters of the first and of the last lessons; raises `EnvironmentUnusable`
-    where it does not take them. Returns it: it may have been made anew."""
+    """Resets the environment with the parameters of the first and the last lessons; raises `EnvironmentUnusable` if it
+    rejects them. Returns the environment, which may have been rebuilt."""
     environment = config.environment
     if not environment.parameters or environment.vectorization == "native":
         return env
@@ -49,7 +49,7 @@ def _try_parameters(config: Config, env: Any) -> Any:
             env.reset(seed=0, options=options)
         except (Exception, SystemExit) as error:
             with contextlib.suppress(Exception):
-                env.close()  # the caller has the first one alone
+                env.close()  # the caller knows only the first one
             raise EnvironmentUnusable(
                 f"{environment.id} cannot be reset with environment.parameters {table.draw(0)} "
                 f"(parameters_by={environment.parameters_by}): {headline(error)}{place(error)}"
@@ -58,9 +58,42 @@ def _try_parameters(config: Config, env: Any) -> Any:
 
 
 def describe(config: Config, env: Any) -> EnvironmentDescription:
-    """Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy."""
+    """Returns agents, spaces and policies; raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`."""
+    found = _read_spaces(config, env)
+    if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
+        raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
+    several, levels = config.environment.api == "pettingzoo", config.environment.hierarchy
+    agents: dict[str, str] = {}
+    policies: dict[str, PolicySpaces] = {}
+    for agent in found:
+        try:
+            policy_id = agents[agent] = config.policy_of(agent)
+        except KeyError:
+            raise ConfigError(
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
+                f"names {list(config.agents)})"
+            ) from None
+        described = _policy_spaces(config, env, found, agent)
+        if policies.setdefault(policy_id, described) != described:
+            differ = f"agents of policy {policy_id!r} have different spaces"
+            raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
+    sides, seats = config.seating(agents)
+    policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
+    if unused := sorted(set(config.policies) - set(policies)):
+        raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
+    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
+    _check_turns(config, in_turns)
+    info_columns = config.environment.info_columns
+    if levels is not None and levels.test_subgoals and MISSED not in info_columns:
+        info_columns = (*info_columns, MISSED)
+    return EnvironmentDescription(agents, policies, info_columns, in_turns, seats, sides)
+
+
+def _read_spaces(config: Config, env: Any) -> dict[str, Any]:
+    """Returns agent → its observation and action space; raises `EnvironmentUnusable` if they are missing or invalid."""
+    several = config.environment.several_agents
     try:
-        if config.environment.several_agents:
+        if several:
             found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
@@ -77,52 +110,35 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             )
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):
-                whose = f" of {agent}" if config.environment.several_agents else ""
+                whose = f" of {agent}" if several else ""
                 raise EnvironmentUnusable(
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
-    if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
-        raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
-    source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
-    if source == "info" and several:
-        found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
-    levels, told = config.environment.hierarchy, config.environment.info_columns
-    if with_options := levels is not None and levels.options is not None:
-        source = "observation"  # theirs, with the environment's in it
-    agents: dict[str, str] = {}
-    policies: dict[str, PolicySpaces] = {}
-    for agent, (observation, action) in found.items():
-        try:
-            policy_id = agents[agent] = config.policy_of(agent)
-        except KeyError:
-            raise ConfigError(
-                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
-                f"names {list(config.agents)})"
-            ) from None
-        acted = describe_space(action)
-        observed = marked(describe_space(observation), acted, source, agent, boxes=with_options)
-        if config.policies[policy_id].critic_observes == "state":
-            leaves = list(observed.leaves)
-            state = _describe(state_space(env, {name: seen for name, (seen, _) in found.items()}), STATE, leaves)
-            observed = SpaceSpec(tuple(leaves), {"tuple": [observed.structure, state]})
-        described = PolicySpaces(observed, acted)
-        if policies.setdefault(policy_id, described) != described:
-            differ = f"agents of policy {policy_id!r} have different spaces"
-            raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
-    sides, seats = config.seating(agents)
-    policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
-    if unused := sorted(set(config.policies) - set(policies)):
-        raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
-    _check_turns(config, in_turns)
-    told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
-    return EnvironmentDescription(agents, policies, told, in_turns, seats, sides)
+    if config.environment.action_mask == "info" and config.environment.api == "pettingzoo":
+        return {
+            agent: (space_with_mask(seen, count_choices(action)), action) for agent, (seen, action) in found.items()
+        }
+    return found
+
+
+def _policy_spaces(config: Config, env: Any, found: Mapping[str, Any], agent: str) -> PolicySpaces:
+    """Returns the spaces of an agent's policy, with masks and the state for its critic."""
+    levels, (observation, action) = config.environment.hierarchy, found[agent]
+    with_options = levels is not None and levels.options is not None  # their mask contains the environment's
+    source = "observation" if with_options else config.environment.action_mask
+    acted = describe_space(action)
+    observed = marked(describe_space(observation), acted, source, agent, boxes=with_options)
+    if config.policies[config.policy_of(agent)].critic_observes == "state":
+        leaves = list(observed.leaves)
+        state = _describe(state_space(env, {name: seen for name, (seen, _) in found.items()}), STATE, leaves)
+        observed = SpaceSpec(tuple(leaves), {"tuple": [observed.structure, state]})
+    return PolicySpaces(observed, acted)
 
 
 def check_new(config: Config, description: EnvironmentDescription) -> None:
-    """What a new run is not begun with, since it says or does other things than were meant; raises `ConfigError`. A run
-    that has it is still resumed and played."""
+    """Raises `ConfigError` for settings that would not do what they say. Only new runs are checked: an existing one can
+    still be resumed and played."""
     _check_patterns(config, description.agents)
     config.check_stops(description.agents)
     for policy_id, spaces_of in description.policies.items():
@@ -132,7 +148,7 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
         check_minibatches(config, slots)
     steps, agents = config.rollout.fragment_steps, len(description.agents)
     alone = config.environment.hierarchy is None and config.dataset is None
-    if description.in_turns and alone and steps < 2 * agents:  # of each agent the last turn in a fragment is lost
+    if description.in_turns and alone and steps < 2 * agents:  # the last turn of each agent in a fragment is lost
         raise ConfigError(
             f"rollout.fragment_steps={steps} counts the turns of all {agents} agents, and a turn whose outcome comes "
             f"after a fragment's end is not learned from: half of them or more would be lost; set it to {10 * agents} "
@@ -141,19 +157,19 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
 
 
 def _check_convolutions(field: str, cnn: object, observation: SpaceSpec) -> None:
-    """Whether what is asked for is there to be convolved."""
+    """Raises `ConfigError` if convolutions are configured and nothing observed is an image."""
     seen = [leaf for leaf in observation.leaves if not leaf.mask]
     if cnn == "auto" or any(leaf.is_image for leaf in seen):
         return
     shown = ", ".join(f"{leaf.path or 'space'} {list(leaf.shape)} of {leaf.dtype}" for leaf in seen)
     raise ConfigError(
         f"{field} would change nothing: convolutions see images alone, arrays of three or four axes of uint8 or bool, "
-        f"and observed is {shown}; let the environment give them so, or leave cnn out"
+        f"and observed is {shown}; return such images from the environment, or remove cnn"
     )
 
 
 def _check_patterns(config: Config, agents: Collection[str]) -> None:
-    """Whether each pattern decides something, or what it says is so anyway; `*` may be for what is left, if any is."""
+    """Raises `ConfigError` for a pattern whose agents all belong to another entry; `*` may match none."""
     deciding = {config.entry_of(agent) for agent in agents}
     for pattern in (its for its in config.agents if its != "*"):
         fits = [agent for agent in fnmatch.filter(agents, pattern) if agent not in config.agents]
@@ -175,7 +191,7 @@ def _check_turns(config: Config, in_turns: bool) -> None:
 
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:
-    """Makes the evaluation's environment; raises `ConfigError` where the policies could not act in it."""
+    """Makes the evaluation's environment; raises `ConfigError` if the policies cannot act in it."""
     if not config.evaluation.enabled:
         return
     played = describe_environment(config.model_copy(update={"environment": evaluation_environment(config)}))
@@ -187,7 +203,7 @@ def check_evaluation(config: Config, description: EnvironmentDescription) -> Non
 
 
 def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
-    """What each agent observes and does, without the bounds of what it observes."""
+    """Returns the arrays that each agent observes and acts with, without the bounds of its observations."""
     arrays = {
         id_: ([(leaf.path, leaf.shape, leaf.dtype, leaf.nvec) for leaf in its.observation.leaves], its.action.leaves)
         for id_, its in description.policies.items()
@@ -196,7 +212,7 @@ def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
 
 
 def describe_space(space: spaces.Space[Any]) -> SpaceSpec:
-    """A gymnasium space as data; raises `UnsupportedSpace` for text, graphs and sequences."""
+    """Returns a Gymnasium space as data; raises `UnsupportedSpace` for text, graphs and sequences."""
     leaves: list[Leaf] = []
     structure = _describe(space, "", leaves)
     if not leaves:

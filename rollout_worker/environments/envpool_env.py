@@ -1,8 +1,8 @@
-"""EnvPool's environments (C++, all copies at once) behind gymnasium's interfaces: `environment.id: envpool:TASK`.
+"""EnvPool environments (C++, all copies at once) behind Gymnasium's interfaces: `environment.id: envpool:TASK`.
 
-A pool takes its seed when it is made, so a reset with a seed makes another one (under a millisecond). Its copies start
-again as gymnasium's NEXT_STEP does: the step after an episode's end only resets. An episode that fails in the very step
-at which its limit is reached counts as truncated there.
+A pool is seeded when it is created, so a reset with a seed creates another one (under a millisecond). Its copies reset
+as Gymnasium's NEXT_STEP: the step after an episode's end only resets. An episode that fails in the step in which it
+reaches its limit counts as truncated.
 """
 
 import importlib
@@ -21,19 +21,19 @@ from stagecoach.shared.experience.spaces import Array
 
 PREFIX = "envpool:"
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "env_type")
-"""Arguments that the config has fields for, or that would change what a step is."""
+"""Arguments that the config has fields for, or that would change the meaning of a step."""
 _MOST_SEEDS = 2**31 - 1
 _ABOUT_THE_POOL = ("env_id", "players", "elapsed_step")
-"""What is in `info` beside what the environment tells."""
+"""Entries of `info` that EnvPool adds to the environment's."""
 
 
 class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
-    """All copies of a task: what `environment.vectorization: native` steps."""
+    """All copies of a task, for `environment.vectorization: native`."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
     def __init__(self, name: str, num_envs: int, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
-        """Raises `EnvironmentUnusable` where EnvPool is not installed, has no such task, or takes no such argument."""
+        """Raises `EnvironmentUnusable` if EnvPool is not installed, or does not have the task or an argument."""
         if taken := sorted(set(kwargs) & set(_OURS)):
             raise EnvironmentUnusable(f"environment.kwargs {taken} of {name} are Stagecoach's to set; leave them out")
         limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
@@ -62,38 +62,38 @@ class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
     def _make(self, seed: int) -> Any:
         made = self._envpool.make(self._task, env_type="gymnasium", seed=seed % _MOST_SEEDS, **self._kwargs)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of bounds that a float32 rounds, at the first look
+            warnings.simplefilter("ignore")  # about bounds that float32 rounds, at the first access
             assert made.observation_space is not None
         return made
 
     def begin(self, seed: object) -> tuple[Any, dict[str, Any]]:
-        """Observations and info, in another pool where there is a seed."""
+        """Resets, with a seed in a new pool; returns observations and info."""
         if isinstance(seed, int):
             self.pool = self._make(seed)
         observations, info = self.pool.reset()
-        return observations, _told(info, self.num_envs)
+        return observations, _own_info(info, self.num_envs)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         observations, info = self.begin(seed)
-        return observations, self._of_each(info)
+        return observations, self._masked(info)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         *result, info = self.pool.step(actions)
-        return *result, self._of_each(info)
+        return *result, self._masked(info)
 
-    def _of_each(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """As gymnasium's vectorized environments tell it: a number for each copy, and which of them have one."""
-        told = _told(info, self.num_envs)
-        return told | dict.fromkeys((f"_{name}" for name in told), np.ones(self.num_envs, np.bool_))
+    def _masked(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the info as Gymnasium's vectorized environments have it: values per copy, with masks."""
+        own = _own_info(info, self.num_envs)
+        return own | dict.fromkeys((f"_{name}" for name in own), np.ones(self.num_envs, np.bool_))
 
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
 
 
 class EnvPoolSingle(gym.Env[Any, Any]):
-    """One copy of a task: for its spaces, and for evaluation, whose episodes have seeds."""
+    """One copy of a task, to read its spaces and for evaluation, whose episodes have seeds."""
 
     def __init__(self, name: str, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
         self._one = EnvPoolVector(name, 1, max_episode_steps, kwargs)
@@ -107,7 +107,13 @@ class EnvPoolSingle(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observations, reward, terminated, truncated, info = self._one.pool.step(_batch(action))
-        return _first(observations), float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first(_told(info, 1))
+        return (
+            _first(observations),
+            float(reward[0]),
+            bool(terminated[0]),
+            bool(truncated[0]),
+            _first(_own_info(info, 1)),
+        )
 
     def render(self) -> Any:
         frames = self._one.pool.render()
@@ -125,5 +131,5 @@ def _batch(nested: Any) -> Any:
     return {k: _batch(v) for k, v in nested.items()} if isinstance(nested, dict) else np.asarray(nested)[None]
 
 
-def _told(info: Mapping[str, Any], copies: int) -> dict[str, Any]:
-    return {name: its for name, its in info.items() if name not in _ABOUT_THE_POOL and np.shape(its) == (copies,)}
+def _own_info(info: Mapping[str, Any], copies: int) -> dict[str, Any]:
+    return {name: value for name, value in info.items() if name not in _ABOUT_THE_POOL and np.shape(value) == (copies,)}

@@ -1,4 +1,4 @@
-"""Makes environments from the config: by id, by a user's factory, or of EnvPool, wrapped as configured."""
+"""Makes environments from the config: by id, by a user's factory or from EnvPool, wrapped as configured."""
 
 import difflib
 import importlib
@@ -39,19 +39,19 @@ _REGISTERED_BY = {
     "FrankaKitchen": "gymnasium_robotics", "Adroit": "gymnasium_robotics", "highway-": "highway_env",
     "dm_control/": "shimmy",
 }  # fmt: skip
-"""Beginning of an id → the module that registers such."""
+"""Beginning of an id → the module that registers it."""
 _PACKAGES = {
     "ale_py": "'stagecoach-rl[atari]'",
     "gymnasium_robotics": "gymnasium-robotics",
     "highway_env": "highway-env",
 }
-"""Where a module's package has another name."""
+"""Module → its package, if that has another name."""
 
 
 def make_vector(
     config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None = None
 ) -> VectorEnvironment:
-    """The vectorized environment of the config, whose episodes get `parameters`; raises as `make_environment` does."""
+    """Makes the config's vectorized environment, whose episodes get `parameters`; raises as `make_environment` does."""
     if config.several_agents and config.vectorization == "async":
         one, count = config.model_copy(update={"num_envs": 1}), config.num_envs
         made = [partial(_several, one, description, first=index) for index in range(count)]
@@ -81,14 +81,14 @@ def _several(
 
 
 def parameterized(config: EnvironmentConfig) -> Parameterized:
-    """What gives one environment its parameters."""
+    """Returns the object that gives one environment its parameters."""
     return Parameterized(config.parameters_by, lambda values: make_environment(config, **values))
 
 
 def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:
     # spawn: forking a process that has threads can hang it
     made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED, **options)
-    # What a process raises is an `EnvironmentFailure`; gymnasium's log would tell it too, and break on a '%' in it.
+    # An exception in a process becomes an `EnvironmentFailure`; Gymnasium would log it too, and fail on a '%' in it.
     gym.logger.min_level = gym.logger.ERROR + 1
     return made
 
@@ -103,10 +103,10 @@ def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
 
 
 def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
-    """One environment as a run has it: wrapped, with masks in its observations, with its levels or options.
+    """Makes one environment as a run uses it: wrapped, with masks in its observations, with its levels or options.
 
-    A gymnasium `Env` or one of PettingZoo; levels and options are played as an AEC environment of PettingZoo.
-    `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
+    Returns a Gymnasium `Env` or a PettingZoo environment; levels and options are played as a PettingZoo AEC
+    environment. `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
     """
     given = _of_one(config.kwargs) if config.vectorization == "native" else config.kwargs
     kwargs = {**given, **overrides}
@@ -117,12 +117,12 @@ def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
     elif config.api == "pettingzoo":
         env = _in_pettingzoo(config.id, kwargs)
     else:
-        limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # instead of its own
+        limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # replaces its own
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
     _check_api(env, config)
     for wrapper in config.wrappers:
         given = wrapper.kwargs
-        if wrapper.path.startswith("gymnasium."):  # which asks for tuples, and YAML has none
+        if wrapper.path.startswith("gymnasium."):  # requires tuples, which YAML lacks
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
     if config.parameters and any(isinstance(layer, EpisodicLife) for layer in layers(env)):
@@ -166,8 +166,10 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
 
 
 def evaluation_environment(config: Config, most: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments, wrappers and copies (at most so many); not native:
-    episodes blend."""
+    """Returns the training environment's section with the evaluation's arguments, wrappers and copies (at most `most`).
+
+    It is never native: a native environment resets by itself, so its episodes cannot be seeded.
+    """
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
     copies = min(evaluation.num_envs, most or evaluation.asked.amount)
@@ -177,12 +179,12 @@ def evaluation_environment(config: Config, most: int | None = None) -> Environme
 
 
 def _of_one(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a native version that its single form takes, too."""
+    """Returns the arguments of a native version that its single form takes too."""
     return {name: value for name, value in kwargs.items() if name != _AUTORESET}
 
 
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
-    """A vector environment of its own making; raises `ConfigError` or `EnvironmentUnusable`."""
+    """Makes the environment's own vectorized version; raises `ConfigError` or `EnvironmentUnusable`."""
     made = _made_native(config)
     try:
         mode = declared_autoreset(made) or AutoresetMode.NEXT_STEP
@@ -221,7 +223,7 @@ def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, An
 
 
 def _spec(name: str) -> gym.envs.registration.EnvSpec:
-    """As `gym.spec`, which does not know `module:Name-v0`."""
+    """Returns `gym.spec`, also for `module:Name-v0`, which that does not accept."""
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -229,7 +231,7 @@ def _spec(name: str) -> gym.envs.registration.EnvSpec:
 
 
 def is_factory(name: str) -> bool:
-    """Whether `module:factory` is meant (gymnasium's own `module:Name-v0` imports a module, then makes an id)."""
+    """Returns whether `name` is `module:factory`; Gymnasium's `module:Name-v0` imports a module, then makes an id."""
     return ":" in name and not re.search(r"-v\d+$", name) and not name.startswith(PREFIX)
 
 
@@ -250,7 +252,7 @@ def _as_in_pettingzoo(name: str) -> str:
 
 
 def _names_in_pettingzoo() -> dict[str, str]:
-    """Name → `parallel`, or `aec` for a game in turns only; none where it is missing, or older than 1.26."""
+    """Returns name → `parallel`, or `aec` for games in turns only; empty if PettingZoo is missing or before 1.26."""
     try:
         package = importlib.import_module("pettingzoo")
     except ImportError:
@@ -275,7 +277,7 @@ def _registered(make_it: Callable[[], T], name: str) -> T:
 
 
 def _module_hint(name: str) -> str:
-    """What to write for an id that a package registers only when it is imported."""
+    """Returns the advice for an id that a package registers only when it is imported."""
     module = next((module for start, module in _REGISTERED_BY.items() if name.startswith(start)), None)
     if module is None:
         return "; an environment of your own is given as module:factory"

@@ -1,4 +1,4 @@
-"""Gymnasium's vectorized environments: sync, async and native."""
+"""Vectorized Gymnasium environments: sync, async and native."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,21 +26,21 @@ from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescr
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _PAST, _PARAMETERS = "stagecoach_past", "stagecoach_parameters"
-"""Options of `reset`: actions to do again, and the episodes' parameters; of each environment."""
+"""Options of `reset`, per environment: actions to repeat, and the episodes' parameters."""
 _ANSWERS_WITHIN = 5.0
-"""Seconds that a call may still take when processes are ended: where one was killed in it, the others have answered."""
+"""Seconds that a call may still take when processes are closed; if one was killed, the others have answered by then."""
 _FINAL_OBS = ("final_obs", "final_observation")
-"""Where SAME_STEP environments give last observations; the second is the name before gymnasium 1.0."""
+"""Entries of `info` with a SAME_STEP environment's last observations; the second is from before Gymnasium 1.0."""
 SAME_STEP_EXPECTED = (
     "NEXT_STEP (the step after an end only resets, and pays 0), or AutoresetMode.SAME_STEP there and the last "
     "observations in info['final_obs']"
 )
 _RETURN, _SUMS = "stagecoach_return", "stagecoach_sums"
-"""Entries of its info: what the actions have brought."""
+"""Entries of the info after repeated actions: the return and the sums of the configured numbers."""
 
 
 def declared_autoreset(env: gym.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
-    """The mode that the environment's metadata names; raises `EnvironmentUnusable` for another value."""
+    """Returns the mode in the environment's metadata; raises `EnvironmentUnusable` for an invalid value."""
     said = env.metadata.get("autoreset_mode")
     try:
         return None if said is None else AutoresetMode(said)
@@ -52,25 +52,25 @@ def declared_autoreset(env: gym.vector.VectorEnv[Any, Any, Any]) -> AutoresetMod
 
 
 class GymnasiumEnvironments:
-    """A vector environment of gymnasium, with the same steps from each of its autoreset modes."""
+    """A Gymnasium vector environment, with the same steps in each autoreset mode."""
 
     def __init__(
         self, env: gym.vector.VectorEnv[Any, Any, Any], description: EnvironmentDescription, *, native: bool,
         parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
-        """Takes over `env`. A native one has a single source of randomness for all copies: it takes one seed."""
+        """Owns `env` from now on. A native one is seeded once for all copies."""
         ((self._policy, self._spaces),) = description.policies.items()
         self._env, self._native, self.num_envs = env, native, env.num_envs
         self._parameters = parameters
         self._declared = declared_autoreset(env)
         self.mode = self._declared
-        """None where the metadata says nothing, until the first episode ends."""
+        """None without metadata, until the first episode ends."""
         self._seeds: Sequence[int] = ()
         self._returns = np.zeros(self.num_envs)
         self._lengths, self._episodes = (np.zeros(self.num_envs, np.int64) for _ in range(2))
         self._everyone = np.ones(self.num_envs, np.bool_)
         self._held, self._idle = False, ~self._everyone
-        """`hold`; and which environments only start again in the next step, or wait."""
+        """Whether environments wait after an episode (`hold`), and which of them wait or reset in the next step."""
         leaves = self._spaces.observation.leaves
         self._info_columns = description.info_columns
         self._sums = np.zeros((len(self._info_columns), self.num_envs))
@@ -101,7 +101,7 @@ class GymnasiumEnvironments:
         return Position(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
 
     def _drawn(self, which: Iterable[int]) -> dict[str, Any]:
-        """The option for a reset, where the environments of `which` begin an episode."""
+        """Returns the reset option with parameters; the environments `which` begin an episode and draw new ones."""
         if self._parameters is None:
             return {}
         for index in which:
@@ -112,7 +112,7 @@ class GymnasiumEnvironments:
         )
 
     def _episode_seeds(self, which: Iterable[int]) -> Any:
-        """A seed for each environment of `which`, None for the others."""
+        """Returns a seed for each environment of `which`, None for the others."""
         seeds: list[int | None] = [None] * self.num_envs
         for index in which:
             seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
@@ -133,7 +133,7 @@ class GymnasiumEnvironments:
         done = terminated | truncated
         if self._native and done.any():
             self._observe_autoreset(infos, done)
-        told = self._told(infos, done, mask)
+        info = self._info_of_step(infos, done, mask)
         final, final_slots = self._no_final, self._no_slots
         episodes: list[tuple[int, EpisodeRecord]] = []
         if len(ended := done.nonzero()[0]):
@@ -156,32 +156,32 @@ class GymnasiumEnvironments:
             self._idle = self._idle | done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
-            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots, told,
+            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots, info,
             acts=~self._idle if self._held else None,
         )  # fmt: skip
         return Step({self._policy: step}, episodes)
 
     def _observe_autoreset(self, infos: dict[str, Any], done: Array) -> None:
-        """Compares what the environment does at an episode's end with its metadata; raises `EnvironmentFailure`."""
-        told = next((name for name in _FINAL_OBS if name in infos), None)
-        self.mode = self.mode or (AutoresetMode.SAME_STEP if told else AutoresetMode.NEXT_STEP)
+        """Compares the behavior at an episode's end with the metadata; raises `EnvironmentFailure` if they differ."""
+        final = next((name for name in _FINAL_OBS if name in infos), None)
+        self.mode = self.mode or (AutoresetMode.SAME_STEP if final else AutoresetMode.NEXT_STEP)
         if self.mode is AutoresetMode.SAME_STEP:
             return
-        if told:
-            raise self._contradiction(f"info has {told}")
+        if final:
+            raise self._contradiction(f"info has {final}")
         steps: Any = getattr(self._env.unwrapped, "_elapsed_steps", None)
         if np.shape(steps) == done.shape and not np.asarray(steps)[done].any():
             raise self._contradiction("its _elapsed_steps is 0 where an episode has ended")
 
     def _contradiction(self, found: str) -> EnvironmentFailure:
-        says = f"says {self._declared.name}" if self._declared else "says nothing, which is taken for NEXT_STEP"
+        says = f"says {self._declared.name}" if self._declared else "is missing, which means NEXT_STEP"
         return EnvironmentFailure(
             f"{found}, as if it had reset in the step that ended it, but its metadata['autoreset_mode'] {says}; "
             f"expected {SAME_STEP_EXPECTED}"
         )
 
-    def _told(self, infos: dict[str, Any], done: Array, mask: Array) -> Columns:
-        """The configured numbers of this step's infos; of an episode that began again in it, those of its end."""
+    def _info_of_step(self, infos: dict[str, Any], done: Array, mask: Array) -> Columns:
+        """Returns the configured numbers of this step; after a reset in it, those of the episode's end."""
         found: Columns = {}
         for row, name in enumerate(self._info_columns):
             values = _number_of_each(infos, name, mask)
@@ -193,22 +193,22 @@ class GymnasiumEnvironments:
 
     def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
         if self.mode is AutoresetMode.SAME_STEP:
-            told = next((infos[name] for name in _FINAL_OBS if name in infos), None)
-            last = [None if told is None else pick(told, i) for i in slots.tolist()]
-            if any(its is None for its in last):
+            given = next((infos[name] for name in _FINAL_OBS if name in infos), None)
+            last = [None if given is None else pick(given, i) for i in slots.tolist()]
+            if any(each is None for each in last):
                 raise EnvironmentFailure(
                     "it gave no info['final_obs'] in the step in which an episode ended, though it resets in it "
                     "(SAME_STEP); expected the last observation of each copy that ended: without it, a truncated "
                     "episode would be valued by the first observation of the next; return it, or reset one step later "
                     "(NEXT_STEP)"
                 )
-            rows = [self._spaces.observation.flatten("final_obs", its) for its in last]
+            rows = [self._spaces.observation.flatten("final_obs", each) for each in last]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         flat = self._spaces.observation.flatten("final_obs", observations)
         return {name: array[slots] for name, array in flat.items()}
 
     def _records(self, ended: Array, infos: dict[str, Any]) -> list[tuple[int, EpisodeRecord]]:
-        """Of the environments in which an episode has ended; a thousand copies end some in nearly every step."""
+        """Returns the records of the `ended` environments. Fast, since a thousand copies end some in each step."""
         if self.mode is AutoresetMode.SAME_STEP:
             infos = infos.get("final_info", {})
         names = [name for name, values in infos.items() if f"_{name}" in infos and np.ndim(values) == 1]
@@ -225,11 +225,11 @@ class GymnasiumEnvironments:
 
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
-        self._tell("set_phase", str(phase))
+        self._call_each("set_phase", str(phase))
 
     @NamedFailures("set_paused")
     def set_paused(self, paused: bool) -> bool:
-        return self._tell("set_paused", paused)
+        return self._call_each("set_paused", paused)
 
     @NamedFailures("hold")
     def hold(self, held: bool) -> None:
@@ -237,21 +237,21 @@ class GymnasiumEnvironments:
         made: Any = self._env
         made.call("hold", held)
 
-    def _tell(self, name: str, value: Any) -> bool:
+    def _call_each(self, name: str, value: Any) -> bool:
         if self._native:
-            return vector_env.tell(self._env, name, value)
+            return vector_env.call_layers(self._env, name, value)
         made: Any = self._env  # sync or async: both have it
-        return any(made.call("tell", name, value))
+        return any(made.call("call_layers", name, value))
 
     def close(self) -> None:
         close_vector(self._env)
 
 
 def close_vector(env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
-    """Ends the environments and their processes, if they have any."""
+    """Closes the environments and their processes."""
     try:
         env.close(**({"timeout": _ANSWERS_WITHIN} if isinstance(env, gym.vector.AsyncVectorEnv) else {}))
-    except Exception as error:  # such as a process of theirs that has died
+    except Exception as error:  # such as a process that has died
         _LOGGER.warning("closing the environments failed: %s: %s", type(error).__name__, error)
         for process in getattr(env, "processes", ()):
             process.kill()
@@ -260,17 +260,16 @@ def close_vector(env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
 
 
 def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:
-    """`[S]`; an environment of its own vectorization may leave out the mask `_name` where all have the number."""
+    """Returns `[S]` numbers; a native environment may omit the mask `_name` if all copies have the number."""
     return vector_env.usable(infos.get(name), mask & infos.get(f"_{name}", True))
 
 
 class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
-    """Turns what an environment raises into `EnvironmentFailure`, with its number, the place and the traceback.
+    """Turns exceptions of an environment into `EnvironmentFailure`, with its number, the place and the traceback.
 
-    Of its infos only the numbers of an episode's last pass, and the configured ones of each: what is odd in them (an
-    object that cannot be pickled, an integer of 400 digits, text beside numbers) would end gymnasium's vectorization.
-    With the option `_PAST` (a list of actions for each environment) a reset also does these actions, and with
-    `_PARAMETERS` it gives the environment its own of them.
+    Infos are reduced to numbers: all of an episode's last, the configured ones of each other. Anything else (an object
+    that cannot be pickled, an integer of 400 digits) would break Gymnasium's vectorization. With the option `_PAST` (a
+    list of actions per environment) a reset repeats these actions; with `_PARAMETERS` it applies the environment's.
     """
 
     def __init__(
@@ -282,7 +281,7 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         self._index, self._info_columns = index, info_columns
         self._held = False
         self._waiting: Any = None
-        """While it waits: what it observed last."""
+        """Last observation while it waits."""
         self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -297,20 +296,20 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
             for action in past[self._index] if past else ():
                 observation, reward, terminated, truncated, info = self.env.step(action)
                 total += float(reward)
-                sums += np.nan_to_num(vector_env.of_info(info, self._info_columns))
+                sums += np.nan_to_num(vector_env.info_numbers(info, self._info_columns))
                 if terminated or truncated:
-                    break  # it is not the episode that it was: the successor compares, and will see
+                    break  # another episode than before: the successor compares digests and detects it
             self._waiting = observation if self._held else None
             return observation, {_RETURN: total, _SUMS: sums} if past else {}
 
     def hold(self, held: bool) -> None:
-        """Whether it waits after its next reset, and until when: steps then change nothing."""
+        """Makes the environment wait after its next reset, so that steps change nothing, or ends that."""
         self._held, self._waiting = held, None
 
-    def tell(self, name: str, value: Any) -> bool:
+    def call_layers(self, name: str, value: Any) -> bool:
         if self._parameterized is not None:
-            return self._parameterized.tell(self.env, name, value)
-        return vector_env.tell(self.env, name, value)
+            return self._parameterized.call_layers(self.env, name, value)
+        return vector_env.call_layers(self.env, name, value)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._waiting is not None:
@@ -318,8 +317,8 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         with self._stepping:
             observation, reward, terminated, truncated, info = self.env.step(action)
             if isinstance(reward, np.ndarray):
-                reward = reward.item()  # of one element, as some environments give it; raises for more
+                reward = reward.item()  # some environments return one element; raises for more
             if terminated or truncated:
                 return observation, reward, terminated, truncated, vector_env.numbers(info)
-            told = {name: info[name] for name in self._info_columns if name in info}
-            return observation, reward, terminated, truncated, vector_env.numbers(told)
+            named = {name: info[name] for name in self._info_columns if name in info}
+            return observation, reward, terminated, truncated, vector_env.numbers(named)

@@ -1,10 +1,9 @@
-"""Levels of one agent: a Gymnasium environment as a game of levels in turns (`environment.hierarchy`).
+"""Hierarchy of levels: one agent's Gymnasium environment as a game of levels in turns (`environment.hierarchy`).
 
-An action of an upper level is a goal that stands in what the level below observes from then on. It lasts until the
-lower level has achieved the goal, has acted `every` times, or a level above is done. What the lower level did for one
-goal is an episode of its own within the environment's: terminated where the goal is achieved, otherwise truncated, as
-in hierarchical actor-critic (Levy et al. 2019). Everything random (tests of subgoals) follows from the seed of the
-environment's episode.
+An action of an upper level is a goal for the level below, which observes it from then on. It lasts until the lower level
+has achieved the goal, has acted `every` times, or a level above is done. The lower level's actions for one goal are a
+separate episode within the environment's: terminated if the goal is achieved, otherwise truncated, as in hierarchical
+actor-critic (Levy et al. 2019). All randomness (tests of subgoals) follows from the seed of the environment's episode.
 """
 
 import math
@@ -26,11 +25,11 @@ from stagecoach.shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED,
 from stagecoach.shared.experience.spaces import Array, Columns
 
 _TESTS = 1
-"""Of an episode's seed: what is drawn for tests of subgoals."""
+"""Distinguishes the random stream of subgoal tests from others of the same seed."""
 
 
 class _Goal:
-    """A goal for some elements of a leaf of the observation."""
+    """Goal for some elements of a leaf of the observation."""
 
     def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
         self._leaf, self.threshold = level.of, level.threshold
@@ -54,16 +53,14 @@ class _Goal:
     def _bound(self, given: Numbers | None, own: Array, field: str) -> Array:
         bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, len(self._elements), field)
         if not np.isfinite(bound).all():
-            raise ConfigError(
-                f"{field} is not given, and {self._leaf!r} has no bound of its own; say between which numbers goals are"
-            )
+            raise ConfigError(f"{field} is not given, and {self._leaf!r} is unbounded; set the range of goals")
         return bound.astype(np.float32)
 
     def achieved(self, seen: Mapping[str, Any]) -> Array:
         return np.asarray(seen[self._leaf], np.float32).reshape(-1)[self._elements]
 
     def shown(self, seen: Mapping[str, Any], directive: Array) -> dict[str, Any]:
-        """What the level that it directs observes."""
+        """Returns the observation of the level that the goal directs."""
         rest = {name: value for name, value in seen.items() if name not in (ACHIEVED, DESIRED)}
         return {**rest, ACHIEVED: self.achieved(seen), DESIRED: directive}
 
@@ -94,8 +91,10 @@ def _as_many(given: Numbers, count: int, field: str) -> Array:
 
 
 class GameOfOne:
-    """A Gymnasium environment as a game in turns, with the methods of PettingZoo's AEC environments that are called.
-    Of those in `agents` the last one acts."""
+    """Gymnasium environment as a game in turns, with the methods of PettingZoo's AEC environments that are called.
+
+    The last of `agents` acts.
+    """
 
     metadata = {"name": "hierarchy", "is_parallelizable": False}
 
@@ -105,20 +104,20 @@ class GameOfOne:
         self._bare = not isinstance(env.observation_space, spaces.Dict)
 
     def __getattr__(self, name: str) -> Any:
-        """What it does not have itself (`render`, `close` …) is the environment's."""
+        """Forwards other attributes (`render`, `close` …) to the environment."""
         if name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
 
     def _named(self, value: Any) -> Mapping[str, Any]:
-        """An observation, or its space, by leaf."""
+        """Returns an observation, or its space, by leaf."""
         if self._bare:
             return {"observation": value}
         return value.spaces if isinstance(value, spaces.Dict) else value
 
     @property
     def agent_selection(self) -> str:
-        """Whose turn it is: the lowest level that has a directive."""
+        """Agent that acts next: the lowest level with a directive."""
         return self.agents[-1]
 
     def _begin(self, seed: int | None, options: dict[str, Any] | None) -> None:
@@ -131,7 +130,7 @@ class GameOfOne:
         self.terminations, self.truncations = dict.fromkeys(names, False), dict.fromkeys(names, False)
 
     def agent_iter(self) -> Iterator[str]:
-        """Whose turn it is, until the episode is over, as in PettingZoo."""
+        """Yields the agent that acts next until the episode is over, as in PettingZoo."""
         while self.agents:
             yield self.agent_selection
 
@@ -145,10 +144,10 @@ class GameOfOne:
 
 
 class Levels(GameOfOne):
-    """The game of levels. Agents are named by policy."""
+    """Game of levels, whose agents have the names of their policies."""
 
     def __init__(self, env: gym.Env[Any, Any], config: HierarchyConfig, max_episode_steps: int | None) -> None:
-        """Raises `ConfigError` where the levels do not fit the environment."""
+        """Raises `ConfigError` if the levels do not fit the environment."""
         super().__init__(env, [level.policy for level in config.levels], max_episode_steps)
         self._config = config
         observed = self._named(env.observation_space)
@@ -204,8 +203,8 @@ class Levels(GameOfOne):
 
     @property
     def infos(self) -> dict[str, dict[str, Any]]:
-        """Of the top level the environment's; of the others which share of their goals they have achieved. Where a
-        subgoal was tested, whether it was missed."""
+        """Infos by agent: the environment's for the top level, for the others the share of achieved goals; and whether
+        a tested subgoal was missed."""
         found: dict[str, dict[str, Any]] = {}
         for number, agent in enumerate(self.possible_agents):
             info = dict(self._info) if number == 0 else {}
@@ -215,11 +214,11 @@ class Levels(GameOfOne):
         return found
 
     def acts_greedily(self, agent: str) -> bool:
-        """Whether the goal of a level above it is being tested."""
+        """Returns whether the goal of a level above the agent is being tested."""
         return self._tested[self.possible_agents.index(agent)]
 
     def step(self, action: Any) -> None:
-        """Acts for `agent_selection`; None for one whose episode is over, which leaves."""
+        """Acts for `agent_selection`; None removes an agent whose episode is over."""
         agent, number = self.agent_selection, len(self.agents) - 1
         if self.terminations[agent] or self.truncations[agent]:
             self.agents.pop()
@@ -255,7 +254,9 @@ class Levels(GameOfOne):
             if not (terminated or truncated or timed_out or any(achieved[: number + 1])):
                 return
             agent = self.possible_agents[number]
-            dies = number == 0 or self._config.reward_of(number) == "environment"  # a goal's time just ends
+            dies = (
+                number == 0 or self._config.reward_of(number) == "environment"
+            )  # running out of time for a goal is no failure
             self.terminations[agent] = achieved[number] or (dies and bool(terminated))
             self.truncations[agent] = not self.terminations[agent]
             self._goals[number] += 1
@@ -264,7 +265,7 @@ class Levels(GameOfOne):
                 self._missed[number - 1] = float(not achieved[number])
 
     def _count(self, number: int, achieved: bool) -> None:
-        """An action of this level is complete."""
+        """Counts a completed action of this level, and sets its reward."""
         self._acted[number] += 1
         kind, agent = self._config.reward_of(number), self.possible_agents[number]
         if kind == "sparse":
@@ -274,13 +275,13 @@ class Levels(GameOfOne):
             self._cumulative_rewards[agent] = -float(np.linalg.norm(apart.astype(np.float64) - desired))
 
     def _goal(self, number: int) -> tuple[Array, Array]:
-        """What is achieved of this level's goal, and the goal."""
+        """Returns the achieved values for this level's goal, and the goal."""
         if number == 0:
             return np.asarray(self._seen[ACHIEVED]), np.asarray(self._seen[DESIRED])
         return self._given[number].achieved(self._seen), self._directives[number]
 
     def _is_achieved(self, number: int) -> bool:
-        """Whether this level's goal is; at the top that counts with a sparse reward alone."""
+        """Returns whether this level's goal is achieved; for the top level only with a sparse reward."""
         if number == 0 and self._config.reward_of(0) != "sparse":
             return False
         achieved, desired = self._goal(number)
@@ -288,7 +289,7 @@ class Levels(GameOfOne):
 
 
 class LevelTurns(Turns):
-    """Copies of a game of levels or options. An episode's return is the environment's; steps are of all agents."""
+    """Copies of a game of levels or options. An episode's return is the environment's; each agent's turn is a step."""
 
     _envs: Any
 

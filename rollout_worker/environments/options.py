@@ -1,10 +1,10 @@
 """Options with one controller: a Gymnasium environment as a game in turns of two agents that share a policy
-(`environment.hierarchy.options`), in the manner of Scalable Option Learning (SOL, Henaff et al. 2025).
+(`environment.hierarchy.options`), as in Scalable Option Learning (SOL, Henaff et al. 2025).
 
-The `controller` chooses an option and for how many steps it lasts; the `option` acts in the environment until then, for
-its own reward. Both observe and act in the same spaces; `option` in the observation says who acts. The action mask has
-a single legal choice where one of them chooses nothing, and a 0 for boxes that it does not use: that counts for nothing
-(shared/policies/masks.py). So nothing that learns knows of options. Nothing here is random.
+The `controller` chooses an option and its number of steps; the `option` then acts in the environment, for a reward of
+its own. Both observe and act in the same spaces; `option` in the observation says who acts. The action mask has a
+single legal choice where an agent does not choose, and a 0 for boxes that it does not use, so these have no effect on
+learning (shared/policies/masks.py). Nothing here is random.
 """
 
 import copy
@@ -28,14 +28,17 @@ _WHERE = "environment.hierarchy.options"
 
 
 class Options(GameOfOne):
-    """The game. An option's run is an episode of its own: terminated where the environment's is, truncated where its
-    time is over. An action is `{action: the environment's, length: which of the lengths, option: which}`."""
+    """Game of a controller and its options.
+
+    Each run of an option is a separate episode: terminated with the environment's, truncated when its time is over. An
+    action is `{action: the environment's, length: index of a length, option: index of an option}`.
+    """
 
     def __init__(
         self, env: gym.Env[Any, Any], config: OptionsConfig, max_episode_steps: int | None, masked: bool
     ) -> None:  # fmt: skip
-        """`masked`: whether an `action_mask` in the environment's observation says what is legal. Raises `ConfigError`
-        where options do not fit the environment, or a reward cannot be imported."""
+        """Uses the `action_mask` in the environment's observation if `masked`. Raises `ConfigError` if options do not
+        fit the environment, or a reward cannot be imported."""
         super().__init__(env, [CONTROLLER, OPTION], max_episode_steps)
         self._config = config
         if self._limit and max(config.lengths) > self._limit:
@@ -51,8 +54,8 @@ class Options(GameOfOne):
         self._masked = masked and mask is not None and mask.shape == (sum(own),)
         if OPTION in observed or (mask is not None and not self._masked):
             raise ConfigError(
-                f"{_WHERE}: the environment observes {(OPTION if OPTION in observed else KEY)!r}, which controller and "
-                f"options are told by that name; rename it"
+                f"{_WHERE}: the environment observes {(OPTION if OPTION in observed else KEY)!r}, a name that "
+                f"controller and options need; rename it"
             )
         count = len(config.rewards)
         lengths, options = spaces.Discrete(len(config.lengths)), spaces.Discrete(count)
@@ -77,7 +80,7 @@ class Options(GameOfOne):
         self._chosen, self._planned = [0] * len(self._rewards), 0
 
     def observe(self, agent: str) -> dict[str, Any]:
-        """`option` is which one acts, or how many there are, for the controller."""
+        """Returns the observation; `option` is the acting option, or for the controller the number of options."""
         own, *others = self._legal[agent]
         if self._masked and agent == OPTION:
             own = np.asarray(self._seen[KEY], np.int8)
@@ -86,13 +89,13 @@ class Options(GameOfOne):
 
     @property
     def infos(self) -> dict[str, dict[str, Any]]:
-        """Of the controller the environment's, with which share of its choices each option has, and the mean length."""
+        """Infos by agent: for the controller the environment's, each option's share of choices, and the mean length."""
         count = max(1, sum(self._chosen))
         shares = {f"share_of_{name}": its / count for name, its in zip(self._config.names, self._chosen, strict=True)}
         return {CONTROLLER: {**self._info, **shares, "option_length": self._planned / count}, OPTION: {}}
 
     def step(self, action: Any) -> None:
-        """Acts for `agent_selection`; None for one whose episode is over, which leaves."""
+        """Acts for `agent_selection`; None removes an agent whose episode is over."""
         agent = self.agent_selection
         if self.terminations[agent] or self.truncations[agent]:
             self.agents.pop()
@@ -113,7 +116,7 @@ class Options(GameOfOne):
         self._seen = self._named(observation)
         self.episode_return += float(reward)
         self._left -= 1
-        # The first step tries each reward, so that a wrong one is found before a run begins.
+        # The first step computes each reward, so that a wrong one is detected before a run begins.
         paid = {each: self._paid(each, before, action, float(reward)) for each in tried}
         self._untried = False
         self._cumulative_rewards[CONTROLLER] += float(reward)
@@ -123,7 +126,7 @@ class Options(GameOfOne):
         self.truncations = {CONTROLLER: cut, OPTION: cut or (self._left == 0 and not terminated)}
 
     def _paid(self, number: int, before: Mapping[str, Any], action: Any, reward: float) -> float:
-        """What this step brings an option; raises `EnvironmentUnusable` where that is no number."""
+        """Returns an option's reward for this step; raises `EnvironmentUnusable` if it is not a number."""
         kind, named = self._rewards[number], f"{_WHERE}.rewards.{number}={self._config.rewards[number]}"
         if kind is None:
             return reward
@@ -133,8 +136,8 @@ class Options(GameOfOne):
             found = kind(seen[0], action, seen[1], dict(self._info))
         elif kind not in self._info:
             raise EnvironmentUnusable(
-                f"{named}: the info of a step has only {sorted(map(str, self._info))}; name one that is told at each "
-                f"step, or a function as module:function"
+                f"{named}: the info of a step has only {sorted(map(str, self._info))}; name one that each step "
+                f"has, or a function as module:function"
             )
         else:
             found = self._info[kind]
@@ -144,7 +147,7 @@ class Options(GameOfOne):
 
 
 def _reward(named: str, field: str) -> Callable[..., Any] | str | None:
-    """A function, the name of a number in `info`, or None for the environment's own reward."""
+    """Returns a function, the name of a number in `info`, or None for the environment's own reward."""
     if ":" not in named:
         return None if named == "environment" else named
     found = import_object(named, field, kind="function")
@@ -154,6 +157,6 @@ def _reward(named: str, field: str) -> Callable[..., Any] | str | None:
 
 
 def _mask(sizes: list[int], first: bool = False) -> Array:
-    """All options of each choice, or the first one alone."""
+    """Returns a mask of all options of each choice, or of the first one only."""
     legal = [np.arange(size) == 0 if first else np.ones(size, np.bool_) for size in sizes]
     return np.concatenate([np.zeros(0, np.int8), *legal]).astype(np.int8)

@@ -1,7 +1,7 @@
-"""Environments of several agents in processes of their own: `environment.vectorization: async`.
+"""Environments of several agents in separate processes: `environment.vectorization: async`.
 
-Each process steps one copy as the worker would step all of them; what is drawn follows from the same seeds, and so a
-fragment is the same, bit for bit. Gymnasium's vectorization starts, asks and ends them.
+Each process steps one copy as the worker would step all of them. Seeds are the same too, so fragments are equal bit for
+bit. Gymnasium's vectorization starts, calls and ends the processes.
 """
 
 import multiprocessing
@@ -21,17 +21,17 @@ from stagecoach.shared.experience.spaces import Array, Columns
 
 
 def confine() -> None:
-    """For a process that steps an environment. One that hangs does not see that its worker is gone: the kernel ends it
-    then. It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray."""
-    if multiprocessing.parent_process() is not None:  # gymnasium makes one in the worker, too, to ask for its spaces
+    """Confines a process that steps an environment. The kernel ends it with its worker, also while it hangs. It keeps
+    the keys of the store, since it may read files there; its children need neither Redis nor Ray."""
+    if multiprocessing.parent_process() is not None:  # gymnasium makes one in the worker too, to read its spaces
         end_with_parent(signal.SIGKILL)()
     forget_secrets("store")
 
 
 class InOwnProcess(gym.Env[Any, Any]):
-    """Environment `index` of `count`. Of arguments that are meant for all it takes its part."""
+    """Environment `index` of `count`, which takes its part of arguments for all of them."""
 
-    observation_space = action_space = gym.spaces.Discrete(1)  # gymnasium asks, and never uses them
+    observation_space = action_space = gym.spaces.Discrete(1)  # required by gymnasium, never used
 
     def __init__(self, make: Callable[[EpisodeParameters | None], Any], index: int, count: int) -> None:
         self._make, self._index, self._count = make, index, count
@@ -39,7 +39,7 @@ class InOwnProcess(gym.Env[Any, Any]):
         self._parameters: EpisodeParameters | None = None
 
     def ask(self, name: str, arguments: Sequence[Any], drawing: EpisodeParameters | None) -> tuple[Any, Any, Any]:
-        """What a method returns, where the episode then stands, and what was drawn for it; `drawing` if it changed."""
+        """Calls a method; returns its result, the position and the drawn parameters. `drawing`: if it changed."""
         if drawing is not None:
             self._parameters = self._parameters or EpisodeParameters(drawing.table, 1)
             self._parameters.table, self._parameters.now[0] = drawing.table, drawing.now[self._index]
@@ -67,28 +67,28 @@ class InOwnProcess(gym.Env[Any, Any]):
 
 
 class OwnProcesses:
-    """Copies in a process each. Slot = agent's number within its policy × N + environment, as in `Parallel`."""
+    """Copies in a process each. Slot = number of the agent within its policy × N + environment, as in `Parallel`."""
 
     def __init__(self, env: gym.vector.AsyncVectorEnv, parameters: EpisodeParameters | None) -> None:
-        """Takes over `env`, whose copies are `InOwnProcess`; they are made at the first call."""
+        """Owns `env` from now on. Its copies are `InOwnProcess`, which make their environments at the first call."""
         self._env, self.num_envs, self._parameters = env, env.num_envs, parameters
-        self._told: Any = None
-        """The table that the processes have."""
+        self._sent: Any = None
+        """Parameter table that the processes have."""
         self._positions: list[Position] = []
 
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
         drawing = self._parameters
-        if drawing is not None and name != "reset" and drawing.table is self._told:
-            drawing = None  # they know it
+        if drawing is not None and name != "reset" and drawing.table is self._sent:
+            drawing = None
         with NamedFailures(name):
             answers = self._env.call("ask", name, arguments, drawing)
         if self._parameters is not None:
-            self._told, self._parameters.now = self._parameters.table, [drawn for *_, drawn in answers]
+            self._sent, self._parameters.now = self._parameters.table, [drawn for *_, drawn in answers]
         self._positions = [position for _, position, _ in answers]
         return [answer for answer, *_ in answers]
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
-        began: dict[str, tuple[Columns, Array]] = _beside(self._ask("reset", list(seeds), past))
+        began: dict[str, tuple[Columns, Array]] = _joined(self._ask("reset", list(seeds), past))
         return began
 
     @property
@@ -98,7 +98,7 @@ class OwnProcesses:
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         parts = self._ask("step", actions)
-        policies = {policy_id: _together([part.policies[policy_id] for part in parts]) for policy_id in actions}
+        policies = {policy_id: _joined_steps([part.policies[policy_id] for part in parts]) for policy_id in actions}
         return Step(policies, [(index, record) for index, part in enumerate(parts) for _, record in part.episodes])
 
     def set_phase(self, phase: Phase) -> None:
@@ -111,19 +111,19 @@ class OwnProcesses:
         close_vector(self._env)
 
 
-def _together(parts: Sequence[PolicyStep]) -> PolicyStep:
+def _joined_steps(parts: Sequence[PolicyStep]) -> PolicyStep:
     acted = [(its.obs, its.reward, its.terminated, its.truncated, its.mask, its.info, its.acts) for its in parts]
-    obs, reward, terminated, truncated, mask, info, acts = _beside(acted)
+    obs, reward, terminated, truncated, mask, info, acts = _joined(acted)
     finals = {name: np.concatenate([its.final_obs[name] for its in parts]) for name in parts[0].final_obs}
     slots = np.concatenate([its.final_slots * len(parts) + index for index, its in enumerate(parts)])
     return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, parts[0].in_turns)
 
 
-def _beside(parts: Sequence[Any]) -> Any:
-    """Arrays `[A, …]` of each of N environments → `[A × N, …]`, also those within mappings and tuples."""
+def _joined(parts: Sequence[Any]) -> Any:
+    """Joins arrays `[A, …]` of each of N environments to `[A × N, …]`, also within mappings and tuples."""
     if isinstance(parts[0], dict):
-        return {name: _beside([its[name] for its in parts]) for name in parts[0]}
+        return {name: _joined([its[name] for its in parts]) for name in parts[0]}
     if isinstance(parts[0], tuple):
-        return tuple(_beside(its) for its in zip(*parts, strict=True))
+        return tuple(_joined(its) for its in zip(*parts, strict=True))
     stacked = np.stack(parts, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])

@@ -1,10 +1,10 @@
-"""Episodes' parameters: drawn when an episode begins, and given to its environment."""
+"""Parameters of episodes: drawn when an episode begins, and applied to its environment."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stagecoach.rollout_worker.environments.vector_env import holder, layers, tell
+from stagecoach.rollout_worker.environments.vector_env import call_layers, holder, layers
 from stagecoach.shared.base.errors import EnvironmentUnusable
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.parameters import Drawn, ParameterTable, Value
@@ -13,48 +13,49 @@ _SHOWN = 20
 
 
 class EpisodeParameters:
-    """Of one sampler: what each environment's running episode was drawn."""
+    """Parameters of each environment's running episode, for one sampler."""
 
     def __init__(self, table: ParameterTable, num_envs: int) -> None:
         self.table = table
-        """What is drawn from, from now on."""
+        """Table that the next episodes draw from."""
         self.now: list[Drawn] = [Drawn({}, {})] * num_envs
 
     def begin(self, environment: int, seed: int) -> None:
-        """An episode begins: its parameters are drawn."""
+        """Draws the parameters of an episode that begins."""
         self.now[environment] = Drawn(self.table.draw(seed), self.table.lessons)
 
     def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
-        """Those of running episodes, as `plain` gave them."""
+        """Restores the parameters of running episodes from `plain`."""
         for environment, its in enumerate(running):
             self.now[environment] = Drawn.from_dict(its)
 
     def plain(self) -> list[dict[str, Any]]:
-        """Those of running episodes, for the action trace."""
+        """Returns the parameters of running episodes as plain data, for the action trace."""
         return [drawn.as_dict() for drawn in self.now]
 
     def noted(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """The record of an episode that ends, with what was drawn for it."""
+        """Adds the parameters of an episode that ends to its record."""
         record.parameters, record.lessons = dict(self.now[environment].values), dict(self.now[environment].lessons)
         return record
 
 
 class Parameterized:
-    """Gives one environment its parameters, as `environment.parameters_by` says."""
+    """Applies parameters to one environment, as `environment.parameters_by` says."""
 
     def __init__(self, by: str, remake: Callable[[Mapping[str, Value]], Any]) -> None:
-        """`remake` makes the environment with these arguments."""
+        """Rebuilds the environment with `remake`, which takes parameters as arguments."""
         self._by, self._remake = by, remake
         self._made_with: Mapping[str, Value] | None = None
-        self._told: dict[str, Any] = {}
+        self._calls: dict[str, Any] = {}
+        """Method → argument of its last call, for environments that are rebuilt."""
 
-    def tell(self, env: Any, name: str, value: Any) -> bool:
-        """As `vector_env.tell`; one that is made anew is told too, before its first reset."""
-        self._told[name] = value
-        return tell(env, name, value)
+    def call_layers(self, env: Any, name: str, value: Any) -> bool:
+        """Calls `vector_env.call_layers`, again on an environment that is rebuilt, before its first reset."""
+        self._calls[name] = value
+        return call_layers(env, name, value)
 
     def prepare(self, env: Any, values: Mapping[str, Value]) -> tuple[Any, dict[str, Any]]:
-        """The environment to reset, and the options for it. Raises `EnvironmentUnusable` for what it does not take."""
+        """Returns the environment to reset, and reset options. Raises `EnvironmentUnusable` for unknown parameters."""
         if self._by == "options":
             known = getattr(getattr(env, "unwrapped", env), "reset_options", None)
             if known is not None and (unknown := sorted(set(values) - set(known))):
@@ -74,13 +75,13 @@ class Parameterized:
                 taken = inspect.signature(type(getattr(env, "unwrapped", env)).__init__).parameters
                 raise EnvironmentUnusable(f"{error}; it takes {', '.join(list(taken)[1:])}") from None
             self._made_with = dict(values)
-            for name, value in self._told.items():
-                tell(env, name, value)
+            for name, value in self._calls.items():
+                call_layers(env, name, value)
         return env, {}
 
 
 def _holder(env: Any, name: str) -> Any:
-    """The environment, or the outermost of its wrappers, that has the attribute."""
+    """Returns the outermost wrapper, or the environment, that has the attribute."""
     if (found := holder(env, {name})) is not None:
         return found
     *_, innermost = layers(env)

@@ -1,11 +1,10 @@
-"""PettingZoo environments: N copies, stepped one after another, their agents sorted into policies.
+"""PettingZoo environments: N copies, stepped one after another, their agents grouped by policy.
 
-Agents may come, leave and come again at any step of an episode. Where agents act in turns (PettingZoo's AEC), a step is
-one agent's turn, and what a turn has brought is known when the next one of that agent comes: see `Turns`.
+Agents may join, leave and rejoin at any step of an episode. If agents act in turns (PettingZoo's AEC), a step is one
+agent's turn, whose outcome is known at that agent's next turn: see `Turns`.
 """
 
 import copy
-import itertools
 import logging
 import math
 import sys
@@ -37,7 +36,7 @@ from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescr
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _Made: TypeAlias = tuple[PolicyStep, list[tuple[int, Any]]]
-"""A policy's step, and slots and last observations of the episodes that end in it."""
+"""A policy's step, with slots and last observations of the episodes that end in it."""
 
 
 @dataclass
@@ -47,20 +46,20 @@ class Episode:
     live: set[str]
     returns: dict[str, float]
     over: set[str] = field(default_factory=set)
-    """Agents that have ended in it, and that the environment still lists."""
+    """Agents that have ended and are still in the environment's `agents`."""
     first_over: bool = False
-    """Whether an agent has ended in it."""
+    """Whether any agent has ended."""
     waiting: set[str] = field(default_factory=set)
-    """Of a game: agents that have acted, and have had no turn since."""
+    """In turns: agents that have acted and had no turn since."""
     present: set[str] = field(default_factory=set)
-    """Of a game: agents that it had after the last turn, and that have not been told of their end."""
+    """In turns: agents after the last turn that have not seen their end."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    """Agent → name → sum of what `info` told so far."""
+    """Agent → name → sum of its numbers in `info`."""
     length: int = 0
 
     def record(self) -> EpisodeRecord:
-        """Returns summed over the agents; an agent's numbers as `agent.name`; success where no agent failed."""
+        """Returns the record: returns summed over the agents, numbers as `agent.name`, success if no agent failed."""
         metrics: dict[str, float] = {}
         successes = []
         for agent, info in self.infos.items():
@@ -77,16 +76,16 @@ class Episode:
 
 
 class Parallel:
-    """Agents that act at the same time. Slot = agent's number within its policy × N + environment."""
+    """Copies whose agents act at the same time. Slot = number of the agent within its policy × N + environment."""
 
     def __init__(
         self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription,
         parameters: EpisodeParameters | None, parameterized: Sequence[Parameterized], first: int = 0,
     ) -> None:  # fmt: skip
-        """`parameterized` give each of `envs` its `parameters`. `first` is the first one's number, in messages."""
+        """Owns `envs`. `parameterized` applies `parameters` to each; `first` is the first number in messages."""
         self._envs, self.num_envs, self._first = list(envs), len(envs), first
         self._parameters, self._parameterized = parameters, parameterized
-        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        limit = None if config.hierarchy else config.max_episode_steps  # a hierarchy limits its Gymnasium environment
         self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
@@ -99,13 +98,13 @@ class Parallel:
             for policy_id, agents in self._agents.items()
             for number, agent in enumerate(agents)
         }
-        """Agent → its policy, and its slot there in the first environment."""
+        """Agent → policy, and slot there in the first environment."""
         choices = {agent: description.policies[its].action.choices for agent, its in description.agents.items()}
         self._masks = choices if config.action_mask == "info" and config.api == "pettingzoo" else {}
-        """Agent → how many numbers its mask has, where masks stand in `info`."""
+        """Agent → size of its mask, if masks are in `info`."""
         seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}
         self._states = [agent for agent, spec in seen.items() if spec.own != spec]
-        """Whose critics see the environment's state."""
+        """Agents whose critics observe the environment's state."""
         self._absent = {agent: spec.own.nest("obs", spec.zeros("obs")) for agent, spec in seen.items()}
         self._seeds: Sequence[int] = ()
         self._episodes: list[Episode] = []
@@ -116,10 +115,10 @@ class Parallel:
             self._episodes.append(self._begin(index, past.episodes[index] if past else 0, drawn=past is None))
             for actions in past.done(index) if past else ():
                 if not self._episodes[index].live:
-                    break  # it is not the episode that it was: the successor compares, and will see
+                    break  # another episode than before: the successor compares digests and detects it
                 with NamedFailures("step", self._first + index):
                     self._step_one(index, self._nested(actions), self._blank())
-        with NamedFailures("reset"):  # such as of what fits in no column
+        with NamedFailures("reset"):  # such as an observation that fits no column
             return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
 
     @property
@@ -141,7 +140,7 @@ class Parallel:
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
             episode = self._reset_one(index, Episode(number, {}, set(), returns), asked)
             if not episode.live:
-                raise ValueError("no agent is to act; expected one in agents at least, or no episode can begin")
+                raise ValueError("no agent can act; expected at least one in agents after reset()")
             return episode
 
     def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
@@ -153,7 +152,7 @@ class Parallel:
     def _seen(
         self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str], cut: Set[str]
     ) -> dict[str, Any]:
-        """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        """Returns the observations with masks from `infos` and the state for critics."""
         self._all_observe(live, observed)
         seen = dict(observed)
         if self._masks:
@@ -161,9 +160,9 @@ class Parallel:
         return with_state(env, seen, self._absent, self._states, live, cut) if self._states else seen
 
     def _all_observe(self, live: Set[str], observations: Mapping[str, Any]) -> None:
-        """Raises `KeyError` where one that is to act observes nothing, or is unknown and so has no policy."""
+        """Raises `KeyError` if an agent that acts next has no observation, or is unknown."""
         if strange := sorted(live - self._places.keys()):
-            raise KeyError(f"agents has {', '.join(strange)}; expected names of possible_agents alone")
+            raise KeyError(f"agents has {', '.join(strange)}; expected only names in possible_agents")
         if missing := sorted(agent for agent in live if observations.get(agent) is None):
             raise KeyError(f"no observation of {', '.join(missing)}")
 
@@ -171,10 +170,10 @@ class Parallel:
         choices = self._masks.get(agent, 0)
         if not choices:
             return observation
-        none = {} if agent in live else {KEY: np.zeros(choices, np.int8)}  # nobody acts, so it need not tell one
-        return from_info(observation, {**none, **_told(agent, info)}, choices)
+        none = {} if agent in live else {KEY: np.zeros(choices, np.int8)}  # it does not act, so it need not have one
+        return from_info(observation, {**none, **_checked_info(agent, info)}, choices)
 
-    @NamedFailures("step")  # such as of what it returned and fits in no column
+    @NamedFailures("step")  # such as an observation that fits no column
     def step(self, actions: Mapping[str, Columns]) -> Step:
         nested, made, episodes = self._nested(actions), self._blank(), []
         for index in range(self.num_envs):
@@ -191,7 +190,7 @@ class Parallel:
 
     def _record(self, index: int, episode: Episode) -> EpisodeRecord:
         record = episode.record()
-        if not math.isfinite(record.episode_return):  # some of it may be in no transition
+        if not math.isfinite(record.episode_return):  # a part of it may be in no transition
             raise EnvironmentFailure(
                 f"the environment returned rewards that cannot be learned from: in an episode they add up to "
                 f"{record.agent_returns}; look for a division by zero"
@@ -211,27 +210,27 @@ class Parallel:
         cut = episode.length >= self._most_steps or (self._first_ends and bool(ended or acting.keys() - there))
         for agent in acting:
             truncation = bool(truncated.get(agent))
-            died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
+            died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also if it just left
             truncation |= cut and not died
             if agent not in rewards and (agent in there or agent in ended):
-                raise KeyError(f"no reward for {agent}; expected one for each agent that has acted")
+                raise KeyError(f"no reward for {agent}; expected one for each agent that acted")
             brought = float(rewards.get(agent, 0.0)), died, truncation, observations.get(agent)
             self._acted(index, agent, brought, infos.get(agent, {}), made)
             if died or truncation:
                 episode.over.add(agent)
-        for agent in (its for its in self._places if its not in acting):  # who has fallen before, or is born now
+        for agent in (its for its in self._places if its not in acting):  # agents that ended before, or join now
             episode.returns[agent] += float(rewards.get(agent, 0.0))
             if infos.get(agent):
-                episode.infos[agent] = {**episode.infos.get(agent, {}), **_told(agent, infos[agent])}
+                episode.infos[agent] = {**episode.infos.get(agent, {}), **_checked_info(agent, infos[agent])}
         episode.observations = observations
-        episode.over &= there  # one that has left may come again
+        episode.over &= there  # an agent that has left may rejoin
         episode.live = set() if cut else there - episode.over
 
     def _acted(
         self, index: int, agent: str, brought: tuple[float, bool, bool, Any], info: Mapping[str, Any],
         made: Mapping[str, _Made],
     ) -> None:  # fmt: skip
-        """Notes a transition of `agent`: its reward, whether it terminated and was truncated, what came after it."""
+        """Records a transition of `agent`: `brought` is its reward, both flags and the next observation."""
         (reward, terminated, truncated, observation), episode = brought, self._episodes[index]
         policy_id, first = self._places[agent]
         (step, finals), slot = made[policy_id], first + index
@@ -242,11 +241,11 @@ class Parallel:
         if truncated and observation is None:
             raise KeyError(f"no last observation of {agent}")
         if (terminated or truncated) and observation is not None:
-            finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
-        episode.infos[agent] = _told(agent, info)
+            finals.append((slot, copy.deepcopy(observation)))  # the environment may reuse its array
+        episode.infos[agent] = _checked_info(agent, info)
         if not (names := self._description.info_columns):
             return
-        for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
+        for name, number in zip(names, vector_env.info_numbers(info, names).tolist(), strict=True):
             step.info[INFO + name][slot] = number
             episode.sums[agent][name] += 0.0 if math.isnan(number) else number
 
@@ -255,7 +254,7 @@ class Parallel:
         return {policy_id: policies[policy_id].action.to_environment(columns) for policy_id, columns in actions.items()}
 
     def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
-        """What the agents of a policy observe, and which of them there are."""
+        """Returns the observations of a policy's agents, and which of them are present."""
         places = [(agent, episode) for agent in self._agents[policy_id] for episode in self._episodes]
         rows = [episode.observations.get(agent) if agent in episode.live else None for agent, episode in places]
         return self._rows(policy_id, "obs", rows), np.array(
@@ -263,13 +262,13 @@ class Parallel:
         )
 
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
-        """Stacked columns; zeros where an agent is absent (None)."""
+        """Returns stacked columns, with zeros for absent agents (None)."""
         spec = self._description.policies[policy_id].observation
         columns = spec.zeros(prefix, len(values))
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():
-                    if array.shape != (expected := columns[name].shape[1:]):  # NumPy would spread a single number
+                    if array.shape != (expected := columns[name].shape[1:]):  # NumPy would broadcast a single number
                         raise ValueError(
                             f"{name.replace(prefix, 'an observation', 1)} of policy {policy_id} has the shape "
                             f"{array.shape}; expected {expected}"
@@ -290,15 +289,15 @@ class Parallel:
 
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
-        self._tell("set_phase", str(phase))
+        self._call_each("set_phase", str(phase))
 
     @NamedFailures("set_paused")
     def set_paused(self, paused: bool) -> bool:
-        return self._tell("set_paused", paused)
+        return self._call_each("set_paused", paused)
 
-    def _tell(self, name: str, value: Any) -> bool:
-        told = [its.tell(env, name, value) for its, env in zip(self._parameterized, self._envs, strict=True)]
-        return any(told)  # each of them
+    def _call_each(self, name: str, value: Any) -> bool:
+        pairs = zip(self._parameterized, self._envs, strict=True)
+        return sum(each.call_layers(env, name, value) for each, env in pairs) > 0
 
     def close(self) -> None:
         for env in self._envs:
@@ -309,42 +308,31 @@ class Parallel:
 
 
 class Turns(Parallel):
-    """Agents that act one after another. A transition of an agent is its turn: its reward is the sum of what the agent
-    got until its next one, and that is when it is told; `acts` says whose turn it is."""
+    """Copies whose agents act one after another.
+
+    A transition is an agent's turn. Its reward is the sum of the agent's rewards up to its next turn, when it becomes
+    known. `acts` marks the agent that acts next.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._games: dict[int, tuple[Any, Any, list[Any]]] = {}
-        """Number → environment, whose state is its own, and the layers around that."""
+        self._games: dict[int, tuple[Any, Any]] = {}
+        """Number → environment, and its layer that holds the state: reading it through wrappers is slow."""
 
     def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
         env = self._envs[index]
         env.reset(**asked)
         if index not in self._games or self._games[index][0] is not env:
-            self._hold(index, vector_env.holder(env, _STATE) or env)
+            self._games[index] = env, vector_env.holder(env, _STATE) or env
         self._next_turn(index, episode, self._blank())
         return episode
-
-    def _hold(self, index: int, game: Any) -> None:
-        env = self._envs[index]
-        around = list(itertools.takewhile(lambda layer: layer is not game, vector_env.layers(env)))
-        self._games[index] = env, game, [layer for layer in around if hasattr(layer, "__dict__")]
-
-    def _game(self, index: int) -> Any:
-        """The layer whose state is read: a wrapper may begin to have one of its own at any step."""
-        _, game, around = self._games[index]
-        for layer in around:
-            if not _STATE.isdisjoint(layer.__dict__):
-                self._hold(index, layer)
-                return layer
-        return game
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
         (agent,) = episode.live
         policy_id, first = self._places[agent]
-        if agent in (paid := getattr(self._game(index), "_cumulative_rewards", {})):
-            paid[agent] = 0.0  # it was told of that; parallel_to_aec clears it at the end of a cycle alone
+        if agent in (paid := getattr(self._games[index][1], "_cumulative_rewards", {})):
+            paid[agent] = 0.0  # the agent has got it; parallel_to_aec clears it only at the end of a cycle
         env.step(pick(actions[policy_id], first + index))
         episode.length += 1
         episode.waiting.add(agent)
@@ -353,13 +341,13 @@ class Turns(Parallel):
             self._cut(index, episode, made)
 
     def _next_turn(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
-        """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
+        """Advances to the next agent that acts, past agents that have ended; to none if the game is over."""
         env = self._envs[index]
         episode.live, episode.observations = set(), {}
         while True:
-            game = self._game(index)
+            game = self._games[index][1]
             if dropped := episode.present.difference(game.agents):
-                self._untold(index, episode, dropped, made)
+                self._dropped(index, episode, dropped, made)
                 episode.waiting -= dropped
             episode.present = set(game.agents)
             if not game.agents:
@@ -380,10 +368,10 @@ class Turns(Parallel):
             episode.present.discard(agent)
             env.step(None)
 
-    def _untold(self, index: int, episode: Episode, agents: Set[str], made: Mapping[str, _Made]) -> None:
-        """Their last turns, of which the game has not told them before it ended or dropped them: they have terminated,
-        unless the game says that they are truncated alone."""
-        game = self._game(index)
+    def _dropped(self, index: int, episode: Episode, agents: Set[str], made: Mapping[str, _Made]) -> None:
+        """Records the last turns of agents that the game dropped without a further turn. They have terminated, unless
+        the game says that they are only truncated."""
+        game = self._games[index][1]
         for agent in sorted(agents):
             reward, info = float(game._cumulative_rewards.get(agent, 0.0)), game.infos.get(agent, {})
             if agent not in episode.waiting:
@@ -394,18 +382,18 @@ class Turns(Parallel):
             self._acted(index, agent, (reward, not cut, cut, seen), info, made)
 
     def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
-        """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
-        env, game = self._envs[index], self._game(index)
-        seen_now = copy.deepcopy(episode.observations)  # the environment may use its array again, to show another's
+        """Truncates the last turn of each agent, to end the game early."""
+        env, game = self._envs[index], self._games[index][1]
+        seen_now = copy.deepcopy(episode.observations)  # the environment may reuse its array for another agent
         for agent in [agent for agent in self._places if agent in game.agents]:
             policy_id, first = self._places[agent]
             (step, finals), slot = made[policy_id], first + index
             if agent in episode.waiting:
                 reward, info = float(game._cumulative_rewards.get(agent, 0.0)), game.infos.get(agent, {})
                 seen = self._with_mask(agent, env.observe(agent), info, set())
-                died = bool(game.terminations.get(agent))  # and has not been told yet
+                died = bool(game.terminations.get(agent))  # and has not seen it yet
                 self._acted(index, agent, (reward, died, not died, seen), info, made)
-            elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
+            elif step.mask[slot] and agent in episode.live:  # the outcome of this very turn is known
                 step.truncated[slot] = True
                 finals.append((slot, seen_now[agent]))
             elif agent not in episode.live:
@@ -414,34 +402,33 @@ class Turns(Parallel):
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
-"""PettingZoo's wrappers hand each of these on, and a turn reads many: they are read where they are held."""
 
 
-def _told(agent: str, info: Any) -> dict[str, Any]:
-    """A copy of an agent's `info`; raises `TypeError` where it is none."""
+def _checked_info(agent: str, info: Any) -> dict[str, Any]:
+    """Returns a copy of an agent's `info`; raises `TypeError` if it is not a dict."""
     if not isinstance(info, Mapping):
         raise TypeError(f"the info of {agent} is {info!r:.60}; expected a dict, such as {{}}")
     return dict(info)
 
 
 def _without_turn(episode: Episode, agent: str, reward: Any, ended: bool, info: Any) -> None:
-    """What an agent was paid, and told at its end, before its first turn: it is in no transition."""
+    """Records the reward, and the info at the end, of an agent before its first turn: they are in no transition."""
     episode.returns[agent] += float(reward)
     episode.first_over |= ended
     if ended:
-        episode.infos[agent] = _told(agent, info)
+        episode.infos[agent] = _checked_info(agent, info)
 
 
 def _last(env: Any, game: Any, agent: str) -> Any:
-    """`env.last()`, whose state `game` holds."""
-    if type(env).last.__module__ != "pettingzoo.utils.env":  # its own
+    """Returns `env.last()`, read from `game`, which holds its state."""
+    if type(env).last.__module__ != "pettingzoo.utils.env":  # overridden
         return env.last()
     told = game._cumulative_rewards, game.terminations, game.truncations, game.infos
     return env.observe(agent), *(each[agent] for each in told)
 
 
 class OneAtATime:
-    """A game in turns with the methods of a parallel one, in which there is only the agent whose turn it is."""
+    """Game in turns with the methods of a parallel one, whose only agent is the one that acts next."""
 
     def __init__(self, env: Any) -> None:
         self._env = env

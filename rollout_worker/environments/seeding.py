@@ -1,4 +1,4 @@
-"""Seeds: all of a worker's randomness follows from its seed lineage, the fragment's number and the episode's number."""
+"""Seeds: a worker's randomness follows from its seed lineage and the numbers of fragment and episode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 _FRAGMENT, _ENVIRONMENTS, _EPOCH = 0, 1, 2
 _MASK = (1 << 64) - 1
-SEEDS = 1 << 31  # those that every environment takes: NumPy's older generator has 32 bits, many a simulator an `int`
+SEEDS = 1 << 31  # every environment accepts these: NumPy's RandomState has 32 bits, many simulators an `int`
 
 
 @dataclass(frozen=True)
 class SeedLineage:
-    """What the seeds of a worker's fragments follow from; a restart of its environments begins a new one."""
+    """Source of the seeds of a worker's fragments; a restart of its environments begins a new lineage."""
 
     seed: int
     worker: int
@@ -24,19 +24,19 @@ class SeedLineage:
         return f"{self.incarnation}.{self.restarts}"
 
     def next(self) -> SeedLineage:
-        """The lineage that begins where an environment has raised; a successor that gets there begins the same one."""
+        """Returns the lineage that begins after a failure; a successor that gets there begins the same one."""
         return replace(self, restarts=self.restarts + 1)
 
     def acting(self, number: int) -> int:
-        """The seed of the actions in fragment `number`."""
+        """Returns the seed of the actions in fragment `number`."""
         return self._seeds(_FRAGMENT, number, 1)[0]
 
     def environments(self, count: int) -> list[int]:
-        """The seed of each environment's first episode, 31 bits; `episode_seed` has the others."""
+        """Returns the seed of each environment's first episode, 31 bits; `episode_seed` gives the later ones."""
         return [seed % SEEDS for seed in self._seeds(_ENVIRONMENTS, 0, count)]
 
     def shuffling(self, epoch: int) -> int:
-        """The seed of the order in which recorded experience is taken in an epoch."""
+        """Returns the seed of the order of recorded experience in an epoch."""
         return self._seeds(_EPOCH, epoch, 1)[0]
 
     def _seeds(self, kind: int, number: int, count: int) -> list[int]:
@@ -45,10 +45,10 @@ class SeedLineage:
 
 
 def episode_seed(first: int, episode: int) -> int:
-    """The seed of an environment's episode (0, 1, …), from that of its first one; 31 bits.
+    """Returns the seed of an environment's episode (0, 1, …), 31 bits, from the seed of its first one.
 
-    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"): a short episode must not
-    pay for more.
+    Uses SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), which is cheap
+    enough for short episodes.
     """
     if episode == 0:
         return first

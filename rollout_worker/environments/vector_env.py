@@ -1,7 +1,7 @@
-"""What the sampler steps: the interface of all vectorized environments, and what their steps and episodes are.
+"""Interface of vectorized environments, which the sampler steps, and the data of their steps and episodes.
 
-Every step hands over the true last observation of what ended, and has already reset it. `mask` is false where there was
-nothing to act for (an absent agent; the extra step in which a native vector environment resets itself).
+Every step returns the true last observation of each episode that ended, and has already reset it. `mask` is false
+where no action was taken (an absent agent; the extra step in which a native vector environment resets itself).
 """
 
 import traceback
@@ -18,37 +18,37 @@ from stagecoach.shared.experience.fragment import LARGEST, LARGEST_SHOWN, Episod
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
 
 SUCCESS = ("is_success", "success")
-"""How environments name the success of an episode in `info`."""
+"""Names of an episode's success in `info`."""
 OUTCOME = "outcome"
-"""How they name an agent's share in a match's end in `info`, from 0 to 1."""
+"""Name of an agent's result of a match in `info`, from 0 to 1."""
 GREEDILY = 2
-"""In `PolicyStep.acts`: it is to act, and by the best action."""
+"""Value in `PolicyStep.acts` of a slot that takes the best action next."""
 
 
 @dataclass
 class PolicyStep:
-    """One step of all slots of one policy id."""
+    """Step of all slots of one policy id."""
 
     obs: Columns
-    """`[S, …]`: what to act on next."""
+    """`[S, …]`: observations for the next action."""
     reward: Array
     terminated: Array
     truncated: Array
     mask: Array
     final_obs: Columns
-    """`[M, …]`: the true last observation of each slot whose episode ended; a terminated one may be missing."""
+    """`[M, …]`: the true last observation of each slot whose episode ended; that of a terminated one may be missing."""
     final_slots: Array
     """`[M]`, int32."""
     info: Columns = field(default_factory=dict)
-    """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
+    """`info/NAME` `[S]`, float32; NaN for missing or unusable numbers."""
     acts: Array | None = None
-    """`[S]`: who is to act next, and perhaps `GREEDILY`; None: everyone."""
+    """`[S]`: slots that act next, perhaps `GREEDILY`; None for all."""
     in_turns: bool = False
-    """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn is known now."""
+    """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn became known."""
 
     @property
     def over(self) -> Array:
-        """Where a hidden state begins anew: an episode has ended, or there was nothing to act for."""
+        """Slots whose hidden state is reset: the episode has ended, or no action was taken."""
         ended: Array = self.terminated | self.truncated
         return ended if self.in_turns else ended | ~self.mask
 
@@ -61,7 +61,7 @@ class Step:
 
 
 class Position(NamedTuple):
-    """Where the environments stand: the numbers of their running episodes, and the steps in them so far."""
+    """Position of the environments: the numbers of their running episodes, and the steps in them so far."""
 
     episodes: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -71,7 +71,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningEpisodes:
-    """Where each environment stands: the number of its episode, the steps in it so far, and what was done in them."""
+    """Running episode of each environment: its number, the steps so far, and the actions."""
 
     episodes: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -84,7 +84,7 @@ class RunningEpisodes:
         return len(next(iter(next(iter(self.actions.values())).values())))
 
     def done(self, environment: int) -> Iterator[dict[str, Columns]]:
-        """The actions `[S, …]` of all slots, per policy id, in each step of an environment's running episode."""
+        """Yields the actions `[S, …]` of all slots, per policy id, for each step of the running episode."""
         for row in range(self.steps - self.lengths[environment], self.steps):
             yield {id_: {name: array[row] for name, array in its.items()} for id_, its in self.actions.items()}
 
@@ -93,39 +93,39 @@ class VectorEnvironment(Protocol):
     num_envs: int
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
-        """Starts all environments; per policy id the first observations and the mask.
+        """Starts all environments; returns the first observations and the mask per policy id.
 
         The seeds are those of the first episodes; later ones follow from them (`episode_seed`). With `past` each
-        environment takes up its episode, by doing its actions again.
+        environment resumes its episode by repeating its actions.
         """
 
     @property
     def position(self) -> Position | None:
-        """Where the environments stand; None where they cannot be brought there again (native ones)."""
+        """Position of the environments; None if it cannot be restored (native ones)."""
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
-        """Takes the actions of all slots, per policy id; raises `EnvironmentFailure`."""
+        """Steps with the actions of all slots, per policy id; raises `EnvironmentFailure`."""
 
     def set_phase(self, phase: Phase) -> None:
         """Calls `set_phase("heatup" | "train" | "test")` of each environment and wrapper that has such a method."""
 
     def set_paused(self, paused: bool) -> bool:
-        """Calls `set_paused(paused)` of each environment and wrapper that has such a method; whether any has."""
+        """Calls `set_paused(paused)` of each environment and wrapper that has it; returns whether any has."""
 
     def close(self) -> None:
-        """Ends the environments."""
+        """Closes the environments."""
 
 
 class HoldableEnvironment(VectorEnvironment, Protocol):
-    """One for `rollout.complete_episodes`."""
+    """Vector environment that supports `rollout.complete_episodes`."""
 
     def hold(self, held: bool) -> None:
-        """While `held`, an environment whose episode has ended waits at the start of the next: its `PolicyStep.acts`
-        and `mask` are false."""
+        """Makes each environment wait after its episode's end while `held`: its `PolicyStep.acts` and `mask` are
+        false."""
 
 
 class NamedFailures(ContextDecorator):
-    """A context (or decorator) that turns what is raised in it into `EnvironmentFailure`."""
+    """Context (or decorator) that turns exceptions into `EnvironmentFailure`."""
 
     def __init__(self, place: str, index: int | None = None) -> None:
         self._place, self._which = place, "the vectorized environment" if index is None else f"environment {index}"
@@ -139,14 +139,14 @@ class NamedFailures(ContextDecorator):
 
 
 def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:
-    """Raises `EnvironmentFailure` where observations or rewards (policy id → columns) cannot be learned from."""
+    """Raises `EnvironmentFailure` for unusable observations or rewards (policy id → columns)."""
     for policy_id, its in columns.items():
         spaces = description.policies[policy_id]
         leaves, masks = spaces.observation.leaves, spaces.observation.mask_columns
         observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
         if masks and "mask" in its and (stuck := spaces.without_legal({n: its[n][its["mask"]] for n in masks})).any():
             raise EnvironmentFailure(
-                f"the environment told policy {policy_id} an action_mask without a legal action in {stuck.sum()} of "
+                f"the environment gave policy {policy_id} an action_mask without a legal action in {stuck.sum()} of "
                 f"{len(stuck)} steps that were acted; expected one for each choice; mark it, or end the episode"
             )
         for name, array in its.items():
@@ -159,15 +159,15 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
 def reject_unusable_now(
     now: Mapping[str, Columns], acts: Mapping[str, Array], description: EnvironmentDescription
 ) -> None:
-    """The same of what all slots observe now, `acts` `[S]` being who is to act: also where no fragment will hold it."""
+    """Does the same for current observations, with `acts` `[S]` as mask: no fragment may ever have them."""
     reject_unusable({policy_id: its | {"mask": acts[policy_id] > 0} for policy_id, its in now.items()}, description)
 
 
 def _unusable(array: Array, leaf: Leaf | None) -> str | None:
-    """What is found in a column and was expected there; None where nothing is wrong."""
+    """Returns what is wrong with a column and what is expected; None if nothing is wrong."""
     if array.dtype.kind == "f":
         with np.errstate(all="ignore"):
-            if np.isfinite(array.sum()) or np.isfinite(array).all():  # a sum costs less, and may overflow
+            if np.isfinite(array.sum()) or np.isfinite(array).all():  # a sum is cheaper, but may overflow
                 return None
         return "it holds NaN (or None) or infinity, expected finite numbers; look for a division by zero"
     if leaf is None or leaf.kind == "box" or not array.size:
@@ -183,13 +183,13 @@ def _unusable(array: Array, leaf: Leaf | None) -> str | None:
 def episode_record(
     episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
 ) -> EpisodeRecord:
-    """A record, with `is_success` or `success` taken out of the metrics."""
+    """Returns the record, with `is_success` or `success` moved out of the metrics."""
     found = [metrics.pop(name) for name in SUCCESS if name in metrics] if metrics else ()
     return EpisodeRecord(episode_return, length, bool(found[0]) if found else None, agent_returns or {}, metrics)
 
 
 def scalar(name: str, value: Any) -> dict[str, float]:
-    """`{name: float}` for a number that a fragment may hold (finite, of a bounded magnitude), else nothing."""
+    """Returns `{name: float}` for a number that a fragment may hold (finite and bounded), else an empty dict."""
     if isinstance(value, bool | int | float | np.bool_ | np.number) and -LARGEST_SHOWN <= value <= LARGEST_SHOWN:
         return {name: float(value)}
     return {}
@@ -199,25 +199,25 @@ def numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     return {key: number for name, value in info.items() for key, number in scalar(str(name), value).items()}
 
 
-def usable(values: Any, told: Array) -> Array:
-    """`[S]` float32 for a column `info/NAME`: NaN where nothing is `told`, and for what a fragment cannot hold."""
+def usable(values: Any, given: Array) -> Array:
+    """Returns `[S]` float32 for a column `info/NAME`: NaN where not `given`, and for numbers that do not fit."""
     try:
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError, OverflowError):
         found = np.zeros(0)
-    if found.shape != told.shape:
-        return np.full(told.shape, np.nan, np.float32)
+    if found.shape != given.shape:
+        return np.full(given.shape, np.nan, np.float32)
     with np.errstate(invalid="ignore"):
-        return np.where(told & (np.abs(found) <= LARGEST), found, np.nan).astype(np.float32)
+        return np.where(given & (np.abs(found) <= LARGEST), found, np.nan).astype(np.float32)
 
 
-def of_info(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
-    """`[C]` float32: the numbers of these names, NaN as in a column `info/NAME`."""
+def info_numbers(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
+    """Returns `[C]` float32: the numbers of these names, NaN as in a column `info/NAME`."""
     found = [scalar(name, info.get(name)).get(name, np.nan) for name in names]
     return usable(found, np.ones(len(names), np.bool_))
 
 
-def tell(env: Any, name: str, value: Any) -> bool:
+def call_layers(env: Any, name: str, value: Any) -> bool:
     """Calls a method of an environment and all its wrappers that have it, outermost first; returns whether any has."""
     found = False
     for layer in layers(env):
@@ -228,19 +228,19 @@ def tell(env: Any, name: str, value: Any) -> bool:
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """An environment's wrappers, outermost first, and then itself."""
+    """Yields an environment's wrappers, outermost first, then the environment itself."""
     while env is not None:
         yield env
         env = getattr(env, "env", None)
 
 
 def holder(env: Any, names: Set[str]) -> Any:
-    """The outermost of its layers with one of these attributes of its own, not handed on; None where none has."""
+    """Returns the outermost layer that has one of these attributes itself; None without one."""
     return next((its for its in layers(env) if names & {*dir(type(its)), *getattr(its, "__dict__", ())}), None)
 
 
 def pick(nested: Any, index: int) -> Any:
-    """One environment's action out of a nested batch."""
+    """Returns one environment's part of a nested batch."""
     if isinstance(nested, dict):
         return {key: pick(value, index) for key, value in nested.items()}
     return tuple(pick(value, index) for value in nested) if isinstance(nested, tuple) else nested[index]

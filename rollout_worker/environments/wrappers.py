@@ -13,7 +13,7 @@ from stagecoach.shared.base.errors import EnvironmentUnusable
 
 
 class CropObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """A part of an image observation (H×W or H×W×C): `height` × `width` pixels from row `top`, column `left` on."""
+    """Crops an image observation (H×W or H×W×C) to `height` × `width` pixels from row `top`, column `left` on."""
 
     def __init__(self, env: gym.Env[Any, Any], top: int, left: int, height: int, width: int) -> None:
         super().__init__(env)
@@ -34,7 +34,7 @@ class CropObservation(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class ClipObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Observations of a Box, bounded to `low` … `high`: a number for all elements, or one for each."""
+    """Clips observations of a Box to `low` … `high`: a number for all elements, or one for each."""
 
     def __init__(self, env: gym.Env[Any, Any], low: float | Sequence[float], high: float | Sequence[float]) -> None:
         super().__init__(env)
@@ -53,9 +53,9 @@ class ClipObservation(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class MapAction(gym.ActionWrapper[Any, Any, Any]):
-    """Discrete actions 0, 1, … stand for these actions of the environment: a choice of some of them, or another order.
+    """Maps discrete actions 0, 1, … to these actions of the environment: some of them, or another order.
 
-    The environment's actions may be of any space that holds them: numbers, or lists for a Box or MultiDiscrete.
+    They may be of any space: numbers, or lists for a Box or MultiDiscrete.
     """
 
     def __init__(self, env: gym.Env[Any, Any], actions: Sequence[Any]) -> None:
@@ -64,7 +64,9 @@ class MapAction(gym.ActionWrapper[Any, Any, Any]):
         made = [action if isinstance(action, int) else np.asarray(action, dtype) for action in actions]
         odd = [action for action, item in zip(actions, made, strict=True) if not inner.contains(item)]
         if odd or not made:
-            raise EnvironmentUnusable(f"MapAction: actions={list(actions)}, expected some of {inner}; not so: {odd}")
+            raise EnvironmentUnusable(
+                f"MapAction: actions={list(actions)}, expected actions of {inner}; others are {odd}"
+            )
         self._actions = made
         self.action_space = gym.spaces.Discrete(len(made))
 
@@ -79,14 +81,14 @@ def _lives(info: dict[str, Any], wrapper: str) -> int:
 
 
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
-    """A lost life ends the episode (terminated), but not the game: the next episode continues where the life was lost.
+    """Ends the episode (terminated), but not the game, with a lost life: the next episode continues the game.
 
-    For training in games with several lives (Mnih et al. 2015): losing one is a loss, whatever can still be won. Only
-    the end of the game begins another one, so that what comes late in a game is seen too. An evaluation scores whole
-    games: leave it out of `evaluation.wrappers`. Needs `info["lives"]`, as ALE has it; action 0 has to do nothing.
+    For training in games with several lives (Mnih et al. 2015). A new game begins only when the last one is over, so
+    that late parts of a game are visited too. An evaluation scores whole games: leave the wrapper out of
+    `evaluation.wrappers`. Requires `info["lives"]`, as ALE has it; action 0 has to do nothing.
 
-    Episodes after the first one of a game do not follow from their own seed and actions alone, so a worker that is
-    started again in one of them begins new games.
+    Later episodes of a game do not follow from their seed and actions alone, so a worker that is restarted in one of
+    them begins new games.
     """
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
@@ -104,17 +106,17 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
         left = _lives(info, "EpisodicLife")
-        # some games show no lives for some frames before they are over: only the game says that it is
+        # some games show no lives for some frames before they are over
         self._lost = 0 < left < self._left and not terminated and not truncated
         self._left = left
         return observation, reward, terminated or self._lost, truncated, info
 
 
 class FireReset(gym.Wrapper[Any, Any, Any, Any]):
-    """Presses FIRE where a life begins, for games that stand still until then (Breakout): after each reset, and after a
+    """Presses FIRE when a life begins, for games that stand still until then (Breakout): after each reset, and after a
     life that was lost within the episode, so that whole games can be evaluated too.
 
-    What FIRE brings after a lost life is part of that step's reward. Needs an action 1 that is FIRE, as ALE has it.
+    A reward of FIRE after a lost life is part of that step's reward. Requires that action 1 is FIRE, as in ALE.
     """
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:

@@ -1,1 +1,1 @@
-"""How actions are chosen from what a policy says: drawn, greedy, random, or disturbed."""
+"""Exploration: choosing actions from a policy's outputs, drawn, greedy, random or with noise."""

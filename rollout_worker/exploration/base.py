@@ -1,7 +1,7 @@
-"""How a policy's outputs become actions: drawn, greedy, or random (warm-up). More ways: discrete.py, noise.py.
+"""Choice of actions from a policy's outputs: drawn, greedy, or random (warm-up). Others: discrete.py, noise.py.
 
-An exploration is made for each fragment, from the counters that came with the policy version: everything random in it
-follows from the fragment's number and from its episodes' seeds, whichever worker acts it.
+An exploration is created for each fragment, from the counters of the policy version: all its randomness follows from
+the fragment's number and its episodes' seeds, whichever worker acts it.
 """
 
 import functools
@@ -21,42 +21,42 @@ from stagecoach.shared.policies.policy import Policy
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Column → tensor."""
 Acted: TypeAlias = tuple[dict[str, Tensor], Tensor]
-"""Action columns `[S, …]`, and what `log_prob` needs to know of each `[S, P]`."""
+"""Action columns `[S, …]`, and the parameters `[S, P]` that `log_prob` needs."""
 
 
 class Exploration:
-    """Chooses actions for a batch of observations; base of all ways to do so."""
+    """Chooses actions for a batch of observations; base class of all explorations."""
 
     by_slot = False
-    """Whether it tells slots apart, and so has to see all of them in each step."""
+    """Whether it distinguishes slots, and so needs all of them in each step."""
     knows_episodes = False
-    """Whether it acts by the episode that each environment is in, and so wants to be told."""
+    """Whether it depends on the episode of each environment, and so needs `begin`."""
 
     def begin(self, environment: int, seed: int) -> None:
-        """From now on environment `environment` is in the episode of this seed (told at a fragment's beginning too)."""
+        """Starts or continues the episode of this seed in `environment`; called at a fragment's beginning too."""
 
     def carried(self) -> Tensor | None:
-        """`[S, D]`: what the running episodes take along into the next fragment; None: nothing."""
+        """Returns the state `[S, D]` of running episodes for the next fragment; None without state."""
         return None
 
     def take_up(self, policy: Policy, carried: Tensor) -> None:
-        """Continues from what was `carried` out of the last fragment; comes after `begin`."""
+        """Restores the state `carried` out of the last fragment; called after `begin`."""
 
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
         """Chooses actions for observations `[S, …]`."""
         raise NotImplementedError
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
-        """`[B]`: of taking `actions` where `act` returned `params`; NaN where that is not known."""
+        """Returns `[B]` log-probabilities of `actions` given the `params` from `act`; NaN if unknown."""
         return params.new_full((len(params),), math.nan)
 
 
 def act_for(
     exploration: Exploration, policy: Policy, observations: Columns, rows: Array, generator: torch.Generator
 ) -> tuple[Columns, Tensor]:
-    """Chooses actions for the slots `rows` `[R]` alone, of observations `[S, …]`; returns `[R, …]` both.
+    """Chooses actions for the slots `rows` `[R]` of observations `[S, …]`; returns actions and parameters `[R, …]`.
 
-    Of a policy with state, the others' stays as it is.
+    The state of other slots does not change.
     """
     device, among = generator.device, torch.from_numpy(rows)
     if exploration.by_slot:
@@ -77,7 +77,7 @@ def act_for(
 
 
 def no_actions(action: SpaceSpec, slots: int) -> Columns:
-    """Zeros `[S, …]` for all columns of an action."""
+    """Returns zeros `[S, …]` for all columns of an action."""
     dtypes = {leaf: np.float32 if leaf.kind == "box" else leaf.column_dtype for leaf in action.leaves}
     return {leaf.column("action"): np.zeros((slots, *leaf.shape), dtype) for leaf, dtype in dtypes.items()}
 
@@ -90,7 +90,7 @@ class Sampling(Exploration):
         return policy.distribution.sample(params, generator), params
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
-        if policy.network.get("noisy"):  # what is random is in the weights: no probability of the action itself
+        if policy.network.get("noisy"):  # the randomness is in the weights: the action has no probability of its own
             return super().log_prob(policy, params, actions)
         return policy.distribution.log_prob(params, actions)
 
@@ -115,7 +115,7 @@ class RandomActing(Exploration):
             uniform = torch.rand(shape, generator=generator, device=device)
             if leaf.kind == "box":
                 low, high = bounds_of(leaf, device)
-                bounded = torch.isfinite(high - low)  # neither infinite nor so far apart that it is as good as that
+                bounded = torch.isfinite(high - low)  # finite, and not too wide for float32
                 noise = torch.randn(shape, generator=generator, device=device)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
@@ -124,7 +124,7 @@ class RandomActing(Exploration):
         return actions, uniform_log_prob(observations, policy.spaces)
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
-        """Of boxes the density of what was drawn, in the environment's units, as that of a policy."""
+        """Returns log-probabilities; for boxes the log-density in the environment's units, as a policy does."""
         total = params[:, 0].clone()
         for leaf in policy.spaces.action.leaves:
             if leaf.kind != "box":
@@ -133,27 +133,27 @@ class RandomActing(Exploration):
             width = high - low
             normal = -0.5 * actions[leaf.column("action")].square() - 0.5 * math.log(2 * math.pi)
             density = torch.where(torch.isfinite(width), -width.log(), normal)
-            density = density.masked_fill(width == 0, math.nan)  # a single value has none
+            density = density.masked_fill(width == 0, math.nan)  # a single value has no density
             total += density.reshape(len(params), -1).sum(dim=1)
         return total
 
 
 @functools.lru_cache(maxsize=64)
 def bounds_of(leaf: Leaf, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A box's, float32; made once, since every step of a worker asks for them."""
+    """Returns a box's bounds, float32; cached, since every step needs them."""
     low, high = (torch.from_numpy(side).to(device) for side in leaf.bounds())
     return low, high
 
 
 def legal_by_leaf(observations: Tensors, spaces: PolicySpaces) -> Iterator[Tensor] | None:
-    """`[S, sum of nvec]` for each leaf of choices; None where nothing is masked."""
+    """Returns legal choices `[S, sum of nvec]` per leaf of choices; None without masks."""
     if (legal := legal_choices(observations, spaces)) is None:
         return None
     return iter(torch.split(legal, [sum(leaf.nvec) for leaf in spaces.action.leaves if leaf.nvec], 1))
 
 
 def uniform_log_prob(observations: Tensors, spaces: PolicySpaces) -> Tensor:
-    """`[S, 1]`: of any (legal) joint choice, where all of them are as probable."""
+    """Returns `[S, 1]` log-probabilities of a uniform (legal) joint choice."""
     example, by_leaf = next(iter(observations.values())), legal_by_leaf(observations, spaces)
     total = torch.zeros(len(example), 1, device=example.device)
     for leaf in spaces.action.leaves:
@@ -167,7 +167,7 @@ def uniform_log_prob(observations: Tensors, spaces: PolicySpaces) -> Tensor:
 
 
 def uniform_choice(leaf: Leaf, uniform: Tensor, legal: Tensor | None = None) -> Tensor:
-    """Numbers in [0, 1) `[B, …]` → choices; among those that are `legal` `[B, sum of nvec]`."""
+    """Maps numbers in [0, 1) `[B, …]` to choices, only to `legal` ones `[B, sum of nvec]` if given."""
     if legal is None:
         choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
         return (uniform * choices).to(torch.int64).clamp_max(choices - 1)

@@ -1,4 +1,4 @@
-"""Ways to explore with choices, by the values that a policy gives them."""
+"""Explorations of discrete actions, by the values that a policy gives them."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import QNetwork
 
 _WHICH_HEAD = 1
-"""Tells this use of an episode's seed from the environment's own."""
+"""Distinguishes this use of an episode's seed from the environment's."""
 
 
 @dataclass
 class EpsilonGreedy(Exploration):
-    """A uniform joint choice with probability ε, else the best one."""
+    """Takes a uniform joint choice with probability ε, else the best one."""
 
     epsilon: float
 
     def values(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Tensor:
-        """`[S, P]`: what the best one is the best by."""
+        """Returns the values `[S, P]` that determine the best choice."""
         return policy.exploring_parameters(observations, generator)
 
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
@@ -56,7 +56,7 @@ class EpsilonGreedy(Exploration):
 
 @dataclass
 class UpperConfidenceBound(EpsilonGreedy):
-    """The best choice by mean + coefficient · deviation over the heads of an ensemble (Chen et al. 2017)."""
+    """Takes the best choice by mean + coefficient · deviation over the heads of an ensemble (Chen et al. 2017)."""
 
     coefficient: float
 
@@ -67,10 +67,10 @@ class UpperConfidenceBound(EpsilonGreedy):
 
 @dataclass
 class OneHead(EpsilonGreedy):
-    """The best choice by one head of an ensemble, the same for the whole of an episode (Osband et al. 2016).
+    """Takes the best choice by one head of an ensemble, the same for a whole episode (Osband et al. 2016).
 
-    Which one follows from the episode's seed, so that a successor that takes the episode up acts by the same one.
-    Agents of one environment act by the same head. Probabilities are those of this head's choices.
+    The head follows from the episode's seed, so that a successor that resumes the episode acts by the same one. Agents
+    of one environment share it. Probabilities are those of this head's choices.
     """
 
     knows_episodes = by_slot = True

@@ -1,4 +1,4 @@
-"""Ways to explore by noise: on continuous actions, or on the weights of the policy."""
+"""Explorations by noise: on continuous actions, or on the weights of the policy."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 _WHICH_WEIGHTS = 2
-"""Tells this use of an episode's seed from the environment's own."""
+"""Distinguishes this use of an episode's seed from the environment's."""
 
 
 @dataclass
 class _ActionNoise(Exploration):
-    """Noise on what the policy draws, clipped to the action's bounds; the density of what was clipped is not known."""
+    """Adds noise to the policy's actions and clips them to their bounds; the density of clipped actions is unknown."""
 
     sigma: float
 
@@ -35,13 +35,13 @@ class _ActionNoise(Exploration):
         return actions, params
 
     def _noise(self, name: str, fresh: Tensor) -> Tensor:
-        """Standard normal numbers → the noise of a policy's leaf in this step; 1 is half of the action's range."""
+        """Maps standard normal numbers to the noise of a leaf in this step, in halves of the action's range."""
         raise NotImplementedError
 
 
 @dataclass
 class GaussianNoise(_ActionNoise):
-    """Normal noise, each step's of its own."""
+    """Adds independent normal noise in each step."""
 
     bound: float | None
     uniform: float = 0.0
@@ -61,9 +61,9 @@ class GaussianNoise(_ActionNoise):
 
 @dataclass
 class OrnsteinUhlenbeckNoise(_ActionNoise):
-    """σ · x with x ← (1 − θ) x + normal noise; an episode's first x is drawn from what it becomes in time.
+    """Adds σ · x with x ← (1 − θ) x + normal noise; the first x is drawn from the stationary distribution.
 
-    An episode's x goes on in the next fragment.
+    An episode's x continues in the next fragment.
     """
 
     by_slot = knows_episodes = True
@@ -71,7 +71,7 @@ class OrnsteinUhlenbeckNoise(_ActionNoise):
     _now: dict[str, Tensor] = field(default_factory=dict)
     """Action column → x `[S, …]`."""
     _begun: set[int] = field(default_factory=set)
-    """Environments whose episodes have not been acted in yet."""
+    """Environments whose episodes have just begun."""
     _environments: int = 0
 
     def begin(self, environment: int, seed: int) -> None:
@@ -95,7 +95,7 @@ class OrnsteinUhlenbeckNoise(_ActionNoise):
 
     def _noise(self, name: str, fresh: Tensor) -> Tensor:
         kept = 1.0 - self.theta
-        first = fresh / math.sqrt(1.0 - kept**2)  # an episode may be short: noise that began at 0 would not come far
+        first = fresh / math.sqrt(1.0 - kept**2)  # episodes may be short: noise that starts at 0 would stay small
         now = kept * self._now[name] + fresh if name in self._now else first
         if self._begun and name in self._now:
             begun = [slot % self._environments in self._begun for slot in range(len(fresh))]
@@ -106,9 +106,9 @@ class OrnsteinUhlenbeckNoise(_ActionNoise):
 
 @dataclass
 class TruncatedGaussianNoise(Exploration):
-    """Draws from the normal distribution around what the policy draws, cut off at the action's bounds.
+    """Draws from the normal distribution around the policy's action, truncated at the action's bounds.
 
-    Where the policy itself draws nothing (TD3, DDPG), the density of what is drawn is known; else it is not.
+    The density is known only if the policy itself is deterministic (TD3, DDPG).
     """
 
     sigma: float
@@ -125,7 +125,7 @@ class TruncatedGaussianNoise(Exploration):
         return actions, params
 
     def _cut(self, leaf: Leaf, middle: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Middle and deviation of the normal distribution, float64, and its shares below the lower and upper bound."""
+        """Returns mean and deviation of the normal distribution, float64, and its mass below each bound."""
         low, high = (side.to(torch.float64) for side in bounds_of(leaf, middle.device))
         middle, deviation = middle.to(torch.float64).clamp(low, high), self.sigma * (high - low) / 2
         below, above = (torch.special.ndtr((side - middle) / deviation) for side in (low, high))
@@ -146,9 +146,9 @@ class TruncatedGaussianNoise(Exploration):
 
 @dataclass
 class ParameterNoise(Exploration):
-    """The best action of a disturbed policy, another one in each episode; how probable it was is not known.
+    """Takes the best action of a policy with disturbed weights, others in each episode; probabilities are unknown.
 
-    The disturbance follows from the episode's seed: in each of its fragments the same is added to the weights.
+    The disturbance follows from the episode's seed, so it is the same in each of the episode's fragments.
     """
 
     by_slot = knows_episodes = True

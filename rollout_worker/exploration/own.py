@@ -1,4 +1,4 @@
-"""An exploration of the user's: what it returns is looked at before the environment gets it."""
+"""User-defined explorations, whose results are validated before they reach the environment."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,10 @@ from stagecoach.shared.policies.policy import Policy
 
 
 def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Exploration:
-    """`now` are its schedules' values. Raises `ConfigError` for an unfit class, and in `act` for what is no action."""
+    """Makes the exploration with its schedules' values `now`.
+
+    Raises `ConfigError` for an unsuitable class, and from `act` for an invalid result.
+    """
     field = "algorithm.exploration.kind"
     made = make_own(config.kind, field, Exploration, **config.kwargs, **now)
     if type(made).act is Exploration.act:

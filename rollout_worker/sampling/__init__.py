@@ -1,1 +1,1 @@
-"""Fragments: acted in environments or cut from recorded experience, and the trace that a successor takes up."""
+"""Sampling of fragments, in environments or from recorded experience, and the trace that a successor resumes."""

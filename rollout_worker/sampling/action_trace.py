@@ -1,9 +1,8 @@
-"""The action trace: what a worker has done in its running episodes, so that its successor can take them up.
+"""Action trace: a worker's actions in its running episodes, with which its successor resumes them.
 
-With each fragment the worker leaves the fragment's actions in Redis, in the same step as the push. A successor resets
-each environment with the seed of its running episode (environments/seeding.py), does the actions again, and stands
-where the last pushed fragment ended: it then acts what its predecessor would have acted. An environment that does not
-come back to the same observations begins new episodes.
+The worker stores each fragment's actions in Redis, in the same step as the push. A successor resets each environment
+with the seed of its running episode (environments/seeding.py) and repeats the actions, to the end of the last pushed
+fragment: from there it acts as its predecessor would have. If the observations differ, it begins new episodes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,38 +21,38 @@ from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescr
 from stagecoach.shared.league.table import PlayerRef
 
 MOST_BYTES = 1 << 20
-"""A trace that would be longer is not kept: it lies in Redis, for each worker."""
+"""Largest trace of a worker that is kept in Redis."""
 MOST_TRIES = 3
-"""How many incarnations may die while they act on from the same place; the next one begins anew."""
+"""Incarnations that may die while they resume the same position; the next one begins new episodes."""
 _LARGEST = (1 << 64) - 1
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, MemoryError)
-"""What NumPy and the constructors raise over a blob that is sound and no trace, and over no blobs."""
+"""Exceptions of NumPy and the constructors for a valid blob that is not a trace, or for no blobs."""
 
 
 @dataclass(frozen=True)
 class ActionTrace(RunningEpisodes):
-    """What was done in a fragment, or in several that follow each other: enough to take up the episodes it ends in."""
+    """Actions of one or several consecutive fragments: enough to resume the episodes in which it ends."""
 
     lineage: SeedLineage
     number: int
-    """Of the last fragment, in this lineage."""
+    """Number of the last fragment in this lineage."""
     digest: str
-    """Of what was observed after its last step."""
+    """Digest of the observations after its last step."""
     states: Mapping[str, Array] = field(default_factory=dict)
-    """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step; also what its
-    exploration carries on (sampler.py)."""
+    """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step; also the state of its
+    exploration (sampler.py)."""
     matches: Sequence[Mapping[str, Any]] = ()
-    """In a league, the match of each environment's running episode (rollout_worker/league/casting.py)."""
+    """Match of each environment's running episode in a league (rollout_worker/league/casting.py)."""
     parameters: Sequence[Mapping[str, Any]] = ()
-    """The parameters of each, where there are any (rollout_worker/environments/parameters.py)."""
+    """Parameters of each running episode, if any (rollout_worker/environments/parameters.py)."""
 
     @property
     def fragments(self) -> int:
-        """How many of the last fragments hold the actions of the running episodes, where this is one fragment's."""
+        """Number of the last fragments that hold the running episodes' actions, if this is one fragment's trace."""
         return -(-max(self.lengths) // self.steps) if any(self.lengths) else 1
 
     def fits(self, description: EnvironmentDescription, num_envs: int, functions: Collection[str] = ()) -> bool:
-        """Whether it is of so many environments with such agents, and of no other scripted players than `functions`."""
+        """Returns whether it fits the environments and agents, and has no scripted players but `functions`."""
         try:
             refs = [PlayerRef.from_dict(ref) for match in self.matches for ref in match["refs"].values()]
         except _MALFORMED:
@@ -70,7 +69,7 @@ class ActionTrace(RunningEpisodes):
 
 
 def encode(trace: ActionTrace) -> bytes:
-    """One blob; the inverse is `decode`."""
+    """Encodes a trace as one blob; the inverse is `decode`."""
     flat = {f"{policy}/{name}": array for policy, columns in trace.actions.items() for name, array in columns.items()}
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
@@ -83,7 +82,7 @@ def encode(trace: ActionTrace) -> bytes:
 
 
 def decode(blob: bytes) -> ActionTrace:
-    """Raises `FragmentError`, or one of `_MALFORMED` for anything else than a trace."""
+    """Decodes a trace; raises `FragmentError`, or one of `_MALFORMED` for anything but a trace."""
     flat, header = tensor_blob.decode(blob)
     actions: dict[str, Columns] = {}
     states: Columns = {}
@@ -106,19 +105,19 @@ def decode(blob: bytes) -> ActionTrace:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def read(blobs: Sequence[bytes]) -> ActionTrace | None:
-    """The trace in what Redis holds; None where it holds none, or one that cannot be taken up."""
+    """Returns the trace in the blobs from Redis; None if there is none, or one that cannot be resumed."""
     try:
         parts = [decode(blob) for blob in blobs]
         last = parts[-1]
         parts = parts[-last.fragments :]
         numbers = [(last.lineage, last.number - back) for back in reversed(range(last.fragments))]
         if [(part.lineage, part.number) for part in parts] != numbers:
-            return None  # an older Redis came back, or the first of them are gone
+            return None  # Redis was rolled back, or the first of them are gone
         actions = {
             policy_id: {name: np.concatenate([part.actions[policy_id][name] for part in parts]) for name in columns}
             for policy_id, columns in last.actions.items()
@@ -129,7 +128,7 @@ def read(blobs: Sequence[bytes]) -> ActionTrace | None:
 
 
 def digest(now: Mapping[str, Columns], returns: Array) -> str:
-    """A hash of all that is observed now (zeros where an agent is absent), and of the running returns."""
+    """Returns a hash of the current observations (zeros for absent agents) and the running returns."""
     found = xxhash.xxh3_64()
     for _, columns in sorted(now.items()):
         for _, array in sorted(columns.items()):
@@ -139,6 +138,6 @@ def digest(now: Mapping[str, Columns], returns: Array) -> str:
 
 
 def _small(array: Array) -> Array:
-    """Choices need a byte each, mostly."""
+    """Returns choices as bytes if they fit."""
     small = array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() < 256
     return array.astype(np.uint8) if small else array

@@ -1,9 +1,9 @@
 """Recorded experience in place of environments: fragments of pieces of a dataset, shuffled, without end.
 
-The dataset is cut into pieces of a fragment's steps. In each epoch all of them are taken once, in an order that follows
-from the worker's seed lineage and the epoch; a fragment has as many beside each other as there are environments. So
-what a fragment holds follows from the lineage and its number in it, and a successor continues without replaying. Of
-several policies each has pieces of its own, for as many slots as its agents have; one that does not learn has none.
+The dataset is cut into pieces of a fragment's length. Each epoch takes every piece once, in an order that follows from
+the worker's seed lineage and the epoch; a fragment has one piece per environment. So its content follows from the
+lineage and its number, and a successor continues without replaying. Each of several policies has its own pieces, one
+per slot of its agents; a policy that does not learn has none.
 """
 
 import functools
@@ -30,13 +30,13 @@ def _shuffled(lineage: SeedLineage, epoch: int, count: int) -> Array:
 
 
 class DatasetSampler:
-    """Does what `Sampler` does, but asks no policy and steps nothing."""
+    """Samples fragments as `Sampler` does, without a policy or environment."""
 
     def __init__(
         self, recordings: Recordings, description: EnvironmentDescription, num_envs: int, lineage: SeedLineage,
         trace: ActionTrace | None = None,
     ) -> None:  # fmt: skip
-        """Begins `lineage`, or takes it up where a predecessor's trace ends."""
+        """Begins `lineage`, or resumes it at the end of a predecessor's trace."""
         self._recordings, self._description, self._envs, self.lineage = recordings, description, num_envs, lineage
         self._number = trace.number + 1 if trace else 0
 
@@ -44,14 +44,14 @@ class DatasetSampler:
         self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
         table: MatchTable | None = None,
     ) -> Sample:  # fmt: skip
-        """The next fragment; how anything would be acted does not matter."""
+        """Returns the next fragment; policies and explorations are ignored."""
         started = time.perf_counter()
         columns: dict[str, Columns] = {}
         episodes: list[EpisodeRecord] = []
         for policy_id, spaces in self._description.policies.items():
             slots = self._envs * self._description.slots(policy_id)
             if (recording := self._recordings.get(policy_id)) is None:
-                columns[policy_id] = _nothing(spaces, steps, slots, self._description.info_columns)
+                columns[policy_id] = _empty(spaces, steps, slots, self._description.info_columns)
                 continue
             count = recording.pieces(steps)
             places = range(self._number * slots, (self._number + 1) * slots)
@@ -63,11 +63,11 @@ class DatasetSampler:
 
     @property
     def position_digest(self) -> str:
-        """A successor that reads the same dataset comes to the same place."""
+        """Digest of the dataset, which a successor compares."""
         return self._recordings.sha256
 
     def traced(self, sample: Sample) -> ActionTrace:
-        """The last sample's part of the trace: no episode has to be acted again."""
+        """Returns the last sample's part of the trace, without actions to repeat."""
         actions = {
             policy_id: {name: sample.columns[policy_id][name][:0] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
@@ -76,11 +76,11 @@ class DatasetSampler:
         return ActionTrace(nothing, nothing, actions, self.lineage, self._number - 1, self.position_digest)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing: no environment runs."""
 
 
-def _nothing(spaces: PolicySpaces, steps: int, slots: int, info_columns: Sequence[str]) -> Columns:
-    """The columns of a policy of which nothing was acted."""
+def _empty(spaces: PolicySpaces, steps: int, slots: int, info_columns: Sequence[str]) -> Columns:
+    """Returns the columns of a policy without experience."""
     expected = expected_columns(spaces, steps, slots, info_columns=info_columns).items()
     return {
         name: np.full([max(size, 0) for size in shape], np.nan if name.startswith(INFO) else 0, dtype)

@@ -1,4 +1,4 @@
-"""Recorders: what a policy observed, did and got, step by step, becomes its columns of a fragment."""
+"""Recorders: collect a policy's observations, actions and rewards, step by step, as its columns of a fragment."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from stagecoach.shared.policies.policy import Policy
 
 
 class Recorder:
-    """Of a policy for which all slots act in each step."""
+    """Recorder of a policy whose slots all act in each step."""
 
     def __init__(
         self, description: EnvironmentDescription, policy_id: str, steps: int, slots: int, state_size: int
@@ -32,7 +32,7 @@ class Recorder:
         self._params: list[Tensor] = []
 
     def began(self, states: Array) -> None:
-        """What a recurrent policy remembers before the first step, `[S, state size]`."""
+        """Records a recurrent policy's hidden states `[S, state size]` before the first step."""
         self.columns[STATE][:] = states
 
     def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
@@ -48,7 +48,7 @@ class Recorder:
         self._keep_finals(np.full(len(result.mask), step), result)
 
     def _keep_finals(self, rows: Array, result: PolicyStep) -> None:
-        """The last observations of a step; `rows` `[S]`: where each slot's transition stands."""
+        """Records the last observations of a step; `rows` `[S]` are the rows of the slots' transitions."""
         slots = result.final_slots
         if not slots.size:
             return
@@ -59,14 +59,14 @@ class Recorder:
         self._final["final_index"].append(index.astype(np.int32))
 
     def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
-        """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
+        """Returns all columns: computes log-probabilities for all steps at once, and adds the last observations."""
         shape = self.columns["reward"].shape
         actions = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._actions()}
         self.columns["log_prob"] = _log_prob(policy, exploration, torch.cat(self._params), actions).reshape(shape)
         return self._closed(bootstrap)
 
     def _closed(self, bootstrap: Columns) -> Columns:
-        """All columns, with the observations after the last step and the final ones."""
+        """Returns all columns, with the observations after the last step and the final ones."""
         for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():
@@ -78,7 +78,7 @@ class Recorder:
 
 
 class PartRecorder(Recorder):
-    """Of a policy for which only some slots act in a step: the others, an opponent's, say, are left out (`mask`)."""
+    """Recorder of a policy of whose slots only some act in a step; the others, such as an opponent's, are masked."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -86,7 +86,7 @@ class PartRecorder(Recorder):
             array[...] = _nothing(name)
         shape = self.columns["reward"].shape
         self._numbers = np.full(shape, -1, np.int64)
-        """Which of all parameters each row's action was drawn from; -1: of none."""
+        """Index of the parameters from which each row's action was drawn; -1 for none."""
         self._count = 0
         self._mine = np.zeros(shape[1], np.bool_)
 
@@ -99,9 +99,9 @@ class PartRecorder(Recorder):
         self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,
         states: Array | None,
     ) -> None:  # fmt: skip
-        """The slots `rows` `[R]` acted in this step (and no others); all but `states` `[S, …]` are `[R, …]`.
+        """Records that only the slots `rows` `[R]` acted in this step; all but `states` `[S, …]` are `[R, …]`.
 
-        Where an action was not `drawn` from `params`, its log-probability is not known.
+        The log-probability of an action that was not `drawn` from `params` is unknown.
         """
         self._mine[:] = False
         self._mine[rows] = True
@@ -132,10 +132,10 @@ class PartRecorder(Recorder):
 
 
 class TurnRecorder(PartRecorder):
-    """Where agents act in turns: row k of a slot is the k-th of its turns whose outcome came within the fragment.
+    """Recorder of agents that act in turns: row k of a slot is its k-th turn whose outcome came within the fragment.
 
-    The row after a slot's last one holds what it observes in its next turn, as `bootstrap_obs` does; `mask` is false.
-    A turn whose outcome comes later than the fragment's end is left out: it was acted by a version that is gone then.
+    The row after a slot's last one holds the observation of its next turn, as `bootstrap_obs` does; `mask` is false. A
+    turn whose outcome comes after the fragment's end is omitted: the version that acted it is gone by then.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -146,7 +146,7 @@ class TurnRecorder(PartRecorder):
         self._held_numbers = np.zeros(len(self._mine), np.int64)
 
     def began(self, states: Array) -> None:
-        """It is noted when each slot first acts: until then an episode may end."""
+        """Does nothing: a state is recorded when its slot first acts, since an episode may end before."""
 
     def acted_by(
         self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,
@@ -190,7 +190,7 @@ class TurnRecorder(PartRecorder):
 
 
 def _nothing(name: str) -> float:
-    """What stands in a column where no agent acted: a number of the `info` is unknown there."""
+    """Returns the value of a column where no agent acted: NaN for numbers of the `info`, else 0."""
     return np.nan if name.startswith(INFO) else 0.0
 
 
@@ -200,10 +200,10 @@ def _log_prob(policy: Policy, exploration: Exploration, params: Tensor, actions:
 
 
 def _holdable(spec: SpaceSpec, final: Columns) -> Array:
-    """`[M]`: which last observations `final_obs…` a fragment can hold.
+    """Returns `[M]`: the last observations `final_obs…` that a fragment can hold.
 
-    A simulator that fell over may terminate with NaN, a table of states with one state too many. Nothing is
-    bootstrapped from these: they are left out as unknown instead of costing the fragment.
+    A simulator may terminate with NaN, a table of states with one state too many. These are omitted as unknown, since
+    nothing is bootstrapped from them, rather than failing the fragment.
     """
     found = np.ones(len(next(iter(final.values()))), np.bool_)
     for leaf in spec.leaves:

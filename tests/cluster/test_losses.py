@@ -83,7 +83,7 @@ def test_isolated_host_returns(cluster: RayCluster, run: ObservedRun, whose: str
     work_on(cluster, run, victim)
     victim.cut()
     time.sleep(_CUT_SECONDS)
-    assert any("WorkerFace.run" in line for line in victim.processes().values()), "both sides are alive"
+    assert any("RayWorker.run" in line for line in victim.processes().values()), "both sides are alive"
     victim.heal()
     cluster.wait_for_nodes(*cluster.workers)
     run.until_it_goes_on()

@@ -77,16 +77,6 @@ Mission = changed(
 )
 
 
-class Stamped(Good):
-    """Observes the time in seconds."""
-
-    observation_space = spaces.Box(0, np.inf, (1,), np.float64)
-    length = 20
-
-    def observe(self) -> Any:
-        return np.array([1_790_000_000.0 + self._steps])
-
-
 class OldGym(Good):
     """No seed, the observation alone, four values."""
 
@@ -119,33 +109,12 @@ class Quits(Good):
         raise SystemExit(3)
 
 
-class OneArray(Good):
-    """Writes each observation over the last one."""
-
-    def observe(self) -> Any:
-        self._array = getattr(self, "_array", np.zeros(2, np.float32))
-        self._array[:] = super().observe()
-        return self._array
-
-
 class MaskInInfo(Good):
     """Tells its legal actions where `action_mask: auto` does not look."""
 
     def step(self, action: Any) -> Any:
         *others, info = super().step(action)
         return *others, info | {"action_mask": np.ones(2, np.int8)}
-
-
-class Chatty(Good):
-    """Prints; whether from Python or below it is seen alike."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        print("a new episode")
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        os.write(1, b"step\n")
-        return super().step(action)
 
 
 class Picky(spaces.Discrete):
@@ -169,12 +138,6 @@ class Raises(Good):
 
 def nothing() -> None:
     """A factory that forgot to return what it has made."""
-
-
-class Sluggish(Good):
-    def step(self, action: Any) -> Any:
-        time.sleep(0.05)
-        return super().step(action)
 
 
 class Parting(Good):

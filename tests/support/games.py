@@ -8,7 +8,6 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import parallel_to_aec
-from pettingzoo.utils.wrappers import BaseWrapper
 
 MODULE = "tests.support.games"
 NAMES = ["ann", "bob", "cy"]
@@ -453,22 +452,6 @@ class Trap(AllAtOnce):
         rewards = {"ann": float(self.steps == 3), "bob": float(self.steps == 1)}
         self.agents = [] if self.steps == 4 else NAMES[0 if self._listed else 1 : 2]
         return {a: self.seen(a) for a in NAMES[:2]}, rewards, fallen, dict.fromkeys(acting, False), {}
-
-
-class Tenfold(BaseWrapper):  # type: ignore[misc]
-    """Pays ten times as much, by a state of its own that it has only once a step was made."""
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        super().reset(seed, options)
-        self.__dict__.pop("_cumulative_rewards", None)
-
-    def step(self, action: Any) -> None:
-        super().step(action)
-        self._cumulative_rewards = {agent: 10 * paid for agent, paid in self.env._cumulative_rewards.items()}
-
-
-def tenfold() -> Any:
-    return Tenfold(Telling())
 
 
 class Leaver(_Coming, ParallelEnv):  # type: ignore[misc]

@@ -1,11 +1,10 @@
-"""Trying an environment, in a process of its own: what its agents and spaces are, and everything that is wrong with it.
+"""Tries an environment in a process of its own: describes its agents and spaces, and lists everything wrong with it.
 
-In, on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
-`whole` (whether it is also to be seen if the environment follows its seed), `alone` (no run is meant: each agent
-has a policy of its own), and `any_api` (it may be of PettingZoo, whatever the config says). Out, on standard output, a
-line of JSON for each thing: what it is `doing`, a `problem`, the `description`, and `done`. A call that lasts longer
-than the deadline ends the process; its stack is on standard error.
-Imports neither torch nor ray, so that it begins within a moment.
+Input on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
+`whole` (also check that the environment follows its seed), `alone` (there is no run: each agent gets its own policy)
+and `any_api` (accept a PettingZoo environment whatever the config says). Output on standard output, one line of JSON
+each: the call it is `doing`, a `problem`, the `description`, and `done`. A call beyond the deadline ends the process;
+its stack is on standard error. Imports neither torch nor ray, so that it starts quickly.
 """
 
 import contextlib
@@ -13,8 +12,7 @@ import faulthandler
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,7 +28,7 @@ from stagecoach.rollout_worker.environments.description import SINGLE_AGENT, che
 from stagecoach.rollout_worker.environments.factory import is_factory, make_environment
 from stagecoach.rollout_worker.environments.pettingzoo_env import OneAtATime
 from stagecoach.rollout_worker.environments.seeding import SEEDS
-from stagecoach.rollout_worker.environments.vector_env import OUTCOME, pick
+from stagecoach.rollout_worker.environments.vector_env import pick
 from stagecoach.shared.base.errors import OtherApi, StagecoachError, UserError
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.process import tell_of_exits
@@ -41,16 +39,12 @@ from stagecoach.shared.experience.spaces import Array, EnvironmentDescription, P
 
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _COMPARED_STEPS = 20
-_SPREAD = 1e-6
-"""Of a number, beyond which float32's seven digits tell its values apart."""
 _GRAY = 16
-"""The shortest side of what may be meant as a picture."""
-_LONGEST_SECONDS = 60.0
-"""Of random steps, however many are asked for; each call has its own deadline."""
+"""Shortest side of an array that may be meant as an image."""
 
 
 class Check:
-    """One environment that is being tried. A Gymnasium environment is one with a single agent."""
+    """Tries one environment. A Gymnasium environment counts as one with a single agent."""
 
     def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
         self._config, self._seed, self._report = config, seed, Report(deadline_seconds, tell)
@@ -58,42 +52,38 @@ class Check:
         self._random = np.random.default_rng(seed)
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
         self._masked: dict[str, PolicySpaces] = {}
-        """Of each agent that acts by an action mask."""
+        """Agents that act by an action mask."""
         self._infos: Mapping[str, Any] = {}
         self._outcomes: dict[str, str] = {}
-        """Reward and flags of each agent's last step."""
-        self._told: set[str] = set()
+        """Agent → reward and flags of its last step."""
+        self._info_names: set[str] = set()
         """Names of the numbers that any step's `info` held."""
-        self._mask_untaken = False
-        """Whether an `info` has a mask, and what is observed has none."""
+        self._mask_ignored = False
+        """Whether an `info` has a mask while the observation has none."""
         self._ended: set[str] = set()
-        """Agents that have ended and are in `env.agents` since: none of them acts."""
-        self._spread: dict[tuple[str, str], tuple[Array, Array]] = {}
-        """Agent and column → the least and the largest of each number observed."""
+        """Agents that have ended and are still in `env.agents`: they do not act."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
-        """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
+        """Runs all checks and reports problems as they are found."""
         try:
             description = self._make(alone, any_api)
             if self._config.environment.vectorization == "native":
                 self._step_native(description, steps)
-            ended, played = self._play(steps)
-            self._report.chatter()
-            self._check_info(played)
-            self._check_spread()
-            if self._mask_untaken:
+            ended = self._play(steps)
+            self._check_info(steps)
+            if self._mask_ignored:
                 found, remedy = f"info has an {KEY}, which nothing acts by", "set environment.action_mask: info, or off"
                 self._report.add(NOTE, found, "one that is observed, with environment.action_mask=auto", remedy)
             if whole:
                 self._check_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
-                    found = f"no episode ended within {counted(played, 'step')}"
+                    found = f"no episode ended within {counted(steps, 'step')}"
                     remedy = "set environment.max_episode_steps if none ever does"
                     self._report.add(NOTE, found, "episodes that end", remedy)
             self._report.guarded("close()", self._env.close)
         except Unsteppable:
             pass
-        except (Exception, SystemExit) as error:  # what it holds is such that it cannot even be inspected
+        except (Exception, SystemExit) as error:  # such as an object that cannot even be inspected
             with contextlib.suppress(Unsteppable):
                 self._report.raised("inspecting it", error)
 
@@ -141,9 +131,6 @@ class Check:
             found = "environment.parameters are given by reset(options=…), and it does not say which of them it reads"
             remedy = "add it, or use environment.parameters_by: attributes, or rebuild"
             self._report.add(NOTE, found, "an attribute reset_options, a list of their names", remedy)
-        self._columns = {
-            agent: description.policies[policy_id].observation.own for agent, policy_id in description.agents.items()
-        }
         for agent in description.agents:
             observed, done = self._env.observation_space, self._env.action_space
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
@@ -155,7 +142,7 @@ class Check:
         return description
 
     def _check_images(self, description: EnvironmentDescription) -> None:
-        """Notes gray pictures that no convolution would see."""
+        """Notes gray images without a channel axis, which no convolution would see."""
         for spaces_of in description.policies.values():
             for leaf in spaces_of.observation.leaves:
                 if leaf.kind == "box" and leaf.dtype == "uint8" and len(leaf.shape) == 2 and min(leaf.shape) >= _GRAY:
@@ -173,28 +160,14 @@ class Check:
             environment = environment.model_copy(update={"max_episode_steps": None})
         return self._report.calling("its start (__init__)", lambda: make_environment(environment))
 
-    def _play(self, steps: int) -> tuple[bool, int]:
-        """Random actions; whether an episode has ended, and how many steps were done."""
+    def _play(self, steps: int) -> bool:
+        """Takes random actions; returns whether an episode has ended."""
         observations, ended = self._reset(self._seed), False
-        kept: tuple[Any, Any] | None = None
-        enough = time.monotonic() + _LONGEST_SECONDS
         for step in range(steps):
-            if time.monotonic() > enough:
-                found = f"{counted(step, 'step')} took {_LONGEST_SECONDS:g} s, so the rest of {steps:,} was left out"
-                remedy = "raise rollout.workers or environment.num_envs if it is so slow"
-                self._report.add(NOTE, found, "faster steps", remedy)
-                return ended, step
-            if kept is not None and not data_equivalence(_copied(kept[0]), kept[1]):
-                found = "an observation changed after it was returned: its array is used again"
-                expected = "a new array for each (Stagecoach copies them; others may not)"
-                self._report.add(NOTE, found, expected, "return obs.copy()")
-            kept = observations, _copied(observations)
-            self._note_spread(observations)
             observations, over = self._step(self._actions(observations))
             if over and step < steps - 1:
-                ended, kept = True, None
-                observations = self._reset(self._seed + step + 1)
-        return ended, steps
+                ended, observations = True, self._reset(self._seed + step + 1)
+        return ended
 
     def _reset(self, seed: int) -> dict[str, Any]:
         try:
@@ -253,7 +226,7 @@ class Check:
         return actions
 
     def _legal(self, agent: str, observation: Any, action: Any) -> Any:
-        """The action with each of its choices drawn from the legal ones."""
+        """Returns the action with each of its choices drawn from the legal ones."""
         masked = self._masked[agent]
         if self._config.environment.api == "pettingzoo" and self._config.environment.action_mask == "info":
             choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
@@ -274,7 +247,7 @@ class Check:
         return pick(masked.action.to_environment({name: array[None] for name, array in columns.items()}), 0)
 
     def _step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The observations of those who act on, and whether the episode is over."""
+        """Returns the observations of the agents that act next, and whether the episode is over."""
         given = actions if self._many else actions[SINGLE_AGENT]
         result = self._report.guarded("step()", lambda: self._env.step(given))
         if isinstance(result, tuple) and len(result) == 4:
@@ -294,10 +267,9 @@ class Check:
             if no_dicts := [agent for agent, its in info.items() if self._many and not isinstance(its, dict)]:
                 found = f"step() returned {shown(info[no_dicts[0]])} as the info of {no_dicts[0]}"
                 self._report.fatal(found, "a dict for each agent", "return {} where there is nothing to say")
-            self._check_outcomes(each)
-            self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
+            self._info_names |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
             if not self._masked and any(isinstance(its, dict) and KEY in its for its in each):
-                self._mask_untaken = self._config.environment.action_mask == "auto"
+                self._mask_ignored = self._config.environment.action_mask == "auto"
         by_agent = [self._by_agent(f"step() returned {shown(item)}", item) for item in outcomes]
         over, self._outcomes = {}, {}
         for agent in actions:
@@ -314,40 +286,11 @@ class Check:
             self._report.add(NOTE, found, expected, "take them out of agents in the step in which they end")
         return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
 
-    def _check_outcomes(self, infos: Iterable[Mapping[str, Any]]) -> None:
-        """Whether a league can judge a match by what is told of it."""
-        told = [its[OUTCOME] for its in infos if OUTCOME in its] if self._config.league is not None else []
-        for outcome in told:
-            if not 0 <= vector_env.scalar(OUTCOME, outcome).get(OUTCOME, -1) <= 1:
-                found = f"step() returned {shown(outcome)} as info[{OUTCOME!r}]"
-                self._report.add(WRONG, found, "a number from 0 (lost) to 1 (won)", "else the sides' returns decide")
-
-    def _note_spread(self, observations: Mapping[str, Any]) -> None:
-        for agent, observation in observations.items():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # what does not fit its space is told elsewhere
-                for name, array in self._columns[agent].flatten("obs", observation).items():
-                    if array.dtype.kind == "f" or array.dtype.itemsize > 2:
-                        wide = array.astype(np.float64)
-                        least, most = self._spread.get((agent, name), (wide, wide))
-                        self._spread[agent, name] = np.minimum(least, wide), np.maximum(most, wide)
-
-    def _check_spread(self) -> None:
-        """Notes numbers that hardly differ beside what they are: as float32 they are all the same."""
-        for least, most in self._spread.values():
-            spread = most - least
-            found = (spread > 0) & (spread < _SPREAD * np.abs(most))
-            if found.any():
-                first = np.flatnonzero(found)[0]
-                told = f"what is observed differs by {spread.flat[first]:.3g} around {most.flat[first]:.3g}"
-                remedy = "subtract an offset (a time stamp's start) in the environment, else use float64 with"
-                remedy = f"{remedy} policies.<id>.normalize_observations, which subtracts the mean before it rounds"
-                self._report.add(NOTE, told, "numbers that float32 tells apart", remedy)
-
-    def _check_info(self, played: int) -> None:
-        """Whether each column of `environment.info_columns` was told at all."""
-        if missing := [name for name in self._config.environment.info_columns if name not in self._told]:
-            numbers = ", ".join(sorted(self._told)) or "none"
-            found = f"info never told {', '.join(missing)} in {counted(played, 'step')}; its numbers are: {numbers}"
+    def _check_info(self, steps: int) -> None:
+        """Reports names of `environment.info_columns` that no step's `info` had."""
+        if missing := [name for name in self._config.environment.info_columns if name not in self._info_names]:
+            numbers = ", ".join(sorted(self._info_names)) or "none"
+            found = f"info never told {', '.join(missing)} in {counted(steps, 'step')}; its numbers are: {numbers}"
             expected = "a number in each step's info for each of environment.info_columns (without one it is NaN)"
             self._report.add(WRONG, found, expected, "return it, or leave the name out")
 
@@ -383,7 +326,7 @@ def _copied(value: Any) -> Any:
 
 
 def main() -> None:
-    """Reads what is asked, and tells what it finds; whatever the environment prints goes to standard error."""
+    """Reads the request and writes the findings; whatever the environment prints goes to standard error."""
     asked = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

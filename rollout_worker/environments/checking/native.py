@@ -1,7 +1,7 @@
-"""Stepping an environment's own vectorized version as a run would: does it start episodes again as its metadata says?
+"""Steps an environment's own vectorized version as a run would, and checks that it resets as its metadata says.
 
-A version that resets in the step that ends an episode and does not say so shows nothing wrong: truncated episodes would
-be valued by the next one's first observation. It gives itself away where the action after an end has an effect.
+A version that silently resets in the step that ends an episode shows nothing wrong: truncated episodes would be valued
+by the next one's first observation. It is detected by the effect of the action after an end.
 """
 
 import time
@@ -24,13 +24,13 @@ from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _MOST_STEPS, _MOST_SECONDS = 1100, 5.0
-"""Until an episode ends: that of a common limit of 1,000 steps does."""
+"""Bounds of the wait for an episode's end; enough for the common limit of 1,000 steps."""
 _STEPS_AFTER = 10
-"""Within these an action shows an effect."""
+"""Steps within which an action shows its effect."""
 
 
 class NativeTrial:
-    """One native version that is stepped. `act` draws an action for one observation; `again` begins its draws anew."""
+    """Trial of one native version. `act` draws an action for one observation; `again` restarts its draws."""
 
     def __init__(
         self, report: Report, config: EnvironmentConfig, description: EnvironmentDescription, seed: int,
@@ -41,7 +41,7 @@ class NativeTrial:
         self._act, self._again = act, again
 
     def run(self, steps: int) -> None:
-        """Steps it until an episode has ended, at least `steps` times; raises `Unsteppable` where it cannot be."""
+        """Steps until an episode has ended, at least `steps` times; raises `Unsteppable` if that is impossible."""
         table = evaluated_table(self._config.parameters, {})
         parameters = None if table is None else EpisodeParameters(table, self._config.num_envs)
         env = self._report.calling("the start of its native version", lambda: make_native(self._config))
@@ -60,8 +60,10 @@ class NativeTrial:
         self._report.guarded("close() of its native version", self._env.close)
 
     def _play(self, steps: int, ended: tuple[int, int] | None) -> tuple[list[Columns], tuple[int, int] | None]:
-        """What is observed, first of all and after each step, and the first step and copy in which an episode ended.
-        With that of an earlier play, the copy does something else in the step after it."""
+        """Returns the observations, and the first step and copy in which an episode ended.
+
+        With `ended` of an earlier play, that copy takes another action in the step after it.
+        """
         self._again()
         until = time.monotonic() + _MOST_SECONDS
         other, seeds = ended, [self._seed % SEEDS] * self._env.num_envs
@@ -89,7 +91,7 @@ class NativeTrial:
         return {self._policy: {name: np.stack([its[name] for its in drawn]) for name in drawn[0]}}
 
     def _another(self, column: str, array: Array) -> Array:
-        """A choice or number that differs from what was drawn."""
+        """Returns a choice or number that differs from what was drawn."""
         leaf = next(leaf for leaf in self._spaces.action.leaves if leaf.column("action") == column)
         if leaf.nvec:
             choice: Array = (array + 1) % np.asarray(leaf.nvec).reshape(leaf.shape)
@@ -99,7 +101,7 @@ class NativeTrial:
         return another
 
     def _compare(self, seen: list[Columns], ended: tuple[int, int]) -> None:
-        """Plays the same again but for one action, in the step that only resets: it should change nothing."""
+        """Plays the same again except for one action in the step that only resets: it should change nothing."""
         (again, _), (step, copy) = self._play(0, ended), ended
         pairs = list(zip(seen, again, strict=False))
         if not all(_same(one, other, copy) for one, other in pairs[: step + 1]):

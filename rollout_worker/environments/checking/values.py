@@ -1,4 +1,4 @@
-"""Whether single values that an environment returns are what they should be: observations, rewards, ends."""
+"""Checks of single values that an environment returns: observations, rewards, ends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _LARGEST = f"numbers up to {LARGEST:g}, beyond which nothing is learned"
 
 
 def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
-    """Reward and both flags of one agent; whether its episode is over."""
+    """Checks the reward and both flags of one agent; returns whether its episode is over."""
     told = f"step() returned {shown(reward)} as reward{whose}"
     try:
         number = float(reward.item() if isinstance(reward, np.ndarray) else reward)
@@ -36,7 +36,7 @@ def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, trun
 
 
 def check_value(report: Report, what: str, value: Any, space: spaces.Space[Any]) -> None:
-    """Where a value does not fit its space: structure, shape, dtype, NaN, bounds."""
+    """Reports a value that does not fit its space: structure, shape, dtype, NaN, bounds."""
     told, expected = f"{what}, {shown(value)}", f"shape {space.shape} and dtype {space.dtype}"
     remedy = "return what the space says, or correct observation_space"
     if isinstance(space, spaces.Dict | spaces.Tuple):
@@ -77,7 +77,7 @@ def check_value(report: Report, what: str, value: Any, space: spaces.Space[Any])
 
 
 def shown(value: Any) -> str:
-    """Its type, and its shape or what it is where that is short."""
+    """Returns a short description: type, and shape or value."""
     if isinstance(value, np.ndarray | np.generic):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     if isinstance(value, tuple):
