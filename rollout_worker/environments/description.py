@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np

@@ -1,9 +1,9 @@
 """Hierarchy of levels: one agent's Gymnasium environment as a game of levels in turns (`environment.hierarchy`).
 
-An action of an upper level is a goal for the level below, which observes it from then on. It lasts until the lower level
-has achieved the goal, has acted `every` times, or a level above is done. The lower level's actions for one goal are a
-separate episode within the environment's: terminated if the goal is achieved, otherwise truncated, as in hierarchical
-actor-critic (Levy et al. 2019). All randomness (tests of subgoals) follows from the seed of the environment's episode.
+An action of an upper level is a goal for the level below, which observes it from then on. It lasts until the lower
+level has achieved the goal, has acted `every` times, or a level above is done. The lower level's actions for one goal
+are a separate episode within the environment's: terminated if the goal is achieved, otherwise truncated, as in
+hierarchical actor-critic (Levy et al. 2019). All randomness (tests of subgoals) follows from the seed of the episode.
 """
 
 import math

@@ -64,24 +64,24 @@ def played(
 
 
 @pytest.mark.parametrize(("episodes", "copies"), [(1, 4), (5, 4), (8, 4), (7, 3)])
-def test_exactly_the_episodes_asked_for_are_played(episodes: int, copies: int) -> None:
+def test_evaluation_plays_exact_number_of_episodes(episodes: int, copies: int) -> None:
     config = config_of({"id": f"{MODULE}:Counting", "kwargs": {"length": 3}}, episodes=episodes, num_envs=copies)
     scores = played(config)
     assert [record.length for record in scores] == [3] * episodes
     assert scores_of(config, played(config, episodes=2))["episodes"] == 2
 
 
-def test_each_environment_plays_its_share_however_short_its_episodes_are() -> None:
+def test_evaluation_gives_each_environment_its_share() -> None:
     config = config_of({"id": f"{MODULE}:LengthOfSeed"}, episodes=7, num_envs=3)
     assert [record.length for record in played(config, seed=0)] == [2, 2, 3, 3, 4, 4, 4]
 
 
-def test_an_observation_of_nan_is_no_score() -> None:
+def test_evaluation_fails_on_nan_observation() -> None:
     with pytest.raises(EnvironmentFailure, match=r"an observation \(default/obs\) that cannot be learned from"):
         played(config_of({"id": f"{MODULE}:Spoils", "kwargs": {"what": "observation"}}, episodes=3, num_envs=1))
 
 
-def test_the_seed_alone_decides_which_episodes_are_played() -> None:
+def test_evaluation_depends_on_seed_only() -> None:
     config = config_of({"id": "CartPole-v1"}, episodes=6, greedy=False)
     policies, found = policies_of(config), []
     for state, seed in ((1, 10_000), (2, 10_000), (1, 5)):
@@ -91,7 +91,7 @@ def test_the_seed_alone_decides_which_episodes_are_played() -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_each_checkpoint_and_round_begins_elsewhere_unless_the_seed_is_fixed() -> None:
+def test_evaluation_seed_depends_on_checkpoint_and_round() -> None:
     names = [checkpoint_name(version, 64 * version) for version in range(3)]
 
     def seeds(**sections: Any) -> list[int]:
@@ -105,7 +105,7 @@ def test_each_checkpoint_and_round_begins_elsewhere_unless_the_seed_is_fixed() -
     assert fixed[:2] * 3 == fixed and fixed[0] != fixed[1], "the same for all checkpoints, others to confirm"
 
 
-def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
+def test_evaluation_is_greedy_unless_configured() -> None:
     environment = {"id": f"{MODULE}:Target"}
     greedy, sampled = config_of(environment, episodes=50), config_of(environment, episodes=50, greedy=False)
     policies = policies_of(greedy)
@@ -124,9 +124,7 @@ def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
         ({"wrappers": [{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 10.0}}]}, 36.0),
     ],
 )  # fmt: skip
-def test_the_environment_is_that_of_training_with_the_evaluations_arguments_copies_and_wrappers(
-    fields: dict[str, Any], returned: float
-) -> None:
+def test_evaluation_environment_applies_its_overrides(fields: dict[str, Any], returned: float) -> None:
     kwargs = {"length": 3, "message": "kept"}
     trained_in = {"id": f"{MODULE}:Counting", "kwargs": kwargs, "wrappers": [f"{MODULE}:AddOne"]}
     config = config_of(trained_in, episodes=2, num_envs=5, **fields)
@@ -135,7 +133,7 @@ def test_the_environment_is_that_of_training_with_the_evaluations_arguments_copi
     assert [record.episode_return for record in played(config)] == [returned] * 2
 
 
-def test_scores_sum_up_what_was_played() -> None:
+def test_scores_summarize_episodes() -> None:
     records = (
         EpisodeRecord(1.0, 10, success=True, metrics={"depth": 2.0}),
         EpisodeRecord(4.0, 20, success=False, metrics={"depth": 4.0, "speed": 7.0}),
@@ -152,13 +150,13 @@ def test_scores_sum_up_what_was_played() -> None:
     assert scores_of(strict, records)["success_rate"] == pytest.approx(2 / 3), "where the environment does not tell"
 
 
-def test_the_environment_and_its_wrappers_are_told_that_this_is_an_evaluation() -> None:
+def test_evaluation_sets_test_phase() -> None:
     environment = {"id": f"{MODULE}:TellsPhase", "wrappers": [f"{MODULE}:PhaseWrapper"]}
     records = played(config_of(environment, episodes=3, num_envs=2))
     assert [record.episode_return for record in records] == [66.0] * 3
 
 
-def test_agents_of_one_environment_are_evaluated_together() -> None:
+def test_evaluation_scores_agents_and_policies() -> None:
     config = minimal_config(environment=CHASE, **CHASE_POLICIES, evaluation={"episodes": 3, "num_envs": 2})
     scores = played(config)
     assert [(record.length, set(record.agent_returns)) for record in scores] == [(4, {"cat", "mouse"})] * 3
@@ -177,14 +175,14 @@ def test_agents_of_one_environment_are_evaluated_together() -> None:
         ({"b": 2.1}, False), ({"only": 5.0}, True),
     ],
 )  # fmt: skip
-def test_a_run_is_solved_when_each_policy_has_what_is_asked_of_it(asked: Any, solved: bool) -> None:
+def test_solved_requires_each_policy_return(asked: Any, solved: bool) -> None:
     good: dict[str, Any] = {"mean_return": 5.0, "policies": {"a": 3.0, "b": 2.0}}
     worse = good | {"confirmation": {"mean_return": 4.0, "policies": {"a": 2.9, "b": 1.0}}}
     assert solves(good, asked, None) is solved and not solves(worse, asked, None)
     assert not solves(good, asked, 0.5), "the success rate is asked as well"
 
 
-def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
+def test_evaluation_resets_recurrent_state_per_episode() -> None:
     policy = {"core": "lstm", "core_size": 6, "share_encoder": True}
     config = minimal_config(
         environment={"id": "Pendulum-v1", "max_episode_steps": 30}, policies={"default": policy},
@@ -210,7 +208,7 @@ def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> 
 
 
 @pytest.mark.parametrize("seed", [2**31 - 1, 2**32 - 1])
-def test_evaluation_seeds_are_those_that_older_environments_take(seed: int) -> None:
+def test_evaluation_seeds_fit_older_generators(seed: int) -> None:
     config = minimal_config(
         environment={"id": f"{MODULE}:OlderGenerator"}, evaluation={"episodes": 9, "num_envs": 3}
     )  # fmt: skip
@@ -261,9 +259,7 @@ def scored(evaluator: Evaluator, role: RunContext, versions: range) -> dict[str,
     return read_evaluations(role.redis, role.run_id)
 
 
-def test_each_checkpoint_meets_starts_of_its_own_the_same_whoever_plays_it(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_evaluator_scores_are_reproducible(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 2})
     role = make_role(config)
     first = scored(new_evaluator(config), role, range(4))
@@ -275,9 +271,7 @@ def test_each_checkpoint_meets_starts_of_its_own_the_same_whoever_plays_it(
     assert scored(again, role, range(4)) == first
 
 
-def test_what_may_be_the_best_is_played_again_from_other_starts_and_nothing_else(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_evaluator_confirms_only_best_candidates(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 1}, checkpoint={"keep_best": 1})
     found = scored(new_evaluator(config), make_role(config), range(12))
     best = float("-inf")
@@ -293,9 +287,7 @@ def test_what_may_be_the_best_is_played_again_from_other_starts_and_nothing_else
     assert 1 < sum("confirmation" in scores for scores in found.values()) < 12
 
 
-def test_a_better_one_that_is_gone_keeps_nothing_from_being_the_best(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_pruned_checkpoint_does_not_block_best(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 1})
     role, evaluator = make_role(config), new_evaluator(config)
     gone = {"version": 0, "mean_return": 1e6, "confirmation": {"mean_return": 1e6}}
@@ -317,9 +309,7 @@ def store_due(role: RunContext, version: int, ratings: Mapping[str, Any] = Mappi
 EVERY = {"episodes": 2, "every": "1 updates"}
 
 
-def test_what_is_due_is_played_in_order_then_the_newest_checkpoint(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_evaluator_plays_due_in_order_then_newest(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=LUCK, evaluation=EVERY)
     role, evaluator = make_role(config), new_evaluator(config)
     last = store_checkpoint(role, 12)
@@ -336,9 +326,7 @@ def test_what_is_due_is_played_in_order_then_the_newest_checkpoint(
     assert [scores["env_steps"] for scores in found.values()] == [128, 576, 640, 704, 768]
 
 
-def test_in_a_league_what_is_due_is_ranked_by_its_rating_before_there_is_a_checkpoint_of_it(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_league_evaluation_is_ranked_by_rating(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=NIM, evaluation=EVERY, league={"fixed": {"dice": "random"}})
     role, evaluator = make_role(config), new_evaluator(config)
     name = store_due(role, 3, {"default": {"rating": 7.25}})
@@ -346,7 +334,7 @@ def test_in_a_league_what_is_due_is_ranked_by_its_rating_before_there_is_a_check
     assert read_evaluations(role.redis, role.run_id)[name]["ranking"] == 7.25
 
 
-def test_what_is_drawn_on_one_side_of_a_match_is_not_drawn_again_on_the_other() -> None:
+def test_match_sides_have_own_random_streams() -> None:
     game = {"id": "benchmarks.learning.games:RockPaperScissors", "api": "pettingzoo"}
     config = minimal_config(environment=game, league={})
     dice, fits = PlayerRef("random", "", "random", ("default",)), (("default",), ("default",))
@@ -357,7 +345,7 @@ def test_what_is_drawn_on_one_side_of_a_match_is_not_drawn_again_on_the_other() 
     assert one == again and results[0] != results[1]
 
 
-def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_players_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = minimal_config(environment=NIM, league={}), set[str | None]()
     description = describe_environment(config)
     watchdog = Watchdog("evaluator", config, cast(Heartbeat, None), lambda failure: None, lambda text: None)
@@ -379,7 +367,7 @@ def test_players_of_an_evaluated_match_are_watched(monkeypatch: pytest.MonkeyPat
     assert seen == {"the players of a match", "step of its environments"}
 
 
-def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
+def test_unreadable_due_evaluation_blocks_no_other(
     make_role: MakeRole, new_evaluator: NewEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagecoach.rollout_worker.evaluator._POLL_SECONDS", 0.01)
@@ -400,9 +388,7 @@ def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
     assert evaluator.postpones, "the other one"
 
 
-def test_an_evaluation_tells_how_many_episodes_were_successful(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
+def test_evaluation_event_has_success_rate(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 2, "success_threshold": -1e6})
     role = make_role(config)
     scored(new_evaluator(config), role, range(1))
@@ -420,7 +406,7 @@ def test_an_evaluation_tells_how_many_episodes_were_successful(
         ({"success_rate": 0.9, "mean_return": 5.1}, [0.9, 1.0], False),
     ],
 )
-def test_a_run_may_be_solved_by_its_success_rate(
+def test_run_is_solved_by_success_rate(
     make_role: MakeRole, new_evaluator: NewEvaluator, targets: dict[str, Any], rates: list[Any], solved: bool
 ) -> None:
     config = minimal_config(stop_at={"evaluations": 2} | targets)
@@ -446,7 +432,7 @@ def test_a_run_may_be_solved_by_its_success_rate(
         ({"evaluations": 4}, [480.0, 480.0, 480.0], False),
     ],
 )
-def test_a_run_is_solved_when_each_of_the_last_evaluations_reaches_the_threshold(
+def test_run_is_solved_by_last_evaluations(
     make_role: MakeRole, new_evaluator: NewEvaluator, stop: dict[str, Any], returns: list[Any], solved: bool
 ) -> None:
     config = minimal_config(stop_at={"updates": 4, "mean_return": 475.0} | stop)
@@ -460,7 +446,7 @@ def test_a_run_is_solved_when_each_of_the_last_evaluations_reaches_the_threshold
     assert (role.flow.read().state, role.flow.read().reason) == (("stopping", "solved") if solved else ("running", ""))
 
 
-def test_scores_of_a_line_that_was_left_do_not_solve_a_run(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
+def test_abandoned_lineage_does_not_solve_run(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(stop_at={"mean_return": 475.0, "evaluations": 2})
     role = make_role(config)
 
@@ -478,7 +464,7 @@ def test_scores_of_a_line_that_was_left_do_not_solve_a_run(make_role: MakeRole, 
         assert (role.flow.read().reason == "solved") == solved
 
 
-def test_evaluation_in_steps_finishes_its_episodes() -> None:
+def test_evaluation_in_steps_finishes_episodes() -> None:
     config = config_of({"id": f"{MODULE}:LengthOfSeed"}, env_steps=20, num_envs=3)
     assert [record.length for record in played(config, seed=0)] == [2, 2, 2, 3, 3, 3, 4, 4], "shares of 6, 7 and 7"
     assert len(played(config, episodes=5, seed=0)) == 5, "asked for by number, it is by number"

@@ -223,7 +223,7 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     [
         ("nan", "an observation .default/obs.seen. that cannot be learned from: it holds NaN"),
         ("reward", r"rewards that cannot be learned from: in an episode they add up to \{'ann': .*, 'bob': nan\}"),
-        ("stuck", "told policy default an action_mask without a legal action"),
+        ("stuck", "gave policy default an action_mask without a legal action"),
         ("short", r"an observation.seen of policy default has the shape \(1,\); expected \(3,\)"),
         ("scalar", r"an observation.seen of policy default has the shape \(\); expected \(3,\)"),
         ("short mask", r"an observation.action_mask of policy default has the shape \(1,\); expected \(3,\)"),

@@ -68,7 +68,7 @@ def left_behind(folder: Path) -> list[str]:
         ("step", "sync", "in hang"),
     ),
 )
-def test_environments_that_hang_end_the_process_which_says_where(
+def test_watchdog_ends_process_of_hanging_environment(
     make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, vectorization: str, where: str
 ) -> None:
     seconds = 12.0 if vectorization == "async" else 3.0  # the start of its processes counts as well
@@ -93,9 +93,7 @@ def test_environments_that_hang_end_the_process_which_says_where(
 
 
 @pytest.mark.processes
-def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(
-    run_worker: RunWorker, tmp_path: Path
-) -> None:
+def test_watchdog_ends_process_that_holds_gil(run_worker: RunWorker, tmp_path: Path) -> None:
     kwargs = {"tally": str(tmp_path / "tally"), "times": 1, "locks": True}
     environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs}
     config = minimal_config(environment=environment, rollout={"silent_seconds": 10.5})
@@ -107,7 +105,7 @@ def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(
 
 
 @pytest.mark.parametrize("who", ["worker-0", "evaluator"])
-def test_close_that_hangs_ends_the_process(make_role: MakeRole, tmp_path: Path, who: str) -> None:
+def test_watchdog_ends_process_when_close_hangs(make_role: MakeRole, tmp_path: Path, who: str) -> None:
     """A worker's when it is drained, an evaluator's after its first episodes."""
     (tmp_path / "tally").write_text("x")  # not while the test looks at the spaces
     role = make_role(config := hanging(tmp_path / "tally", "close"))
@@ -123,7 +121,7 @@ def test_close_that_hangs_ends_the_process(make_role: MakeRole, tmp_path: Path, 
     assert f"{who} hangs in close of its environments, at " in events(role)
 
 
-def test_a_process_that_leaks_ends_after_its_fragment(run_worker: RunWorker) -> None:
+def test_memory_limit_ends_worker_after_fragment(run_worker: RunWorker) -> None:
     kwargs = {"kept": 4 * MIB, "seconds": 0.05}
     config = minimal_config(
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": kwargs},
@@ -142,7 +140,7 @@ def test_a_process_that_leaks_ends_after_its_fragment(run_worker: RunWorker) -> 
 
 
 @pytest.mark.processes
-def test_a_process_far_beyond_its_limit_ends_at_once(run_worker: RunWorker) -> None:
+def test_memory_far_beyond_limit_ends_worker_at_once(run_worker: RunWorker) -> None:
     config = minimal_config(
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 600 * MIB, "seconds": 3.0}},
         rollout={"fragment_steps": 64, "fragments_per_update": 1, "memory_limit_bytes": 512 * MIB},
@@ -154,14 +152,14 @@ def test_a_process_far_beyond_its_limit_ends_at_once(run_worker: RunWorker) -> N
 
 
 @pytest.mark.processes
-def test_an_evaluator_that_hangs_ends_too(run_worker: RunWorker, tmp_path: Path) -> None:
+def test_watchdog_ends_hanging_evaluator(run_worker: RunWorker, tmp_path: Path) -> None:
     config = hanging(tmp_path / "tally", "step")
     role, done = run_worker(config, "--evaluator")
     assert done.returncode == 1, done
     assert "evaluator hangs in step of its environments" in events(role)
 
 
-def test_resident_bytes_count_the_children() -> None:
+def test_resident_bytes_include_children() -> None:
     alone = resident_bytes(os.getpid())
     code = "import sys; kept = bytearray(b'x') * (200 << 20); print('ready', flush=True); sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -173,7 +171,7 @@ def test_resident_bytes_count_the_children() -> None:
     assert resident_bytes(2**22 + 1) == 0, "no such process"
 
 
-def test_who_gets_on_or_waits_is_left_alone(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_ignores_progress_and_named_waits(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks are called by hand, so that no time passes."""
     role = make_role(hanging(Path("/nowhere"), "none", step_deadline_seconds=1.0))
     heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")

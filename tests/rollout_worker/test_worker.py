@@ -65,7 +65,7 @@ def beat_of(role: RunContext, worker: str) -> Beat:
     return next(beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == worker)
 
 
-def test_fragments_tell_who_made_them_in_which_order_with_which_policy(make_role: MakeRole) -> None:
+def test_fragment_header_names_worker_seq_and_version(make_role: MakeRole) -> None:
     config = minimal_config()
     role = make_role(config)
     with published(make_role, config), started(role, 3) as worker:
@@ -85,9 +85,7 @@ def test_fragments_tell_who_made_them_in_which_order_with_which_policy(make_role
         assert line.produced.transitions == 64
 
 
-def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(
-    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_requests_next_claim_and_stop_releases_it(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 1e6)  # a beat is a call as well
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 4})
     role = make_role(config)
@@ -102,9 +100,7 @@ def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(
     assert (state.claimed, role.redis.zcard(RunKeys(role.run_id).claims)) == (2, 0)
 
 
-def test_after_a_stale_fragment_another_line_of_episodes_begins_and_no_claim_is_left_that_nobody_uses(
-    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_push_starts_new_life_and_releases_claim(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 1})
     role, other = make_role(config), make_role(config)
     with published(make_role, config) as trainer, started(role) as slow, started(other, 1) as quick:
@@ -123,7 +119,7 @@ def test_after_a_stale_fragment_another_line_of_episodes_begins_and_no_claim_is_
         assert role.redis.zcard(RunKeys(role.run_id).claims) == 0
 
 
-def test_in_heat_up_it_acts_at_random_then_with_the_version_that_the_claim_asks_for(make_role: MakeRole) -> None:
+def test_worker_acts_randomly_in_heatup_then_by_version(make_role: MakeRole) -> None:
     config = minimal_config(heatup="64 env_steps")
     role = make_role(config)
     with published(make_role, config) as trainer, started(role) as worker:
@@ -141,7 +137,7 @@ def test_in_heat_up_it_acts_at_random_then_with_the_version_that_the_claim_asks_
 
 
 @pytest.mark.parametrize("place", ["step", "reset"])
-def test_a_failing_environment_is_started_again_and_told(make_role: MakeRole, tmp_path: Path, place: str) -> None:
+def test_worker_restarts_failing_environment(make_role: MakeRole, tmp_path: Path, place: str) -> None:
     config = flaky(tmp_path / "tally", times=2, place=place, failures_allowed=2)
     role = make_role(config)
     with published(make_role, config), started(role) as worker:
@@ -156,9 +152,7 @@ def test_a_failing_environment_is_started_again_and_told(make_role: MakeRole, tm
 
 
 @pytest.mark.parametrize("place", ["step", "reset"])
-def test_beyond_the_limit_the_worker_raises_with_the_environments_traceback(
-    make_role: MakeRole, tmp_path: Path, place: str
-) -> None:
+def test_worker_raises_after_failures_allowed(make_role: MakeRole, tmp_path: Path, place: str) -> None:
     config = flaky(tmp_path / "tally", times=99, place=place, failures_allowed=2)
     role = make_role(config)
     with published(make_role, config):
@@ -173,7 +167,7 @@ def test_beyond_the_limit_the_worker_raises_with_the_environments_traceback(
         assert not fragments_of(role)
 
 
-def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drained_worker_ends_after_fragment(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     config = minimal_config()
     role = make_role(config)
     with published(make_role, config):
@@ -187,7 +181,7 @@ def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole, monkeypat
 
 
 @pytest.mark.parametrize("word", [RunState.STOPPING, RunState.FINISHED])
-def test_a_worker_ends_with_the_run(make_role: MakeRole, word: RunState) -> None:
+def test_worker_ends_with_run(make_role: MakeRole, word: RunState) -> None:
     config = minimal_config()
     role = make_role(config)
     with published(make_role, config):
@@ -195,7 +189,7 @@ def test_a_worker_ends_with_the_run(make_role: MakeRole, word: RunState) -> None
         assert Worker(role, 0).run() == word
 
 
-def test_a_superseded_worker_ends_and_its_successor_goes_on(make_role: MakeRole) -> None:
+def test_superseded_worker_ends_and_successor_continues(make_role: MakeRole) -> None:
     config = minimal_config()
     role, other = make_role(config), make_role(config)
     with published(make_role, config), started(role) as elder, started(other) as younger:
@@ -211,7 +205,7 @@ def test_a_superseded_worker_ends_and_its_successor_goes_on(make_role: MakeRole)
         assert role.flow.read().claimed == 1
 
 
-def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: MakeRole) -> None:
+def test_each_worker_and_incarnation_has_own_seeds(make_role: MakeRole) -> None:
     config = minimal_config(environment={"id": f"{MODULE}:Noise", "num_envs": 2}, rollout={"fragments_per_update": 8})
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"minibatch_size": 16})})
     role = make_role(config)
@@ -223,7 +217,7 @@ def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: Make
     assert len(set(seen)) == 3
 
 
-def test_a_config_that_is_not_the_runs_is_refused_before_anything_happens(make_role: MakeRole) -> None:
+def test_worker_refuses_config_of_another_run(make_role: MakeRole) -> None:
     config = minimal_config()
     with published(make_role, config):
         stranger = make_role(minimal_config(seed=99))

@@ -141,6 +141,6 @@ def test_a_folder_of_another_environment_and_options_without_a_record(stagecoach
     (folder / "played" / "played.csv").write_text("obs.0,action,reward,terminated\n")
     path = write_config(folder, "corridor_other", "")
     check_refused(
-        stagecoach("play", str(path), "--record", "played"), "is of another environment: its columns are obs.0,"
+        stagecoach("play", str(path), "--record", "played"), "is from another environment: its columns are obs.0,"
     )
     check_refused(stagecoach("play", "my-run", "--wait"), "say how you play; give --record DIR as well")

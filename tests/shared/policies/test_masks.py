@@ -174,7 +174,7 @@ def test_a_mask_that_info_lacks_fails_in_one_line_and_a_tuple_of_arrays_is_one_m
     assert told["action_mask"].tolist() == [1, 0, 0, 1, 1] and list(told) == ["observation", "action_mask"]
     assert from_info({"seen": 1}, {"action_mask": [True, False]}, 2)["seen"] == 1
     for info, found in (({}, "found none"), ({"action_mask": [1, 0, 1]}, "found 3 numbers")):
-        with pytest.raises(EnvironmentUnusable, match=f"with 2 numbers, {found}; tell it at each reset and step"):
+        with pytest.raises(EnvironmentUnusable, match=f"with 2 numbers, {found}; return it from each reset and step"):
             from_info(0, info, 2)
 
 

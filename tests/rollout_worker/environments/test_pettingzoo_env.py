@@ -132,7 +132,7 @@ def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
 )
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(1, 3))
 @settings(max_examples=12)
-def test_each_transition_is_that_of_a_plain_loop(
+def test_game_transitions_equal_plain_loop(
     environment: dict[str, Any], plain: Any, seed: int, steps: int, copies: int
 ) -> None:
     stage = Stage(environment | {"num_envs": copies}, seed=seed)
@@ -152,9 +152,7 @@ def test_each_transition_is_that_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("environment", "plain"), [(TURNS, plain_turns), (AT_ONCE, plain_steps)], ids=["turns", "at once"]
 )
-def test_an_archive_gives_back_the_episodes_of_each_agent_to_its_policy(
-    tmp_path: Path, environment: dict[str, Any], plain: Any
-) -> None:
+def test_archive_returns_episodes_per_agent(tmp_path: Path, environment: dict[str, Any], plain: Any) -> None:
     """In turns, a fragment's end cuts them: the turn that is open there is in no fragment."""
     steps, count, in_turns = 11, 6, environment is TURNS
     stage = Stage(environment, policies={"a": {}, "b": {}, "of": {"trainable": False}}, agents=THREE)
@@ -190,9 +188,7 @@ def test_an_archive_gives_back_the_episodes_of_each_agent_to_its_policy(
 
 @pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
 @pytest.mark.parametrize("environment", [TURNS, AT_ONCE], ids=["turns", "at once"])
-def test_a_successor_acts_what_its_predecessor_would_have(
-    environment: dict[str, Any], sections: dict[str, Any]
-) -> None:
+def test_game_successor_equals_undisturbed_worker(environment: dict[str, Any], sections: dict[str, Any]) -> None:
     worker = Stage(environment | {"num_envs": 3}, **sections)
     for _ in range(4):
         worker.sample(5)
@@ -204,9 +200,7 @@ def test_a_successor_acts_what_its_predecessor_would_have(
 
 @pytest.mark.parametrize("steps", [5, 6])
 @pytest.mark.parametrize("environment", [TURNS, AT_ONCE], ids=["turns", "at once"])
-def test_a_learner_computes_what_was_acted_though_steps_and_slots_are_as_many_as_a_core_remembers(
-    environment: dict[str, Any], steps: int
-) -> None:
+def test_learner_log_prob_equals_worker_with_core(environment: dict[str, Any], steps: int) -> None:
     core = {"core": "gru", "core_size": 6, "share_encoder": True}
     stage = Stage(environment | {"num_envs": 2}, policies={"default": core})
     policy = cast(RecurrentActorCritic, stage.policies["default"])
@@ -227,7 +221,7 @@ TWO: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", [TURNS, pytest.param(AT_ONCE, marks=pytest.mark.exhaustive)], ids=["turns", "at once"])
-def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(kind: dict[str, Any]) -> None:
+def test_async_games_equal_sync_and_resume(kind: dict[str, Any]) -> None:
     limited = kind | {"max_episode_steps": 7}
     here, there = (Stage(limited | {"vectorization": its}, **TWO) for its in ("sync", "async"))
     for _ in range(3):
@@ -246,19 +240,19 @@ def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(ki
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("blind", "step: 'no observation of"), ("empty", "reset: no agent is to act; expected one"),
-        ("strange", "step: 'agents has dee; expected names of possible_agents alone'"),
+        ("blind", "step: 'no observation of"), ("empty", "reset: no agent can act; expected at least one"),
+        ("strange", "step: 'agents has dee; expected only names in possible_agents'"),
         ("unpaid", "environment . raised KeyError in step: 'no reward for (ann|bob|cy); expected one for each agent"),
         ("wordy", "environment . raised TypeError in step: the info of (ann|bob|cy) is 'x'; expected a dict"),
         ("wide", r"reset: an observation of policy default has the shape \(5,\); expected \(3,\)"),
     ],
 )  # fmt: skip
-def test_an_agent_of_which_something_is_missing_or_odd_is_an_error(kind: str, says: str) -> None:
+def test_invalid_agent_data_is_environment_failure(kind: str, says: str) -> None:
     with pytest.raises(EnvironmentFailure, match=says):
         Stage({"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": kind}}).sample(20)
 
 
-def test_who_has_ended_in_the_last_turn_before_the_limit_has_terminated() -> None:
+def test_agent_ended_before_limit_has_terminated() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Struck", "num_envs": 1, "max_episode_steps": 2})
     columns = stage.sample(4).columns["default"]
     first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
@@ -266,7 +260,7 @@ def test_who_has_ended_in_the_last_turn_before_the_limit_has_terminated() -> Non
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_a_limit_in_mid_cycle_pays_nothing_twice(limit: int) -> None:
+def test_limit_in_mid_cycle_pays_rewards_once(limit: int) -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:paid_by_cycle", "num_envs": 1, "max_episode_steps": limit})
     sample = stage.sample(3 * limit)
     assert sample.episodes
@@ -274,7 +268,7 @@ def test_a_limit_in_mid_cycle_pays_nothing_twice(limit: int) -> None:
         assert record.agent_returns == pytest.approx(dict.fromkeys(NAMES, (0.0, 1.0, 11.0)[limit // 3]))
 
 
-def test_who_was_dropped_without_a_word_before_the_limit_has_terminated() -> None:
+def test_dropped_agent_has_terminated_at_limit() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Dropped", "num_envs": 1, "max_episode_steps": 3})
     columns = stage.sample(4).columns["default"]
     first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
@@ -283,9 +277,7 @@ def test_who_was_dropped_without_a_word_before_the_limit_has_terminated() -> Non
 
 @pytest.mark.parametrize("limit", [{}, {"max_episode_steps": 5}])
 @pytest.mark.parametrize("kwargs", [{}, {"leaves": True}])
-def test_an_episode_has_the_last_info_of_all_also_of_those_that_had_no_turn_since(
-    limit: dict[str, Any], kwargs: dict[str, Any]
-) -> None:
+def test_record_has_last_info_of_waiting_agents(limit: dict[str, Any], kwargs: dict[str, Any]) -> None:
     told = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1, "kwargs": kwargs}
     (first, *_) = Stage(told | limit).sample(7).episodes
     steps = 5 if limit else 6
@@ -294,7 +286,7 @@ def test_an_episode_has_the_last_info_of_all_also_of_those_that_had_no_turn_sinc
     assert first.agent_returns == {"ann": steps, "bob": steps}
 
 
-def test_who_is_dropped_before_its_first_turn_has_what_it_was_paid_and_told() -> None:
+def test_record_has_reward_of_agent_without_turn() -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1}
     (kept, *_), (dropped, *_) = (
         Stage(game | {"kwargs": {"until": 1, "leaves": leaves}}).sample(3).episodes for leaves in (False, True)
@@ -304,7 +296,7 @@ def test_who_is_dropped_before_its_first_turn_has_what_it_was_paid_and_told() ->
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_what_is_paid_to_who_does_not_act_is_in_its_return(listed: bool) -> None:
+def test_return_includes_rewards_of_inactive_agents(listed: bool) -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Trap", "num_envs": 1, "kwargs": {"listed": listed}})
     (first, *_) = (sample := stage.sample(8)).episodes
     assert first.agent_returns == {"ann": 1.0, "bob": 1.0} and first.length == 4
@@ -312,36 +304,31 @@ def test_what_is_paid_to_who_does_not_act_is_in_its_return(listed: bool) -> None
 
 
 @pytest.mark.parametrize("limits", [{"max_episode_steps": 4}, {"max_episode_steps": 3, "episode_ends": "any"}])
-def test_an_environment_may_show_everything_in_one_array(limits: dict[str, Any]) -> None:
+def test_environment_may_reuse_observation_array(limits: dict[str, Any]) -> None:
     game = {"api": "pettingzoo", "num_envs": 2, "kwargs": {"until": 99}} | limits
     reused, fresh = (Stage(game | {"id": f"{MODULE}:{name}"}).sample(14) for name in ("Reused", "Telling"))
     assert same(reused, fresh) and fresh.columns["default"]["truncated"].any()
 
 
-def test_pay_that_is_no_number_is_the_environments_fault_also_before_a_first_turn() -> None:
+def test_nan_reward_before_first_turn_is_failure() -> None:
     with pytest.raises(EnvironmentFailure, match=r"in an episode they add up to \{'ann': 6.0, 'bob': nan\}"):
         Stage({"api": "pettingzoo", "id": f"{MODULE}:NeverPaid", "num_envs": 1}).sample(9)
 
 
 @pytest.mark.parametrize("name", ["Telling", "AllAtOnce"])
-def test_a_number_of_the_info_is_unknown_where_nothing_was_acted(name: str) -> None:
+def test_info_column_is_nan_where_nobody_acted(name: str) -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 3, "info_columns": ["score"]})
     columns = stage.sample(40).columns["default"]
     assert not columns["mask"].all() and np.isnan(columns["info/score"][~columns["mask"]]).all()
 
 
-def test_the_last_mask_of_who_waits_for_its_turn_is_known_at_the_limit() -> None:
+def test_final_mask_of_waiting_agent_at_limit() -> None:
     told = {"api": "pettingzoo", "id": f"{MODULE}:Telling", "num_envs": 1, "max_episode_steps": 5}
     columns = Stage(told | {"action_mask": "info"}).sample(6).columns["default"]
     assert columns["final_obs.action_mask"].tolist() == [[1, 0, 0], [0, 1, 0]]
 
 
-def test_a_wrapper_that_has_a_state_of_its_own_from_a_step_on_is_what_is_read() -> None:
-    columns = Stage({"api": "pettingzoo", "id": f"{MODULE}:tenfold", "num_envs": 1}).sample(13).columns["default"]
-    assert columns["reward"][:3].tolist() == [[20.0, 20.0], [20.0, 20.0], [20.0, 10.0]]
-
-
-def test_who_was_dropped_without_a_word_and_is_born_again_has_ended_before() -> None:
+def test_rejoined_agent_had_terminated() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Reborn", "num_envs": 1, "max_episode_steps": 5})
     columns = stage.sample(6).columns["default"]
     assert columns["mask"][:2, 0].tolist() == [True, True]
@@ -349,12 +336,12 @@ def test_who_was_dropped_without_a_word_and_is_born_again_has_ended_before() -> 
     assert columns["reward"][:2, 0].tolist() == [2.0, 2.0]
 
 
-def test_an_episode_that_ends_with_any_agent_ends_with_one_that_leaves_without_a_word() -> None:
+def test_episode_ends_any_counts_agent_that_leaves() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Leaver", "num_envs": 1, "episode_ends": "any"})
     assert [its.length for its in stage.sample(8).episodes] == [2, 2, 2, 2]
 
 
-def test_whom_the_game_truncates_is_bootstrapped_from_also_where_it_ends_with_that() -> None:
+def test_agent_truncated_at_game_end_is_bootstrapped() -> None:
     kept, cleared = (
         Stage({"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "kwargs": {"clears": clears}}).sample(9)
         for clears in (False, True)
@@ -366,32 +353,32 @@ def test_whom_the_game_truncates_is_bootstrapped_from_also_where_it_ends_with_th
 
 
 @pytest.mark.parametrize(("ends", "length"), [("any", 1), ("all", 6)])
-def test_an_episode_that_ends_with_any_agent_ends_with_one_that_has_not_acted_yet(ends: str, length: int) -> None:
+def test_episode_ends_any_counts_agent_without_turn(ends: str, length: int) -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "kwargs": {"dies": True}}
     assert {its.length for its in Stage(game | {"episode_ends": ends}).sample(14).episodes} == {length}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
-def test_what_an_agent_was_paid_before_its_first_turn_is_in_its_return_at_the_limit_too(limit: int) -> None:
+def test_return_includes_reward_before_first_turn(limit: int) -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "max_episode_steps": limit}
     (first, *_) = Stage(game).sample(6).episodes
     assert {*first.agent_returns.values()} == {float(limit)} and first.length == limit
 
 
-def test_a_critic_of_the_state_sees_zeros_of_who_has_died_and_observes_none() -> None:
+def test_state_critic_accepts_dead_agent_without_obs() -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": "none_at_death"}, "num_envs": 1}
     columns = Stage(game, policies={"default": {"critic_observes": "state"}}).sample(6).columns["default"]
     assert columns["terminated"].any()
 
 
-def test_a_policy_whose_critic_sees_the_state_does_not_know_a_value() -> None:
+def test_deployed_state_critic_has_no_value() -> None:
     policies = {"default": {"critic_observes": "state"}}
     policy = Stage({"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}, policies=policies).policies["default"]
     seen = DeployedPolicy(policy, 0).inspect(np.zeros(3, np.float32))
     assert seen.value is None and seen.probabilities is not None
 
 
-def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:
+def test_fragment_of_turns_has_size_of_kept_rows() -> None:
     stage = Stage(TURNS | {"num_envs": 4})
     sample = stage.sample(60)
     sent = fragment.Fragment(stage.header(sample, 60), sample.columns)
@@ -400,7 +387,7 @@ def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:
     assert len(fragment.encode(sent)) < 0.75 * sum(array.nbytes for array in sample.columns["default"].values())
 
 
-def test_a_trace_of_turns_holds_what_was_done_in_each_step() -> None:
+def test_trace_of_turns_has_all_steps() -> None:
     stage = Stage(TURNS)
     stage.sample(6)
     trace = action_trace.read(stage.left)
@@ -414,7 +401,7 @@ WANDERING = {"name": "td3", "minibatch_size": 8, "exploration": {"kind": "ou", "
 @pytest.mark.parametrize(
     ("algorithm", "kwargs"), [(BOOTSTRAPPED, {}), (WANDERING, {"boxes": True})], ids=["one head", "ou noise"]
 )
-def test_what_explores_slot_by_slot_knows_whose_turn_it_is(algorithm: dict[str, Any], kwargs: dict[str, Any]) -> None:
+def test_slot_exploration_is_deterministic_in_turns(algorithm: dict[str, Any], kwargs: dict[str, Any]) -> None:
     """Twice the same from the same beginning, whichever slots have a turn together."""
     samples = []
     for _ in range(2):
@@ -433,7 +420,7 @@ STATES: dict[str, Any] = {
 @pytest.mark.parametrize("told", [True, False], ids=["its own", "of observations"])
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=12)
-def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: bool, seed: int) -> None:
+def test_state_critic_sees_state_or_all_observations(told: bool, seed: int) -> None:
     name = "Told" if told else "AllAtOnce"
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 1}, seed=seed, **STATES)
     columns = stage.sample(12).columns
@@ -460,7 +447,7 @@ def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: 
                 assert any(found) != dead, "who has died is not there, from that step on"
 
 
-def test_an_updates_batch_has_a_row_for_each_agent_that_acts_in_a_step() -> None:
+def test_minibatch_limit_counts_acting_agents() -> None:
     def checked(size: int, environment: dict[str, Any] = AT_ONCE) -> None:
         policies = {"one": {}, "rest": {"algorithm": {"minibatch_size": size}}}
         sections = {"environment": environment | {"num_envs": 1}, "agents": {NAMES[0]: "one", "*": "rest"}}
@@ -479,7 +466,7 @@ def test_an_updates_batch_has_a_row_for_each_agent_that_acts_in_a_step() -> None
         checked(81, TURNS)
 
 
-def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told() -> None:
+def test_fragment_steps_refuse_lost_turns() -> None:
     def lost(steps: int, environment: dict[str, Any] = TURNS, **sections: Any) -> str:
         config = minimal_config(environment=environment, rollout={"fragment_steps": steps}, **sections)
         check_new(config, description := describe_environment(config))
@@ -494,7 +481,7 @@ def test_fragments_in_which_most_turns_would_be_lost_are_refused_and_others_told
     assert turns_lost(dqn, describe_environment(dqn)), "by its defaults too"
 
 
-def test_what_is_recorded_is_read_without_what_critics_alone_see(tmp_path: Path) -> None:
+def test_archive_is_read_without_critic_state(tmp_path: Path) -> None:
     """So an archive of a run with such critics is imitated by one without, and the other way."""
     found = {}
     for wrote in ("own", "state"):

@@ -44,9 +44,7 @@ class ByRule(Exploration):
 @pytest.mark.parametrize("levels", [THREE, [THREE[0], THREE[2]]], ids=["three", "two"])
 @given(st.integers(0, 2**32 - 1), st.integers(12, 40), st.integers(1, 2))
 @settings(max_examples=10)
-def test_each_transition_is_that_of_a_plain_loop(
-    levels: list[dict[str, Any]], seed: int, steps: int, copies: int
-) -> None:
+def test_level_transitions_equal_plain_loop(levels: list[dict[str, Any]], seed: int, steps: int, copies: int) -> None:
     policies: dict[str, Any] = {level["policy"]: {} for level in levels}
     rollout = {"fragment_steps": 32}
     stage = Stage(corridor(levels, num_envs=copies), seed=seed, policies=policies, rollout=rollout)
@@ -76,7 +74,7 @@ def test_each_transition_is_that_of_a_plain_loop(
     assert told
 
 
-def test_a_successor_acts_what_its_predecessor_would_have_also_in_a_test() -> None:
+def test_levels_successor_continues_during_subgoal_test() -> None:
     sections = off_policy()
     environment = sections.pop("environment")
     worker = Stage(environment, **sections)
@@ -101,7 +99,7 @@ def as_the_best(stage: Stage, name: str, its: Columns) -> Array:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_tested_goal_is_acted_for_greedily_and_by_those_below_alone(share: float) -> None:
+def test_tested_subgoal_is_pursued_greedily(share: float) -> None:
     sections = off_policy(test_subgoals=share)
     environment = sections.pop("environment")
     stage = Stage(environment, **sections)
@@ -114,7 +112,7 @@ def test_a_tested_goal_is_acted_for_greedily_and_by_those_below_alone(share: flo
             assert set(told[~np.isnan(told)]) <= {0.0, 1.0} and (~np.isnan(told)).any()
 
 
-def test_uniform_actions_are_as_many_as_asked_for() -> None:
+def test_gaussian_noise_takes_share_of_uniform_actions() -> None:
     sections = off_policy(test_subgoals=0.0)
     stage = Stage(sections.pop("environment"), **sections)
     exploration = GaussianNoise(0.0, None, uniform=0.3)
@@ -139,7 +137,7 @@ def test_environment_end_terminates_levels_that_it_pays(reward: str) -> None:
     assert bottom["truncated"].sum() > fell
 
 
-def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
+def test_evaluation_reports_goals_of_levels() -> None:
     sections = off_policy()
     config = minimal_config(**sections)
     stage = Stage(sections.pop("environment"), **sections)
@@ -155,7 +153,7 @@ def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
     }
 
 
-def test_what_is_tested_follows_from_the_state_that_the_level_had_and_has_no_probability() -> None:
+def test_subgoal_test_uses_recurrent_state() -> None:
     levels = [{"policy": "top", "threshold": 0.5}, {"policy": "low", "every": 5, "threshold": 0.4}]
     environment = corridor(levels, test_subgoals=0.4, num_envs=1, kwargs=CORRIDOR | {"choices": True})
     policies = {"top": {"core": "none"}, "low": {"core": "gru", "algorithm": {"name": "r2d2"}}}
@@ -177,7 +175,7 @@ def test_what_is_tested_follows_from_the_state_that_the_level_had_and_has_no_pro
 
 
 @pytest.mark.parametrize("sections", [off_policy(), with_options()], ids=["levels", "options"])
-def test_a_program_plays_it_in_turns_as_an_evaluation_does(sections: dict[str, Any]) -> None:
+def test_aec_loop_equals_evaluation(sections: dict[str, Any]) -> None:
     config = minimal_config(**sections)
     policies = Stage(sections["environment"], **{k: v for k, v in sections.items() if k != "environment"}).policies
     played = evaluate_policies(config, describe_environment(config), policies, seed=7, episodes=1)
@@ -236,7 +234,7 @@ _BUFFER = "algorithm.replay_buffer"
         ("environment.hierarchy.test_subgoals", 0, "is ever tested"),
     ],
 )  # fmt: skip
-def test_bad_levels_are_refused_before_anything_starts(path: str, value: Any, words: str) -> None:
+def test_describe_refuses_invalid_levels(path: str, value: Any, words: str) -> None:
     sections = changed(path, value)
     if "episodes have" in words:
         sections["environment"]["max_episode_steps"], sections["rollout"]["fragment_steps"] = 8, 64
@@ -247,14 +245,14 @@ def test_bad_levels_are_refused_before_anything_starts(path: str, value: Any, wo
     assert "\n" not in str(raised.value)
 
 
-def test_goals_without_bounds_must_be_given_some() -> None:
+def test_unbounded_goals_require_bounds() -> None:
     levels: list[dict[str, Any]] = [
         {"policy": "top"},
         {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]},
     ]
     environment = {"id": "CartPole-v1", "hierarchy": {"levels": levels}}
     sections: dict[str, Any] = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
-    with pytest.raises(ConfigError, match=r"levels\.1\.low is not given, and 'observation' has no bound"):
+    with pytest.raises(ConfigError, match=r"levels\.1\.low is not given, and 'observation' is unbounded"):
         describe_environment(minimal_config(environment=environment, **sections))
     levels[1] |= {"low": [-1, -2], "high": [1, 2]}
     assert Stage(environment, **sections).sample(32).columns["bottom"]["action"].dtype == np.int64

@@ -1,4 +1,4 @@
-"""Vectorized environments: what each step tells, in each vectorization, on environments worked out by hand; EnvPool."""
+"""Vectorized environments: each step, in each vectorization, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import re
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,17 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
 from stagecoach.rollout_worker.environments.factory import (
-    evaluation_environment,
-    is_factory,
-    make_environment,
-    make_native,
     make_vector,
 )
 from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
@@ -60,7 +53,7 @@ def counting(**kwargs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_each_step_tells_ends_apart_and_starts_again_at_once(vectorization: str, ends: str) -> None:
+def test_step_distinguishes_ends_and_resets_at_once(vectorization: str, ends: str) -> None:
     with started(counting(length=2, ends=ends) | {"vectorization": vectorization}) as vector:
         first = vector.reset([1, 2])["default"]
         assert first[0]["obs"].tolist() == [[0, 0], [0, 0]] and first[1].all()
@@ -80,7 +73,7 @@ def test_each_step_tells_ends_apart_and_starts_again_at_once(vectorization: str,
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "native", "pettingzoo"])
-def test_environments_and_wrappers_are_told_the_phase_and_each_change_of_it(kind: str) -> None:
+def test_set_phase_reaches_environments_and_wrappers(kind: str) -> None:
     environment: dict[str, Any] = {"id": f"{MODULE}:TellsPhase", "vectorization": kind}
     factor, sections = 11.0, dict[str, Any]()
     if kind in ("sync", "async"):
@@ -104,7 +97,7 @@ def test_environments_and_wrappers_are_told_the_phase_and_each_change_of_it(kind
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_wrapper_that_raises_as_it_is_told_the_phase_is_named(kind: str) -> None:
+def test_set_phase_names_failing_wrapper(kind: str) -> None:
     environment = counting() | {"vectorization": kind, "wrappers": [f"{MODULE}:RejectsPhases"]}
     failure = pytest.raises(EnvironmentFailure, match=r"raised ValueError in set_phase: train\? not with me")
     with started(environment) as vector, failure:
@@ -113,7 +106,7 @@ def test_a_wrapper_that_raises_as_it_is_told_the_phase_is_named(kind: str) -> No
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: str, ends: str) -> None:
+def test_native_steps_are_equal_in_all_autoreset_modes(mode: str, ends: str) -> None:
     with started(NATIVE | {"num_envs": 3, "kwargs": {"mode": mode, "ends": ends}}) as vector:
         assert vector.reset([1, 2, 3])["default"][0]["obs"].tolist() == [[0, 0]] * 3
         rows: list[list[tuple[Any, ...]]] = [[] for _ in range(3)]
@@ -145,12 +138,14 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
 
 
 NATIVE = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}
+
+
 AT_ONCE: dict[str, Any] = {"id": f"{MODULE}:starts_again_at_once", "vectorization": "native", "num_envs": 2}
 
 
 @pytest.mark.parametrize("says", [None, "SAME_STEP"])
 @pytest.mark.parametrize("tells", ["final_obs", "final_observation"])
-def test_same_step_autoreset_is_known_by_its_last_observations(says: str | None, tells: str) -> None:
+def test_same_step_mode_is_detected_by_last_observation(says: str | None, tells: str) -> None:
     with started(AT_ONCE | {"kwargs": {"says": says, "tells": tells}}) as vector:
         vector.reset([1, 2])
         for number in range(1, 13):
@@ -167,11 +162,11 @@ def test_same_step_autoreset_is_known_by_its_last_observations(says: str | None,
         ({}, "paid or ended an episode in the step after an end.*expected"),
         ({"says": "NEXT_STEP"}, "paid or ended an episode in the step after an end.*says NEXT_STEP"),
         ({"says": "NEXT_STEP", "tells": "final_obs"}, "info has final_obs.*says NEXT_STEP"),
-        ({"pays": 0.0, "counts": True}, "_elapsed_steps is 0.*says nothing"),
+        ({"pays": 0.0, "counts": True}, "_elapsed_steps is 0.*is missing"),
         ({"says": "same-step"}, "autoreset_mode.* is 'same-step'; expected"),
     ],
 )
-def test_autoreset_that_contradicts_itself_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_native_refuses_contradicting_autoreset_metadata(kwargs: dict[str, Any], message: str) -> None:
     def play() -> None:
         with started(AT_ONCE | {"kwargs": kwargs}) as vector:
             vector.reset([1, 2])
@@ -183,7 +178,7 @@ def test_autoreset_that_contradicts_itself_is_refused(kwargs: dict[str, Any], me
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_configured_numbers_of_the_info_come_with_each_step(vectorization: str) -> None:
+def test_info_columns_come_with_each_step(vectorization: str) -> None:
     names = ["depth", "nan", "digits", "object", "array", "absent"]
     odd = {"id": f"{MODULE}:OddInfo", "vectorization": vectorization, "info_columns": names}
     with started(odd) as vector:
@@ -203,7 +198,7 @@ def test_configured_numbers_of_the_info_come_with_each_step(vectorization: str) 
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
-def test_native_environments_tell_their_numbers_whatever_way_they_start_again(mode: str) -> None:
+def test_native_info_is_equal_in_all_autoreset_modes(mode: str) -> None:
     with started(NATIVE | {"num_envs": 3, "kwargs": {"mode": mode}, "info_columns": ["depth"]}) as vector:
         vector.reset([1, 2, 3])
         records = []
@@ -216,7 +211,7 @@ def test_native_environments_tell_their_numbers_whatever_way_they_start_again(mo
     assert {(record.length, record.metrics["depth_sum"]) for record in records} == {(2, 30.0), (3, 60.0), (4, 100.0)}
 
 
-def test_a_number_that_cannot_be_learned_from_is_unknown() -> None:
+def test_usable_replaces_invalid_numbers_by_nan() -> None:
     told = np.array([True, True, True, False])
     found = usable([1e12, -1e13, np.inf, 5.0], told)
     assert found.dtype == np.float32 and found[0] == np.float32(1e12) and np.isnan(found[1:]).all()
@@ -225,7 +220,7 @@ def test_a_number_that_cannot_be_learned_from_is_unknown() -> None:
     assert usable(np.array([True, None, 2, 3], object), told)[[0, 2]].tolist() == [1.0, 2.0]
 
 
-def test_each_agent_tells_its_own_numbers_and_an_absent_one_none() -> None:
+def test_info_columns_are_per_agent_and_nan_when_absent() -> None:
     environment = CHASE | {"id": f"{MODULE}:TellsOfTheChase", "info_columns": ["depth"]}
     with started(environment, **CHASE_POLICIES) as vector:
         vector.reset([1, 2])
@@ -260,7 +255,7 @@ def test_each_agent_tells_its_own_numbers_and_an_absent_one_none() -> None:
          r"^environment [01] raised ValueError in step: the mouse escaped\nTraceback"),
     ],
 )  # fmt: skip
-def test_an_environment_that_fails_is_named_with_its_traceback(
+def test_failure_names_environment_with_traceback(
     environment: dict[str, Any], actions: list[list[int]], says: str
 ) -> None:
     with started(environment, **(CHASE_POLICIES if "api" in environment else {})) as vector:
@@ -276,7 +271,7 @@ def chase(vector: VectorEnvironment, cat: list[int], mouse: list[float]) -> Step
     return vector.step({"hunter": {"action": np.array(cat)}, "prey": {"action": np.array(mouse, np.float32)[:, None]}})
 
 
-def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
+def test_parallel_agents_end_independently() -> None:
     with started(CHASE | {"kwargs": {"cat_steps": 1, "mouse_steps": 3}}, **CHASE_POLICIES) as vector:
         first = vector.reset([1, 2])
         assert first["hunter"][0]["obs"].shape == (2, 3) and first["prey"][0]["obs"].tolist() == [[0, 0], [0, 0]]
@@ -302,7 +297,7 @@ def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
         assert chase(vector, [0, 0], [0.0, 0.0]).policies["hunter"].mask.all()
 
 
-def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
+def test_parallel_is_truncated_at_max_episode_steps() -> None:
     """The cat terminates just then; the mouse, which would go on to step 9, is cut off and has a last observation."""
     limited = CHASE | {"kwargs": {"cat_steps": 2, "mouse_steps": 9}, "max_episode_steps": 2}
     with started(limited, **CHASE_POLICIES) as vector:
@@ -318,7 +313,7 @@ def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
 
 
 @pytest.mark.parametrize(("cat", "mouse", "length"), [(2, 9, 2), (9, 3, 3), (2, 2, 2)])
-def test_an_episode_may_end_with_the_first_agent_that_is_done(cat: int, mouse: int, length: int) -> None:
+def test_episode_ends_any_ends_with_first_agent(cat: int, mouse: int, length: int) -> None:
     kwargs = {"cat_steps": cat, "mouse_steps": mouse}
     with started(CHASE | {"kwargs": kwargs, "episode_ends": "any"}, **CHASE_POLICIES) as vector:
         vector.reset([1, 2])
@@ -333,9 +328,7 @@ def test_an_episode_may_end_with_the_first_agent_that_is_done(cat: int, mouse: i
                 assert [row[0] for row in its.final_obs["final_obs"].tolist()] == [length] * 2 * over
 
 
-def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_process_hides_tokens_from_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "STAGECOACH_REDIS_PASSWORD", "STAGECOACH_WORKER_REDIS_PASSWORD_FILE", "OF_THE_USER"):
         monkeypatch.setenv(name, f"value of {name}")
     told = tmp_path / "environment"
@@ -345,161 +338,9 @@ def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
-def test_environments_in_processes_end_with_their_worker_which_does_not_end_with_its_own_parent() -> None:
+def test_async_does_not_tie_worker_to_its_parent() -> None:
     """A shell that ends would kill `train --inline`."""
     with started(counting() | {"vectorization": "async"}):
         signal_at_death = ctypes.c_int(-1)
         assert ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(signal_at_death), 0, 0, 0) == 0
         assert signal_at_death.value == 0
-
-
-LENGTH = 3
-TASK = "Count-v1"
-
-
-class FakePool:
-    """Counts from its seed; an episode has `LENGTH` steps, and after its end the next step only starts again."""
-
-    observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
-    action_space = gym.spaces.Discrete(3)
-
-    def __init__(self, num_envs: int, seed: int, players: int = 1, ends: str = "truncated", **kwargs: Any) -> None:
-        self.config = {"num_envs": num_envs, "max_num_players": players}
-        self.seed, self.kwargs, self._ends = seed, kwargs, ends
-        self._steps = np.zeros(num_envs, np.int64)
-        self.closed = False
-
-    def _answer(self) -> tuple[Any, dict[str, Any]]:
-        count = len(self._steps)
-        ids = np.arange(count, dtype=np.int32)
-        info = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._steps, "lives": 3 - self._steps}
-        return np.stack([np.full(count, self.seed), self._steps], axis=1).astype(np.float32), info
-
-    def reset(self) -> tuple[Any, dict[str, Any]]:
-        self._steps[:] = 0
-        return self._answer()
-
-    def step(self, actions: Any) -> tuple[Any, ...]:
-        assert isinstance(actions, np.ndarray) and actions.shape == self._steps.shape
-        again = self._steps == LENGTH
-        self._steps = np.where(again, 0, self._steps + 1)
-        over = self._steps == LENGTH
-        none = np.zeros_like(over)
-        observations, info = self._answer()
-        ends = (none, over) if self._ends == "truncated" else (over, none)
-        return observations, np.where(again, 0, actions + 1.0).astype(np.float32), *ends, info
-
-    def render(self) -> Any:
-        return np.zeros((1, 4, 4, 3), np.uint8)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
-    """The pools that a stand-in for the package has made."""
-    made: list[FakePool] = []
-
-    def make(task: str, env_type: str, **kwargs: Any) -> FakePool:
-        assert task == TASK, f"{task} is not supported"
-        assert env_type == "gymnasium"
-        made.append(FakePool(**kwargs))
-        return made[-1]
-
-    module = types.ModuleType("envpool")
-    module.make = make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "envpool", module)
-    return made
-
-
-def envpool(task: str = TASK, **environment: Any) -> dict[str, Any]:
-    return {"id": PREFIX + task, "num_envs": 2, "vectorization": "native"} | environment
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str) -> None:
-    masks, episodes, lives = [], [], []
-    with started(envpool(kwargs={"ends": ends}, info_columns=["lives"])) as vector:
-        assert vector.reset([7, 8])["default"][0]["obs"].tolist() == [[7, 0], [7, 0]], "one seed for all copies"
-        for step in range(1, 6):
-            told = act(vector, 0, 2)
-            its = told.policies["default"]
-            masks.append(its.mask.tolist())
-            lives.append(its.info["info/lives"].tolist())
-            episodes += told.episodes
-            over = step == LENGTH
-            assert its.truncated.tolist() == [over and ends == "truncated"] * 2
-            assert its.terminated.tolist() == [over and ends == "terminated"] * 2
-            assert its.final_obs["final_obs"].tolist() == ([[7, LENGTH]] * 2 if over else [])
-    assert masks == [[True, True]] * 3 + [[False, False], [True, True]]
-    assert [(index, record.episode_return, record.length) for index, record in episodes] == [(0, 3.0, 3), (1, 9.0, 3)]
-    np.testing.assert_array_equal(lives, [[2.0] * 2, [1.0] * 2, [0.0] * 2, [np.nan] * 2, [2.0] * 2])
-    assert episodes[0][1].metrics == {"lives": 0.0, "lives_sum": 3.0}, (
-        "what the environment tells, without EnvPool's own"
-    )
-
-
-def test_evaluation_plays_single_ones_by_their_seeds(fake: list[FakePool]) -> None:
-    env = make_environment(evaluation_environment(config_of(envpool(max_episode_steps=9))), render_mode="rgb_array")
-    assert env.reset(seed=5)[0].tolist() == [5, 0] and env.reset()[0].tolist() == [5, 0]
-    observation, reward, terminated, truncated, info = env.step(1)
-    assert observation.tolist() == [5, 1] and (reward, terminated, truncated) == (2.0, False, False)
-    assert info == {"lives": 2} and env.render().shape == (4, 4, 3) and env.render_mode == "rgb_array"
-    assert fake[-1].kwargs == {"num_threads": 1, "max_episode_steps": 9, "render_mode": "rgb_array"}
-    env.close()
-
-
-@pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"task": "Chess-v1"}, "envpool:Chess-v1 cannot be made: AssertionError: Chess-v1 is not supported"),
-        ({"kwargs": {"batch_size": 1}}, r"environment.kwargs \['batch_size'\] of envpool:Count-v1 are Stagecoach's"),
-        ({"kwargs": {"players": 2}}, "has several players"),
-    ],
-)
-def test_what_cannot_be_used_is_told_in_one_line(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(EnvironmentUnusable, match=says):
-        make_native(config_of(envpool(**fields)).environment)
-
-
-def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "envpool", None)
-    assert not is_factory("envpool:Ant-v4")
-    with pytest.raises(EnvironmentUnusable, match=r"envpool:Ant-v4 needs EnvPool.*pip install 'stagecoach\[envpool\]'"):
-        EnvPoolSingle("envpool:Ant-v4", None, {})
-
-
-def test_envpools_cartpole_moves_as_gymnasiums() -> None:
-    pytest.importorskip("envpool", reason="the extra `envpool` installs it")
-    config = config_of(envpool("CartPole-v1", num_envs=16, max_episode_steps=25))
-    vector = make_vector(config.environment, describe_environment(config))
-    observations = vector.reset([3, *range(15)])["default"][0]["obs"].copy()
-    single = gym.make("CartPole-v1", max_episode_steps=None).unwrapped
-    single.reset(seed=0)
-    random, ended, over = np.random.default_rng(0), {"terminated": 0, "truncated": 0}, np.zeros(16, np.bool_)
-    lengths = np.zeros(16, np.int64)
-    for _ in range(120):
-        actions = random.integers(0, 2, 16)
-        step = vector.step({"default": {"action": actions}})
-        told = step.policies["default"]
-        assert (told.mask == ~over).all()
-        lengths = np.where(over, 0, lengths + 1)
-        for index in np.flatnonzero(told.mask):
-            single.state, single.steps_beyond_terminated = tuple(observations[index].astype(np.float64)), None  # type: ignore[attr-defined]
-            expected, reward, fell, _, _ = single.step(int(actions[index]))
-            assert np.allclose(expected, told.obs["obs"][index], atol=1e-5) and reward == told.reward[index]
-            limit = lengths[index] == 25
-            assert bool(told.truncated[index]) == limit and bool(told.terminated[index]) == (fell and not limit)
-        assert not told.reward[over].any() and (np.abs(told.obs["obs"][over]) <= 0.05).all()
-        over = told.terminated | told.truncated
-        assert np.array_equal(told.final_slots, np.flatnonzero(over))
-        assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][over])
-        assert {index for index, _ in step.episodes} == set(np.flatnonzero(over).tolist())
-        assert all(record.length == lengths[index] == record.episode_return for index, record in step.episodes)
-        ended = {name: count + int(getattr(told, name).sum()) for name, count in ended.items()}
-        observations = told.obs["obs"].copy()
-    vector.close()
-    assert min(ended.values()) > 3

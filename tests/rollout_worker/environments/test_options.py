@@ -53,7 +53,7 @@ def stage(**more: Any) -> Stage:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_transition_is_that_of_a_plain_loop(seed: int) -> None:
+def test_option_transitions_equal_plain_loop(seed: int) -> None:
     steps, sections = 37, with_options()
     its = Stage(sections.pop("environment"), seed=seed, **sections)
     expected = [PlainOptions(plainly, each).play(4 * steps) for each in SeedLineage(seed, 0, 0, 0).environments(2)]
@@ -84,7 +84,7 @@ def its_places(columns: Columns) -> Columns:
 
 
 @pytest.mark.parametrize("choices", [True, False], ids=["choices", "box"])
-def test_what_is_not_chosen_counts_for_nothing(choices: bool) -> None:
+def test_options_ignore_unused_choices(choices: bool) -> None:
     its = stage(kwargs=CORRIDOR | {"choices": choices})
     columns, policy = its.sample(32).columns["default"], its.policies["default"]
     assert isinstance(policy, ActorCritic)
@@ -142,7 +142,7 @@ def counter(*rewards: str) -> Any:
     return game
 
 
-def test_an_option_ends_with_its_time_or_with_the_episode() -> None:
+def test_option_ends_with_its_time_or_the_episode() -> None:
     game, told = counter(), []
     for _ in range(3):
         game.step({"action": 1, "length": 0, "option": 0})
@@ -160,7 +160,7 @@ def test_an_option_ends_with_its_time_or_with_the_episode() -> None:
     ]  # fmt: skip
 
 
-def test_the_first_step_tries_all_rewards() -> None:
+def test_first_step_computes_all_option_rewards() -> None:
     with pytest.raises(EnvironmentUnusable, match=r"rewards\.1=speed: the info of a step has only \[\]; name one"):
         counter("speed").step({"action": 1, "length": 0, "option": 0})
 
@@ -192,7 +192,7 @@ class Doors(gym.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("told", ["observation", "info"])
-def test_masks_of_the_environment_count_for_options(told: str) -> None:
+def test_options_keep_environment_masks(told: str) -> None:
     environment = {
         "id": f"{__name__}:Doors", "kwargs": {"told": told}, "max_episode_steps": 9,
         "action_mask": told, "hierarchy": {"options": {"rewards": ["environment"], "lengths": [2, 3]}},
@@ -207,7 +207,7 @@ def test_masks_of_the_environment_count_for_options(told: str) -> None:
 
 
 @pytest.mark.parametrize("choices", [True, False], ids=["choices", "box"])
-def test_a_successor_acts_what_its_predecessor_would_have(choices: bool) -> None:
+def test_options_successor_equals_undisturbed_worker(choices: bool) -> None:
     sections = with_options(kwargs=CORRIDOR | {"choices": choices})
     environment = sections.pop("environment")
     worker = Stage(environment, **sections)
@@ -218,11 +218,11 @@ def test_a_successor_acts_what_its_predecessor_would_have(choices: bool) -> None
         assert same(ahead.sample(13), successor.sample(13))
 
 
-def test_options_in_processes_of_their_own_do_the_same() -> None:
+def test_options_async_equals_sync() -> None:
     assert same(stage(vectorization="async").sample(32), stage().sample(32))
 
 
-def test_options_are_evaluated_and_tell_what_was_chosen() -> None:
+def test_evaluation_reports_option_shares() -> None:
     config, its = minimal_config(**with_options()), stage()
     for record in evaluate_policies(config, its.description, its.policies, seed=1):
         assert record.success is (record.episode_return == 1.0)
@@ -265,7 +265,7 @@ _OPTIONS = "environment.hierarchy.options"
         ("lengths", [1, 16], r"fragment_steps=32 .* takes up to 17 steps.*set rollout.fragment_steps to 34"),
     ],
 )  # fmt: skip
-def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, words: str) -> None:
+def test_describe_refuses_invalid_options(path: str, value: Any, words: str) -> None:
     sections = with_options()
     sections["environment"]["hierarchy"]["options"][path] = value
     refused(sections, words)
@@ -293,7 +293,7 @@ def test_bad_options_are_refused_before_anything_starts(path: str, value: Any, w
         ),
     ],
 )
-def test_what_does_not_go_with_options_is_refused(changed: dict[str, Any], words: str) -> None:
+def test_describe_refuses_incompatible_options(changed: dict[str, Any], words: str) -> None:
     sections = with_options()
     for name, section in changed.items():
         sections[name] = {**sections.get(name, {}), **section} if name == "environment" else section
@@ -312,7 +312,7 @@ def tried(sections: dict[str, Any]) -> None:
     try_environment(config).refuse(config, strict=False)
 
 
-def test_names_that_options_need_are_not_the_environments() -> None:
+def test_options_refuse_reserved_observation_names() -> None:
     environment = {"id": f"{__name__}:Doors", "hierarchy": {"options": {"rewards": ["environment"], "lengths": [1]}}}
-    with pytest.raises(ConfigError, match="observes 'action_mask', which controller and options are told by that name"):
+    with pytest.raises(ConfigError, match="observes 'action_mask', a name that controller and options need"):
         describe_environment(minimal_config(environment=environment | {"action_mask": "off"}))

@@ -1,4 +1,4 @@
-"""The sampler: environments or data → columns that the trainer accepts; successors go on exactly."""
+"""Sampler: environments to columns that the trainer accepts; successors continue exactly."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
-from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.exploration.base import Exploration, RandomActing, Sampling
-from stagecoach.rollout_worker.sampling import action_trace
-from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
-from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.shared.base.errors import EnvironmentFailure
-from stagecoach.shared.datasets.recording import Recording, Recordings
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import Heads, RecurrentActorCritic
 from tests.support import environments
-from tests.support.datasets import described, episodes
 from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
 from tests.support.stage import Stage, same
 
 TWO_POLICIES = CHASE_POLICIES | {"policies": {"hunter": {"normalize_observations": True}, "prey": {}}}
-LIFE = SeedLineage(1, 0, 0, 0)
+
+
 COUNTING = {"id": f"{MODULE}:Counting"}
 
 
@@ -46,18 +41,18 @@ def spaces(observation: str, action: str, length: int = 14) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("observation", "action"), [*(("box", name) for name in ACTIONS), *((name, "dict") for name in OBSERVATIONS)]
 )
-def test_every_space_is_observed_and_acted_in(observation: str, action: str, exploration: Exploration) -> None:
+def test_sampler_supports_every_space(observation: str, action: str, exploration: Exploration) -> None:
     sample = Stage(spaces(observation, action, length=4)).sample(6, exploration)
     assert len(sample.episodes) == len(sample.columns["default"]["final_index"]) == 2
 
 
-def test_nested_spaces_also_pass_between_processes() -> None:
+def test_nested_spaces_pass_between_processes() -> None:
     there, here = (Stage(spaces("dict", "tuple", length=4) | {"vectorization": kind}) for kind in ("async", "sync"))
     assert same(there.sample(6), here.sample(6))
     there.sampler.close()
 
 
-def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
+def test_rows_align_observation_action_and_reward() -> None:
     columns = Stage(COUNTING | {"kwargs": {"ends": "truncated"}}).sample(5).columns["default"]
     assert columns["obs"][:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
     assert columns["reward"][:, 0].tolist() == [1, 2, 3, 1, 2]
@@ -67,7 +62,7 @@ def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
     assert columns["final_obs"].tolist() == [[3, 0], [3, 0]]
 
 
-def test_episodes_go_on_in_the_next_fragment() -> None:
+def test_episodes_continue_in_next_fragment() -> None:
     stage = Stage(COUNTING)
     first, second = stage.sample(2), stage.sample(2)
     assert not first.episodes and [record.length for record in second.episodes] == [3, 3]
@@ -77,7 +72,7 @@ def test_episodes_go_on_in_the_next_fragment() -> None:
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_is_told_when_acting_waits_and_acts_as_one_that_is_not(vectorization: str) -> None:
+def test_set_paused_does_not_change_fragments(vectorization: str) -> None:
     environment = COUNTING | {"vectorization": vectorization, "info_columns": ["begun"]}
     plain, told = Stage(environment), Stage(environment | {"wrappers": [f"{MODULE}:PauseWrapper"]})
     for fragment in (1, 2, 3):
@@ -89,7 +84,7 @@ def test_an_environment_is_told_when_acting_waits_and_acts_as_one_that_is_not(ve
         stage.sampler.close()
 
 
-def test_games_and_native_environments_are_told_of_pauses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_paused_reaches_games_and_native(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, bool]] = []
     for kind in (environments.Chase, environments.TellsPhase, SyncVectorEnv):
         monkeypatch.setattr(kind, "set_paused", lambda self, paused: told.append((type(self).__name__, paused)), False)
@@ -103,7 +98,7 @@ def test_games_and_native_environments_are_told_of_pauses_too(monkeypatch: pytes
     assert told == [("_PhaseVector", paused) for paused in (True, False, True)]
 
 
-def test_log_probabilities_are_those_of_the_acting_policy() -> None:
+def test_log_prob_matches_acting_policy() -> None:
     stage = Stage({"id": f"{MODULE}:Noise"})
     columns = stage.sample(7).columns["default"]
     policy = stage.policies["default"]
@@ -124,12 +119,12 @@ def test_log_probabilities_are_those_of_the_acting_policy() -> None:
     ],
     ids=["continuous", "sync", "native", "two agents"],
 )
-def test_the_seed_decides_the_trajectory(environment: dict[str, Any], sections: dict[str, Any]) -> None:
+def test_seed_determines_trajectory(environment: dict[str, Any], sections: dict[str, Any]) -> None:
     one, again, other = (Stage(environment, seed, **sections).sample(8) for seed in (1, 1, 2))
     assert same(one, again) and not same(one, other)
 
 
-def test_two_agents_fill_the_columns_of_their_policies() -> None:
+def test_agents_fill_columns_of_their_policies() -> None:
     sample = Stage(CHASE, **TWO_POLICIES).sample(9)
     hunter, prey = sample.columns["hunter"], sample.columns["prey"]
     assert hunter["obs"].shape == (9, 2, 3) and prey["obs"].shape == (9, 2, 2)
@@ -145,7 +140,7 @@ def test_two_agents_fill_the_columns_of_their_policies() -> None:
 
 
 @pytest.mark.parametrize("choices", [False, True], ids=["NaN", "one choice too many"])
-def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(choices: bool) -> None:
+def test_unusable_last_observation_is_omitted(choices: bool) -> None:
     columns = Stage({"id": f"{MODULE}:Overshoots", "kwargs": {"choices": choices}}).sample(6).columns["default"]
     assert columns["terminated"][:, 0].tolist() == [False, True] * 3 and not len(columns["final_index"])
 
@@ -164,9 +159,7 @@ def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(c
     ],
 )
 @pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
-def test_what_cannot_be_learned_from_is_a_failure_of_the_environment(
-    what: str, words: str, exploration: Exploration
-) -> None:
+def test_unusable_values_are_environment_failures(what: str, words: str, exploration: Exploration) -> None:
     chase, kwargs = what.startswith("chase: "), {"what": what.removeprefix("chase: ")}
     game: dict[str, Any] = {"id": f"{MODULE}:{'SpoilsTheChase' if chase else 'Spoils'}", "kwargs": kwargs}
     stage = Stage(game | {"api": "pettingzoo"}, **TWO_POLICIES) if chase else Stage(game)
@@ -176,7 +169,7 @@ def test_what_cannot_be_learned_from_is_a_failure_of_the_environment(
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_of_an_info_only_numbers_count_and_none_of_them_changes(vectorization: str) -> None:
+def test_info_metrics_are_numbers_only(vectorization: str) -> None:
     stage = Stage({"id": f"{MODULE}:OddInfo", "vectorization": vectorization})
     told = [record.metrics for record in stage.sample(3).episodes]
     stage.sampler.close()
@@ -186,7 +179,7 @@ def test_of_an_info_only_numbers_count_and_none_of_them_changes(vectorization: s
     assert all(line.keys() <= {"depth", "mixed", "note"} for line in told)
 
 
-def test_agents_of_one_policy_are_slots_beside_each_other() -> None:
+def test_agents_of_one_policy_have_own_slots() -> None:
     columns = line({"id": f"{MODULE}:Twins", "api": "pettingzoo"}).sample(4).columns["default"]
     assert columns["obs"].shape == (4, 6, 2)
     assert columns["obs"][0, :, 1].tolist() == [0, 0, 0, 1, 1, 1], "agent 0 of all environments, then agent 1"
@@ -220,9 +213,7 @@ def retold(stage: Stage, policy_id: str, columns: Columns) -> tuple[Tensor, Tens
     ],
     ids=["continuous", "sync", "gru", "native", "two agents", "twins"],
 )
-def test_what_a_policy_remembered_follows_from_the_state_at_the_fragments_start(
-    environment: dict[str, Any], sections: dict[str, Any]
-) -> None:
+def test_recurrent_state_follows_from_state_in(environment: dict[str, Any], sections: dict[str, Any]) -> None:
     stage = Stage(environment, **sections)
     for policy in stage.policies.values():
         with torch.no_grad():
@@ -241,7 +232,7 @@ def test_what_a_policy_remembered_follows_from_the_state_at_the_fragments_start(
     assert ended or "Noise" in environment["id"]
 
 
-def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
+def test_random_acting_keeps_no_recurrent_state() -> None:
     stage = Stage({"id": f"{MODULE}:Noise"}, policies={"default": LSTM})
     stage.sample(4, RandomActing())
     assert not stage.sample(4).columns["default"]["state_in"].any()
@@ -249,9 +240,17 @@ def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
 
 
 STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
+
+
 LONG_CHASE = CHASE | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}
+
+
 WANDERING = {"name": "td3", "exploration": {"kind": "ou", "sigma": 0.05, "theta": 0.15}}
+
+
 DISTURBED = {"name": "td3", "exploration": {"kind": "parameter_noise", "sigma": 0.3}}
+
+
 ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind": "bootstrapped"}}
 
 
@@ -280,9 +279,7 @@ ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind":
     ],
     ids=lambda value: str(value.get("id", "")).removeprefix(MODULE) + value.get("vectorization", ""),
 )
-def test_a_successor_goes_on_as_its_predecessor_would_have(
-    environment: dict[str, Any], sections: dict[str, Any]
-) -> None:
+def test_successor_equals_undisturbed_worker(environment: dict[str, Any], sections: dict[str, Any]) -> None:
     worker = line(environment, sections)
     for _ in range(5):
         worker.sample()
@@ -293,7 +290,7 @@ def test_a_successor_goes_on_as_its_predecessor_would_have(
     worker.sampler.close()
 
 
-def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() -> None:
+def test_bootstrapped_head_lasts_for_episode() -> None:
     """Every head always does the same, each another of Acrobot's three actions; episodes take 9 steps of 7."""
     worker = line(
         {"id": "Acrobot-v1", "max_episode_steps": 9}, {"algorithm": ENSEMBLE | {"prior_scale": 0, "heads": 3}}
@@ -311,7 +308,7 @@ def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() 
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_ou_noise_lasts_as_long_as_its_episode(left: bool) -> None:
+def test_ou_noise_lasts_for_episode(left: bool) -> None:
     """Fragments of 8 steps, episodes of 20; the policy does nothing. `left`: each fragment is acted by a successor."""
     environment = {"id": "Pendulum-v1", "max_episode_steps": 20, "num_envs": 32}
     worker, columns = line(environment, {"algorithm": WANDERING}), []
@@ -328,140 +325,3 @@ def test_ou_noise_lasts_as_long_as_its_episode(left: bool) -> None:
         found = np.corrcoef(noise[:-lag].flatten(), noise[lag:].flatten())[0, 1]
         assert found == pytest.approx(0.85**lag, abs=0.07), f"after {lag} steps"
     assert abs(np.corrcoef(noise[-1, :-1].flatten(), noise[0, 1:].flatten())[0, 1]) < 0.25, "of the next episode"
-
-
-def test_the_trail_is_as_long_as_the_longest_running_episode() -> None:
-    worker = line({"id": "Pendulum-v1", "max_episode_steps": 20})
-    lengths = []
-    for _ in range(6):
-        worker.sample()
-        lengths.append(len(worker.left))
-    assert lengths == [1, 2, 1, 2, 3, 1], "7, 14, 1 (after 20), 8, 15, 2 steps of 7"
-
-
-def test_a_native_environment_leaves_none() -> None:
-    worker = line({"id": "CartPole-v1", "vectorization": "native"})
-    worker.sample()
-    assert worker.left == [] and worker.sampler.position_digest == ""
-
-
-@pytest.mark.parametrize(
-    ("environment", "sections"),
-    [({"id": f"{MODULE}:Unseeded"}, {}), (CHASE, CHASE_POLICIES)],
-    ids=["unseeded", "counts"],
-)
-def test_an_environment_that_does_not_follow_from_its_seed_and_actions_is_found_out(
-    environment: dict[str, Any], sections: dict[str, Any]
-) -> None:
-    worker = line(environment, sections)
-    worker.sample()
-    successor = line(environment, sections, worker.left)
-    assert successor.past is not None and successor.sampler.position_digest != successor.past.digest
-
-
-def test_a_trail_that_cannot_be_followed_is_none() -> None:
-    worker = line({"id": "Pendulum-v1"})
-    for _ in range(3):
-        worker.sample()
-    left = worker.left
-    assert len(left) == 3 and action_trace.read(left) is not None
-    assert action_trace.read([]) is None
-    assert action_trace.read([*left[:2], b"garbage"]) is None
-    assert action_trace.read(left[1:]) is None, "the first is gone"
-    assert action_trace.read([left[0], left[2]]) is None, "an older Redis came back, and lost one"
-
-
-def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> None:
-    lives = [
-        SeedLineage(*numbers) for numbers in ((1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1))
-    ]
-    seeds = [life.acting(number) for life in lives for number in range(3)]
-    seeds += [seed for life in lives for seed in life.environments(4)]
-    seeds += [episode_seed(lives[0].environments(1)[0], number) for number in range(1, 4)]
-    assert len(set(seeds)) == len(seeds)
-
-
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_all_episodes_have_a_seed_that_older_environments_take(vectorization: str) -> None:
-    stage = Stage({"id": f"{MODULE}:OlderGenerator", "num_envs": 8, "vectorization": vectorization})
-    drawn = [record.episode_return for record in stage.sample(40).episodes]
-    stage.sampler.close()
-    assert len(set(drawn)) == len(drawn) == 8 * 13, "and another one each"
-
-
-def test_what_is_sound_and_no_trail_is_not_taken_up() -> None:
-    """As somebody else may have written it."""
-
-    def step(**changes: Any) -> bytes:
-        made = {"lineage": LIFE, "number": 0, "episodes": (0, 0), "lengths": (4, 4), "digest": "d", "actions": actions}
-        return action_trace.encode(action_trace.ActionTrace(**(made | changes)))  # type: ignore[arg-type]
-
-    actions = {"default": {"action": np.zeros((2, 2), np.int64)}}
-    last = step(number=1)
-    assert action_trace.read([step(), last]) is not None
-    text: Any = "4"
-    wrong: list[dict[str, Any]] = [
-        {"actions": {"default": {"action": np.zeros((2, 2, 3), np.int64)}}},
-        {"actions": {"default": {"other": np.zeros((2, 2), np.int64)}}},
-        {"actions": {"default": {"action": np.zeros(2, np.int64)}}},
-        {"actions": {}}, {"number": "x"}, {"number": -1}, {"lengths": ("a", 4)}, {"lengths": (4,)},
-        {"episodes": (-1, 0)},
-        {"lineage": SeedLineage(3, 1, text, 0)}, {"lineage": SeedLineage(3, 1, 4, -1)},
-    ]  # fmt: skip
-    for changes in wrong:
-        assert action_trace.read([step(**changes), last]) is None, changes
-
-
-def recording() -> Recording:
-    """41 steps: eleven pieces, the last one of a single step."""
-    spaces = described().policies["default"]
-    return Recording(spaces, episodes(spaces, (5, 1, 7, 4, 9, 15), "tTtctT"), "memory")
-
-
-def of_data(life: SeedLineage = LIFE, past: action_trace.ActionTrace | None = None) -> DatasetSampler:
-    return DatasetSampler(Recordings(default=recording()), described(), 3, life, past)
-
-
-def sampled(source: DatasetSampler, count: int) -> list[Sample]:
-    return [source.sample({}, {}, 4) for _ in range(count)]
-
-
-def firsts(samples: list[Sample]) -> list[int]:
-    """Which piece each slot holds, by its first observation."""
-    spaces = [recording().cut([piece], 4)[0]["obs"][0, 0] for piece in range(recording().pieces(4))]
-    observed = [row for sample in samples for row in sample.columns["default"]["obs"][0]]
-    return [next(n for n, first in enumerate(spaces) if np.array_equal(first, row)) for row in observed]
-
-
-def test_each_epoch_takes_every_piece_once_in_an_order_of_its_own() -> None:
-    pieces = firsts(sampled(of_data(), 11))
-    epochs = [pieces[start : start + 11] for start in (0, 11, 22)]
-    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_each_life_has_its_own_order_and_keeps_it() -> None:
-    lives = [SeedLineage(*numbers, 0) for numbers in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))]
-    orders = [tuple(firsts(sampled(of_data(life), 4))) for life in lives]
-    assert len(set(orders)) == 4
-    assert tuple(firsts(sampled(of_data(), 4))) == orders[0]
-
-
-def test_the_records_are_those_of_the_episodes_that_end() -> None:
-    returns = sorted(record.episode_return for sample in sampled(of_data(), 11) for record in sample.episodes)
-    known = [record.episode_return for record in recording().records if record is not None]
-    assert returns == sorted(known * 3), "three epochs; that of the episode that was cut off is not known"
-
-
-def test_a_successor_goes_on_where_its_predecessor_ended() -> None:
-    source = of_data()
-    for _ in range(6):
-        step = source.traced(sampled(source, 1)[0])
-        assert step.fragments == 1
-        past = action_trace.read([action_trace.encode(step)])
-        assert past is not None
-        successor = of_data(past.lineage, past)
-        assert successor.position_digest == past.digest
-        ahead = of_data(past.lineage, past)
-        assert same(sampled(successor, 2)[1], sampled(ahead, 2)[1])
-        assert firsts(sampled(of_data(past.lineage, past), 1)) == firsts(sampled(of_data(), past.number + 2)[-1:])

@@ -78,7 +78,7 @@ def closing() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_episode_is_given_what_was_drawn_for_its_seed_and_its_record_says_so(kind: str, closing: Any) -> None:
+def test_parameters_follow_seed_and_are_recorded(kind: str, closing: Any) -> None:
     stage = Parameterized(KINDS[kind])
     closing(stage)
     records = stage.records(20 if kind == "native" else 4)
@@ -117,9 +117,7 @@ class Phased(gym.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("by", ["options", "attributes", "rebuild"])
-def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
-    by: str, vectorization: str, closing: Any
-) -> None:
+def test_phase_survives_each_way_of_parameters(by: str, vectorization: str, closing: Any) -> None:
     wrapped = {"wrappers": [{"path": f"{__name__}:Phased"}], "parameters_by": by, "vectorization": vectorization}
     stage = Parameterized(CORRIDOR | LENGTH | wrapped)
     closing(stage)
@@ -130,14 +128,14 @@ def test_an_environment_knows_its_phase_however_it_is_given_its_parameters(
     assert all(record.episode_return == 1.5 * record.length for record in scores), "which is told of no pause"
 
 
-def test_a_game_that_continues_from_life_to_life_takes_no_parameters() -> None:
+def test_parameters_refuse_episodic_life() -> None:
     wrapped = {"wrappers": [{"path": "stagecoach.rollout_worker.environments.wrappers:EpisodicLife"}]}
     with pytest.raises(ConfigError, match=r"environment\.wrappers has EpisodicLife.*leave one of them out"):
         describe_environment(minimal_config(environment=CORRIDOR | LENGTH | wrapped))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("async", "native")])
-def test_a_successor_takes_up_the_running_episodes_with_their_parameters(kind: str, closing: Any) -> None:
+def test_successor_resumes_episodes_with_parameters(kind: str, closing: Any) -> None:
     """Also where the table has changed since: what the episode was drawn stands in the action trace."""
     one, undisturbed = Parameterized(KINDS[kind]), Parameterized(KINDS[kind])
     for stage in (one, undisturbed):
@@ -152,7 +150,7 @@ def test_a_successor_takes_up_the_running_episodes_with_their_parameters(kind: s
         assert other.sample(7).episodes == undisturbed.sample(7).episodes
 
 
-def test_evaluations_play_the_last_lesson_or_what_they_are_told() -> None:
+def test_evaluation_uses_last_lesson_or_own_parameters() -> None:
     lessons = [{"value": 1, "until": {"success": 1.0}}, {"choice": [2, 3]}]
     environment = CORRIDOR | {"parameters": {"length": {"lessons": lessons}}, "num_envs": 2}
     for instead, expected in (({}, {2, 3}), ({"length": 5}, {5})):
@@ -173,12 +171,12 @@ def test_evaluations_play_the_last_lesson_or_what_they_are_told() -> None:
         ({"parameters": {"length": "far"}}, "cannot be reset with environment.parameters .*'far'"),
     ],
 )  # fmt: skip
-def test_what_an_environment_does_not_take_is_found_before_anything_starts(environment: Any, said: str) -> None:
+def test_describe_refuses_unknown_parameters(environment: Any, said: str) -> None:
     with pytest.raises(EnvironmentUnusable, match=said):
         describe_environment(minimal_config(environment=CORRIDOR | environment))
 
 
-def test_an_environment_that_was_made_anew_and_breaks_is_closed() -> None:
+def test_rebuilt_environment_is_closed_when_reset_fails() -> None:
     lessons = {"length": {"lessons": [{"value": 1, "until": {"progress": 0.5}}, {"value": 3}]}}
     environment = {"id": f"{MODULE}:Open", "parameters": lessons, "parameters_by": "rebuild"}
     with pytest.raises(EnvironmentUnusable, match="no corridor of 3"):

@@ -1,15 +1,16 @@
-"""A league's sides and learners against the environment's agents."""
+"""Description of an environment, and checks of policies and leagues against it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from gymnasium import spaces
 
 from stagecoach import DQN, DQNConfig
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.rollout_worker.environments.description import check_new, describe_environment
-from stagecoach.shared.base.errors import ConfigError
+from stagecoach.rollout_worker.environments.description import check_new, describe_environment, describe_space
+from stagecoach.shared.base.errors import ConfigError, UnsupportedSpace
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies
@@ -18,8 +19,55 @@ from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, Chase
 from tests.support.games import MODULE
 
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (spaces.Dict({"talk": spaces.Tuple((spaces.Discrete(2), spaces.Text(5)))}), "^talk.1: Text spaces are not"),
+        (spaces.Box(-1, 1, (0,)), "expected"),
+        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "OneOf"),
+    ],
+)  # fmt: skip
+def test_describe_space_refuses_unsupported_spaces(space: spaces.Space[Any], message: str) -> None:
+    with pytest.raises(UnsupportedSpace, match=message):
+        describe_space(space)
+
+
+def test_describe_maps_single_agent_to_default_policy() -> None:
+    described = describe_environment(minimal_config())
+    assert described.agents == {"default": "default"} and list(described.policies) == ["default"]
+    assert EnvironmentDescription.from_dict(described.as_dict()) == described
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, "agents of policy 'default' have different spaces; give 'mouse' a policy of its own"),
+        ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a"}}, r"agent 'mouse' is mapped to no policy; add agents"),
+        ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a", "mouse": "a"}}, "different spaces"),
+        (
+            {"policies": {name: {} for name in "abc"}, "agents": {"cat": "a", "mouse": "b"}},
+            r"policies \['c'\] have no agent",
+        ),
+        (
+            {"policies": {"a": {}, "b": {}}, "agents": {"c*": "a"}},
+            r"agent 'mouse' .*one of \['a', 'b'\] .*names \['c\*'\]",
+        ),
+        ({"agents": {"cat": "default", "d*": "default"}}, r"agents names \['d\*'\], but the environment has"),
+        ({"agents": {"dog": "default"}}, r"agents names \['dog'\], but the environment has \['cat', 'mouse'\]"),
+    ],
+)
+def test_describe_refuses_mismatched_agents_and_policies(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe_environment(minimal_config(environment=CHASE, **sections))
+
+
 POLICIES = CHASE_POLICIES["policies"] | {"exploiter": {}}
+
+
 FROZEN = {name: {"trainable": False} for name in ("hunter", "prey")}
+
+
 EXPLOITER = {
     "learners": {
         "a": {"policy": "prey"}, "b": {"policy": "exploiter", "plays": ["hunter"]}, "c": {"policy": "hunter"},
@@ -38,7 +86,7 @@ def described(league: dict[str, Any], **sections: Any) -> EnvironmentDescription
     return describe_environment(minimal_config(league=league, **sections))
 
 
-def test_each_agent_is_a_side_and_an_exploiter_has_the_spaces_and_slots_of_whose_seats_it_takes() -> None:
+def test_seats_give_exploiter_spaces_and_slots() -> None:
     found = described({})
     assert found.seats == {"hunter": "hunter", "prey": "prey"}
     found = described(EXPLOITER, policies=POLICIES)
@@ -48,7 +96,7 @@ def test_each_agent_is_a_side_and_an_exploiter_has_the_spaces_and_slots_of_whose
     assert EnvironmentDescription.from_dict(found.as_dict()) == found
 
 
-def test_who_takes_the_seats_of_a_policy_that_it_does_not_meet_is_told_whom_it_meets() -> None:
+def test_league_reports_opponents_of_seated_learner() -> None:
     config = minimal_config(environment=CHASE, league=EXPLOITER, **CHASE_POLICIES | {"policies": POLICIES})
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.slots)
@@ -74,14 +122,14 @@ def test_who_takes_the_seats_of_a_policy_that_it_does_not_meet_is_told_whom_it_m
          r"policies \['exploiter'\] have no agent"),
     ],
 )  # fmt: skip
-def test_sides_and_learners_that_do_not_fit_the_environment_are_told(
+def test_describe_refuses_mismatched_sides_and_learners(
     league: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         described(league, **sections)
 
 
-def test_a_pattern_that_another_swallows_is_told_where_it_says_something_else() -> None:
+def test_check_new_refuses_shadowed_agent_pattern() -> None:
     def new(more: dict[str, str]) -> None:
         three, agents = CHASE | {"id": f"{__name__}:Three"}, {"cat": "hunter", "mouse": "other"} | more
         config = minimal_config(environment=three, agents=agents, policies={"hunter": {}, "prey": {}, "other": {}})
@@ -96,7 +144,7 @@ def test_a_pattern_that_another_swallows_is_told_where_it_says_something_else() 
 
 
 @pytest.mark.parametrize("name", ["vdn", "qmix"])
-def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
+def test_describe_refuses_team_playing_itself(name: str) -> None:
     pairs = {"environment": {"api": "pettingzoo", "id": f"{MODULE}:Pairs"}, "algorithm": {"name": name}}
     league, sides = {"sides": [["a0", "a1"], ["b0", "b1"]]}, {"agents": {"a*": "a", "b*": "b"}}
     with pytest.raises(ConfigError, match=rf"'one' learns by {name}.* plays the sides .*'a0', 'a1'.*'b0', 'b1'"):
@@ -116,7 +164,7 @@ def test_a_team_that_plays_against_itself_is_refused(name: str) -> None:
         ]}}}},
     ],
 )  # fmt: skip
-def test_a_learner_in_the_seats_of_another_has_no_return_that_could_be_asked_for(asked: dict[str, Any]) -> None:
+def test_seated_learner_has_no_return_target(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="'exploiter' has no agents, and so no return: it plays in the seats of 'hun"):
         described(EXPLOITER, policies=POLICIES, **asked)
 
@@ -127,7 +175,7 @@ class LikeDQN(DQN):
     Config = DQNConfig
 
 
-def test_an_own_algorithm_with_a_replay_buffer_begins_not_again() -> None:
+def test_league_reset_refuses_user_replay_algorithm() -> None:
     own = {"algorithm": {"name": f"{__name__}:LikeDQN"}, "heatup": "0 env_steps"}
     league = {
         "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "9 episodes"}}, "mouse": {"policy": "prey"}}
@@ -139,19 +187,19 @@ def test_an_own_algorithm_with_a_replay_buffer_begins_not_again() -> None:
         check(config, inline=True)
 
 
-def test_convolutions_without_an_image_are_told() -> None:
+def test_check_new_refuses_cnn_without_image() -> None:
     def new(**policy: Any) -> None:
         environment = {"api": "pettingzoo", "id": "classic/connect_four-v3"}
         config = minimal_config(environment=environment, policies={"default": policy})
         check_new(config, describe_environment(config))
 
     new()
-    message = r"policies\.default\.cnn would change nothing: .* and observed is observation \[6, 7, 2\] of int8; let"
+    message = r"policies\.default\.cnn would change nothing: .* and observed is observation \[6, 7, 2\] of int8; return"
     with pytest.raises(ConfigError, match=message):
         new(cnn=[[128, 4, 1]])
 
 
-def test_a_return_that_adds_up_sides_ends_no_new_run() -> None:
+def test_check_new_refuses_return_summed_over_sides() -> None:
     """Evaluations play current weights on all of them: of a zero-sum game it is always 0."""
 
     def new(asked: Any, **more: Any) -> None:
@@ -167,7 +215,7 @@ def test_a_return_that_adds_up_sides_ends_no_new_run() -> None:
     new({"hunter": 0.5}, **CHASE_POLICIES)
 
 
-def test_a_lesson_by_rating_is_of_a_learner() -> None:
+def test_rating_lesson_requires_learner() -> None:
     until = {"rating": 30, "policy": "prey"}
     lessons = {"parameters": {"cat_steps": {"lessons": [{"value": 2, "until": until}, {"value": 3}]}}}
     policies = {"hunter": {}, "prey": {"trainable": False}}
@@ -175,7 +223,7 @@ def test_a_lesson_by_rating_is_of_a_learner() -> None:
         described({}, environment=CHASE | lessons, policies=policies)
 
 
-def test_a_team_s_critic_of_a_learner_in_the_seats_of_another_has_as_many_agents() -> None:
+def test_seated_team_critic_has_seat_agents() -> None:
     three = CHASE | {"id": f"{__name__}:Three"}
     agents = {"cat": "hunter", "mouse": "prey", "vole": "prey"}
     league = {"learners": {"a": {"policy": "exploiter", "plays": ["prey"]}}, "sides": [["cat"], ["mouse", "vole"]]}
@@ -186,7 +234,7 @@ def test_a_team_s_critic_of_a_learner_in_the_seats_of_another_has_as_many_agents
     assert getattr(made["exploiter"], "agents", None) == 2
 
 
-def test_an_agent_without_a_side_and_a_side_of_two_policies_are_told() -> None:
+def test_describe_refuses_incomplete_or_mixed_sides() -> None:
     three = CHASE | {"id": f"{__name__}:Three"}
     agents = {"cat": "hunter", "mouse": "prey", "vole": "prey"}
     for sides, message in (

@@ -1,4 +1,4 @@
-"""Making environments, and what a person is told where that cannot work: one line that helps."""
+"""Environments from the config, and the one-line errors if one cannot be made."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from gymnasium import spaces
 
-from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
 from stagecoach.rollout_worker.environments.factory import (
     evaluation_environment,
     is_factory,
     make_environment,
     make_native,
 )
-from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
+from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UserError
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
-from stagecoach.shared.experience.spaces import EnvironmentDescription
 from tests.conftest import minimal_config
-from tests.support.environments import CHASE, MODULE, AddOne, Counting
+from tests.support.environments import MODULE, AddOne, Counting
 
 
 def environment(**fields: Any) -> EnvironmentConfig:
@@ -62,14 +59,14 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         (NATIVE | {"kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_told_in_one_line(fields: dict[str, Any], message: str) -> None:
+def test_make_environment_names_error_in_one_line(fields: dict[str, Any], message: str) -> None:
     kind = ConfigError if "sync or async" in message or "native cannot" in message else EnvironmentUnusable
     with pytest.raises(kind, match=message) as caught:
         (make_native if "vectorization" in fields else make_environment)(environment(**fields))
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
-def test_a_module_with_an_error_of_its_own_is_told_in_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_environment_reports_error_of_user_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_broken_module.py").write_text("def make():\n    return 1 +\n")
     (tmp_path / "users_raising_module.py").write_text("raise RuntimeError('license expired')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -78,7 +75,7 @@ def test_a_module_with_an_error_of_its_own_is_told_in_one_line(tmp_path: Any, mo
             make_environment(environment(id=f"{name}:make"))
 
 
-def test_a_registered_environment_a_factory_and_a_class_are_made() -> None:
+def test_make_environment_accepts_id_factory_and_class() -> None:
     registered = make_environment(environment(id="CartPole-v1", max_episode_steps=7))
     assert registered.spec.max_episode_steps == 7
     made = make_environment(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}))
@@ -88,7 +85,7 @@ def test_a_registered_environment_a_factory_and_a_class_are_made() -> None:
     assert isinstance(limited, gym.wrappers.TimeLimit)
 
 
-def test_wrappers_stand_around_the_environment_with_their_arguments() -> None:
+def test_make_environment_applies_wrappers_with_kwargs() -> None:
     paths: list[Any] = [{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 4.0}}, f"{MODULE}:AddOne"]
     env = make_environment(environment(id=f"{MODULE}:Counting", wrappers=paths))
     assert isinstance(env, AddOne) and isinstance(env.env, AddOne) and isinstance(env.unwrapped, Counting)
@@ -96,65 +93,23 @@ def test_wrappers_stand_around_the_environment_with_their_arguments() -> None:
     assert env.step(0)[1] == 1 + 4 + 1
 
 
-def test_gymnasiums_own_module_syntax_is_no_factory() -> None:
+def test_is_factory_excludes_gymnasium_module_ids() -> None:
     assert is_factory("my_package.envs:make_arm") and is_factory("envs:Arm")
     assert not is_factory("my_package:Arm-v0") and not is_factory("CartPole-v1") and not is_factory("ALE/Pong-v5")
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (spaces.Dict({"talk": spaces.Tuple((spaces.Discrete(2), spaces.Text(5)))}), "^talk.1: Text spaces are not"),
-        (spaces.Box(-1, 1, (0,)), "expected"),
-        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "OneOf"),
-    ],
-)  # fmt: skip
-def test_further_spaces_that_cannot_be_learned_from_are_refused(space: spaces.Space[Any], message: str) -> None:
-    with pytest.raises(UnsupportedSpace, match=message):
-        describe_space(space)
-
-
-def test_a_single_agent_is_described_under_the_one_policy() -> None:
-    described = describe_environment(minimal_config())
-    assert described.agents == {"default": "default"} and list(described.policies) == ["default"]
-    assert EnvironmentDescription.from_dict(described.as_dict()) == described
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({}, "agents of policy 'default' have different spaces; give 'mouse' a policy of its own"),
-        ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a"}}, r"agent 'mouse' is mapped to no policy; add agents"),
-        ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a", "mouse": "a"}}, "different spaces"),
-        (
-            {"policies": {name: {} for name in "abc"}, "agents": {"cat": "a", "mouse": "b"}},
-            r"policies \['c'\] have no agent",
-        ),
-        (
-            {"policies": {"a": {}, "b": {}}, "agents": {"c*": "a"}},
-            r"agent 'mouse' .*one of \['a', 'b'\] .*names \['c\*'\]",
-        ),
-        ({"agents": {"cat": "default", "d*": "default"}}, r"agents names \['d\*'\], but the environment has"),
-        ({"agents": {"dog": "default"}}, r"agents names \['dog'\], but the environment has \['cat', 'mouse'\]"),
-    ],
-)
-def test_agents_and_policies_that_do_not_fit_are_told(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        describe_environment(minimal_config(environment=CHASE, **sections))
-
-
-def test_a_game_without_pettingzoo_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pettingzoo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    with pytest.raises(EnvironmentUnusable, match=r"needs PettingZoo .*; pip install 'stagecoach\[games\]' brings it"):
+    with pytest.raises(EnvironmentUnusable, match=r"needs PettingZoo .*'stagecoach-rl\[games\]' brings it"):
         make_environment(environment(id="classic/tictactoe-v3", api="pettingzoo"))
 
 
-def test_atari_id_without_its_module_says_what_to_write() -> None:
+def test_atari_id_without_module_names_full_id() -> None:
     """In a process of its own: once ale_py is imported its ids are known."""
     pytest.importorskip("ale_py")
     code = (
-        "from rollout_worker.environments.factory import make_environment\n"
-        "from shared.config.environment import EnvironmentConfig\n"
+        "from stagecoach.rollout_worker.environments.factory import make_environment\n"
+        "from stagecoach.shared.config.environments.environment import EnvironmentConfig\n"
         "make_environment(EnvironmentConfig(id='ALE/Pong-v5'))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
@@ -162,7 +117,7 @@ def test_atari_id_without_its_module_says_what_to_write() -> None:
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "SameStep"])
-def test_native_id_may_name_a_module_and_an_autoreset_mode(mode: str) -> None:
+def test_native_id_accepts_module_and_autoreset_mode(mode: str) -> None:
     pytest.importorskip("ale_py")
     config = environment(id="ale_py:ALE/Pong-v5", vectorization="native", kwargs={"autoreset_mode": mode})
     with closing(make_native(config)) as made:

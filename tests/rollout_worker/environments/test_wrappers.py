@@ -27,7 +27,7 @@ from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.sections import PolicyConfig
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PAGE, BREAKOUT = (ROOT / "docs" / "FILTERS.md").read_text(), ROOT / "examples" / "breakout.yaml"
 
 
@@ -48,14 +48,14 @@ class Picture(gym.Env[Any, Any]):
         return self._pixels, float(np.sum(action)), False, False, {}
 
 
-def test_a_crop_is_that_part_of_the_image() -> None:
+def test_crop_returns_part_of_image() -> None:
     env = CropObservation(Picture(), top=1, left=2, height=3, width=2)
     observation, _ = env.reset()
     assert observation.shape == env.observation_space.shape == (3, 2, 3)
     assert (observation == Picture().reset()[0][1:4, 2:4]).all() and env.observation_space.contains(observation)
 
 
-def test_observations_are_clipped_and_so_is_their_space() -> None:
+def test_clip_observation_bounds_values_and_space() -> None:
     env = ClipObservation(Picture(), 10, 40)
     observation, _ = env.reset()
     assert (observation == np.clip(Picture().reset()[0], 10, 40)).all() and observation.dtype == np.uint8
@@ -66,7 +66,7 @@ def test_observations_are_clipped_and_so_is_their_space() -> None:
     assert each.observation(np.full(4, 9, np.float32)).tolist() == pytest.approx([1, 2, 0.1, 3])
 
 
-def test_actions_are_mapped() -> None:
+def test_map_action_maps_discrete_actions() -> None:
     env = MapAction(Picture(), [3, 1])
     assert env.action_space == gym.spaces.Discrete(2)
     assert [env.step(action)[1] for action in (0, 1)] == [3.0, 1.0]
@@ -104,7 +104,7 @@ class Lives(gym.Env[Any, Any]):
         return np.array([self.games, self.lives, self.flying], np.float32)
 
 
-def test_a_lost_life_ends_the_episode_and_the_game_goes_on() -> None:
+def test_episodic_life_ends_episode_but_not_game() -> None:
     env = EpisodicLife(Lives())
     for life in (3, 2, 1):
         observation, info = env.reset(seed=life)
@@ -114,7 +114,7 @@ def test_a_lost_life_ends_the_episode_and_the_game_goes_on() -> None:
     assert env.reset(seed=9)[0].tolist() == [2, 3, 0], "the game was over"
 
 
-def test_only_the_game_says_that_it_is_over() -> None:
+def test_episodic_life_waits_for_game_over() -> None:
     env = EpisodicLife(Lives(late=2))
     for _ in range(2):
         env.reset()
@@ -123,14 +123,14 @@ def test_only_the_game_says_that_it_is_over() -> None:
     assert [env.step(1)[2] for _ in range(5)] == [False] * 4 + [True]
 
 
-def test_an_episode_that_was_cut_off_ends_the_game() -> None:
+def test_episodic_life_resets_game_after_truncation() -> None:
     env = gym.wrappers.TimeLimit(EpisodicLife(Lives()), 2)
     for game in (1, 2):
         assert env.reset()[0].tolist() == [game, 3, 0]
         assert [env.step(1)[2:4] for _ in range(2)] == [(False, False), (False, True)]
 
 
-def test_fire_is_pressed_where_a_life_begins_also_within_a_whole_game() -> None:
+def test_fire_reset_fires_at_each_new_life() -> None:
     game = FireReset(Lives())
     assert game.reset()[0].tolist() == [1, 3, 1]
     paid, over = 0.0, False
@@ -160,7 +160,7 @@ BEYOND = [(-1, 0, 2, 2), (0, 0, 7, 2), (0, 4, 2, 2), (0, 0, 0, 2)]
         (lambda: FireReset(Lives(meanings=("NOOP", "LEFT", "FIRE"))), "FireReset: action 1 has to be FIRE, found"),
     ],
 )
-def test_what_an_environment_cannot_do_is_refused(made: Callable[[], object], says: str) -> None:
+def test_wrappers_refuse_unsuitable_environments(made: Callable[[], object], says: str) -> None:
     with pytest.raises(EnvironmentUnusable, match=says):
         made()
 
@@ -180,7 +180,7 @@ class Fourfold(gym.Wrapper[Any, Any, Any, Any]):
         ("Pendulum-v1", [], 250),  # more than it registers
     ],
 )
-def test_the_limit_of_an_episode_counts_the_agents_steps(id_: str, wrappers: list[str], steps: int) -> None:
+def test_max_episode_steps_counts_agent_steps(id_: str, wrappers: list[str], steps: int) -> None:
     data = {"id": id_, "wrappers": wrappers, "max_episode_steps": steps}
     env = make_environment(EnvironmentConfig.model_validate(data))
     env.reset(seed=1)
@@ -209,7 +209,7 @@ def lives_of_a_game(env: Any) -> list[int]:
     return ends
 
 
-def test_the_example_trains_on_lives_and_evaluates_whole_games_of_ale() -> None:
+def test_breakout_trains_on_lives_evaluates_whole_games() -> None:
     config = load_config(BREAKOUT, environ={})
     training, whole = config.environment, evaluation_environment(config)
     assert lives_of_a_game(breakout(training)) == [4, 3, 2, 1, 0]
@@ -220,7 +220,7 @@ def test_the_example_trains_on_lives_and_evaluates_whole_games_of_ale() -> None:
     assert [short.step(0)[3] for _ in range(3)] == [False, False, True]
 
 
-def test_the_example_sees_stacked_frames_in_both() -> None:
+def test_breakout_stacks_frames() -> None:
     pytest.importorskip("cv2", reason="the preprocessing needs opencv, 150 MB that only the extra `atari` installs")
     config = load_config(BREAKOUT, environ={})
     check(config)
@@ -234,7 +234,7 @@ WRITTEN += [{"path": text} for text in re.findall(r"`([\w.]+wrappers:\w+)`", PAG
 
 
 @pytest.mark.parametrize("wrapper", WRITTEN, ids=lambda wrapper: wrapper["path"].partition(":")[2])
-def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
+def test_filters_page_recipes_work(wrapper: dict[str, Any]) -> None:
     name = wrapper["path"].partition(":")[2]
     if name == "ResizeObservation":
         pytest.importorskip("cv2", reason="resizing needs opencv, which the extra `atari` installs")
@@ -249,14 +249,14 @@ def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
     env.step(env.action_space.sample())
 
 
-def test_the_page_writes_them_all() -> None:
+def test_filters_page_lists_all_wrappers() -> None:
     """Every filter of the table that is a wrapper."""
     names = {wrapper["path"].partition(":")[2].removesuffix("Observation") for wrapper in WRITTEN}
     of_observations = {"Rescale", "FrameStack", "Crop", "Grayscale", "Resize", "Flatten", "Clip"}
     assert names == of_observations | {"DiscretizeAction", "EpisodicLife", "FireReset", "MapAction", "RescaleAction"}
 
 
-def test_the_fields_that_the_page_writes_are_fields() -> None:
+def test_filters_page_fields_are_valid() -> None:
     lines = [line.split(": ", 1) for line in re.findall(r"`policies\.default\.(.*?)`", PAGE) if ": " in line]
     fields = {name: yaml.safe_load(value) for name, value in lines}
     assert {"clip_observations", "normalize_observations", "reward_clip", "reward_scale"} < fields.keys()
