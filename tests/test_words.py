@@ -27,7 +27,7 @@ BOUNDS = {
     "rollout_worker": (157, 133, 8, 0, 0),
     "shared": (379, 221, 8, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (253, 160, 8, 0, 0),
+    "trainer_node": (234, 152, 7, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),
@@ -38,7 +38,7 @@ BOUNDS = {
     "tests/learning": (0, 0, 0, 0, 0),
     "tests/rollout_worker": (0, 0, 0, 139, 108),
     "tests/shared": (0, 0, 0, 248, 161),
-    "tests/trainer_node": (0, 0, 0, 290, 184),
+    "tests/trainer_node": (0, 0, 0, 212, 70),
 }
 
 PLAIN_OPENINGS = 0.70

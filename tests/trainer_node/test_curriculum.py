@@ -72,7 +72,7 @@ def test_lessons_go_forward_and_back_by_their_own_episodes() -> None:
     assert made.drain_events() == []
 
 
-def test_progress_and_rating_are_met_by_what_they_are_after_the_least_number_of_episodes() -> None:
+def test_lesson_by_progress_or_rating_needs_enough_episodes() -> None:
     lessons = [{"value": 1, "until": {"progress": 0.5, "episodes": 3}}, {"value": 2}]
     made = curriculum({"length": {"lessons": lessons}}, stop_at={"env_steps": 100})
     for env_steps in (60, 60):
@@ -96,7 +96,7 @@ def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
     assert smoothed >= 2.0
 
 
-def test_a_policys_return_is_what_it_played_for_and_not_what_others_did_in_its_seats() -> None:
+def test_policy_return_counts_only_seats_it_played() -> None:
     lessons = [{"value": 1, "until": {"return": 5.0, "episodes": 2, "policy": "hunter"}}, {"value": 2}]
     environment = {"id": "tests.none:made", "api": "pettingzoo", "parameters": {"length": {"lessons": lessons}}}
     agents = {"cat": "hunter", "mouse": "prey"}
@@ -123,7 +123,7 @@ def test_a_policys_return_is_what_it_played_for_and_not_what_others_did_in_its_s
     assert of_policies(plain, {"hunter"}, description) == {"rollout/ep_rew_mean/hunter": pytest.approx(40 / 3)}
 
 
-def test_a_smoothed_measure_begins_with_the_first_mean_and_not_nearer_to_zero() -> None:
+def test_smoothed_measure_starts_at_first_mean() -> None:
     lessons = [{"value": 1, "until": {"return": -80.0, "episodes": 2, "smoothing": True}}, {"value": 2}]
     made = curriculum({"length": {"lessons": lessons}})
     for total in (-100.0, -100.0, -100.0):
@@ -219,7 +219,7 @@ def slow_weights(scores: dict[int, float], played: dict[int, int], now: int, tot
         {"score": "value_loss", "new": 0.5},
     ],
 )
-def test_levels_are_scored_over_whole_episodes_and_drawn_by_score_and_staleness(config: dict[str, Any]) -> None:
+def test_levels_are_scored_by_episode_and_drawn_by_staleness(config: dict[str, Any]) -> None:
     made = levels(config)
     assert made.table(NONE).samplers["level"].numbers == pytest.approx([1 / 9] * 9)
     fragments, advantages, ended = fragments_of(np.random.default_rng(3), 6, 7, 8)
@@ -250,7 +250,7 @@ def levels(config: dict[str, Any]) -> Curriculum:
     return Curriculum(made, describe_environment(made))
 
 
-def test_an_episode_of_which_a_fragment_is_missing_is_scored_by_the_rest() -> None:
+def test_episode_with_missing_fragment_is_scored_by_the_rest() -> None:
     made = levels({"score": "gae", "of": 9999})
     fragments, advantages, _ = fragments_of(np.random.default_rng(1), 3, 9, 9999)
     for index in (0, 2):

@@ -38,7 +38,7 @@ def table_of(league: League, env_steps: int = 0) -> MatchTable:
 
 @settings(max_examples=60)
 @given(RESULTS, RESULTS)
-def test_a_league_that_is_cut_anywhere_continues_as_the_whole_one(first: list[float], then: list[float]) -> None:
+def test_league_resumes_exactly_from_any_update(first: list[float], then: list[float]) -> None:
     """What it was is in its bytes: table, ratings, and snapshots that come later."""
     reset = {"exploiter": EXPLOITED["learners"]["exploiter"] | {"reset": {"or_after": "9 episodes"}}}
     config = league_config(OFTEN | {"learners": EXPLOITED["learners"] | reset}, PAIR)
@@ -57,7 +57,7 @@ def test_a_league_that_is_cut_anywhere_continues_as_the_whole_one(first: list[fl
 
 @settings(max_examples=60)
 @given(RESULTS)
-def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(results: list[float]) -> None:
+def test_payoffs_and_ratings_equal_reference_implementations(results: list[float]) -> None:
     league, _ = league_of(league_config({}))
     games = [record(table_of(league), number, result) for number, result in enumerate(results)]
     model = PlackettLuce()
@@ -91,7 +91,7 @@ def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(result
     }
 
 
-def test_a_rating_is_of_matches_with_others_and_a_snapshot_begins_with_its_learners() -> None:
+def test_rating_ignores_self_play_and_snapshot_inherits_it() -> None:
     league, policies = league_of(league_config({"opponents": {"latest": 1, "past": 0}}))
     for number in range(20):
         league.observe_episode(record(table_of(league), number, 1.0), Counters())
@@ -125,7 +125,7 @@ def test_what_is_not_of_the_league_counts_nowhere() -> None:
     assert encode(league) != before
 
 
-def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> None:
+def test_snapshots_become_players_with_bytes() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}, "players": 2}))
     stored = dict(league.new_objects())
     for number in range(8):
@@ -153,7 +153,7 @@ def test_weights_that_have_not_changed_are_no_other_player() -> None:
     assert league.now.payoff.keys() == {"main"}
 
 
-def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
+def test_league_snapshots_by_win_rate_within_interval() -> None:
     often = {"every": None, "win_rate": 0.7, "min_games": 4}
     past = {"latest": 0, "past": 1}
     for at_most, taken in (("0 episodes", 4), ("12 episodes", 1)):
@@ -164,7 +164,7 @@ def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
     assert len(league.now.snapshots) == 2, "it wins no more"
 
 
-def test_the_oldest_leave_a_full_league_but_the_first_stays_and_nothing_of_them_is_left() -> None:
+def test_full_league_drops_oldest_and_keeps_first() -> None:
     league, policies = league_of(league_config({"snapshot": {"every": "4 episodes"}, "players": 3}))
     first = league.now.snapshots[0]
     season(league, policies, [1.0, 0.0] * 20)
@@ -184,9 +184,7 @@ def test_the_oldest_leave_a_full_league_but_the_first_stays_and_nothing_of_them_
         ({"choose": "pfsp"}, [(1 - 0.5) ** 2, (1 - 2 / 3) ** 2, (1 - 1 / 3) ** 2]),
     ],
 )
-def test_past_opponents_are_the_first_and_the_newest_by_their_weights(
-    choose: dict[str, Any], weights: list[float]
-) -> None:
+def test_past_opponents_are_first_and_newest_by_weight(choose: dict[str, Any], weights: list[float]) -> None:
     """The second of three has been beaten once, the third has won once."""
     opponents = {"latest": 0.25, "past": {"share": 0.75, "window": 2, **choose}}
     league, policies = league_of(league_config({"opponents": opponents, "snapshot": {"every": "1 episodes"}}))
@@ -205,7 +203,7 @@ def test_past_opponents_are_the_first_and_the_newest_by_their_weights(
     assert [drawn[id_] for id_ in (ids[0], ids[2], ids[3])] == pytest.approx(expected)
 
 
-def test_shares_without_a_player_go_to_current_weights_and_an_exploiter_meets_its_victim_alone() -> None:
+def test_empty_shares_go_to_current_weights() -> None:
     fixed = {"fixed": {"stone": {"source": "m:f", "kind": "function", "seats": ["other"]}}}
     shares = {"opponents": {"latest": 0.2, "past": 0.5, "fixed": 0.3}}
     league, _ = league_of(league_config(EXPLOITED | fixed | shares, PAIR))
@@ -235,7 +233,7 @@ def test_one_learner_trains_at_a_time_where_they_swap() -> None:
     assert turns == [["exploiter"], ["exploiter"], ["main"], ["main"], ["exploiter"]]
 
 
-def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was_joins() -> None:
+def test_exploiter_resets_after_winning_and_joins_league() -> None:
     reset = {"win_rate": 0.7, "or_after": "40 episodes"}
     exploiter = {"policy": "exploiter", "plays": ["main"], "reset": reset}
     settings = {
@@ -281,7 +279,7 @@ def test_nor_does_it_lose_by_them_where_another_learns() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int) -> None:
+def test_wins_of_former_weights_reset_learner_once(lag: int) -> None:
     """A version acts on for as many updates as it may lag."""
     exploiter = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
     settings = {"learners": {"exploiter": exploiter}, "opponents": {"latest": 1, "past": 0}}
@@ -307,7 +305,7 @@ def test_what_the_former_weights_won_makes_no_learner_begin_again_twice(lag: int
     assert len(league.now.snapshots) == 2
 
 
-def test_a_learner_begins_again_once_it_has_met_all_of_its_opponents_often_enough() -> None:
+def test_learner_resets_after_enough_matches_with_all_opponents() -> None:
     """Of three sides, the one that it beats may have been met sooner."""
     learners = {name: {"policy": name} for name in ("main", "b", "c")}
     learners["main"]["reset"] = {"win_rate": 0.7}  # type: ignore[assignment]

@@ -58,7 +58,7 @@ def whole_end(game: Game) -> dict[str, str]:
     return {name: item.sha256 for name, item in latest.manifest.objects.items() if name != "trainer/state.json"}
 
 
-def test_a_league_that_dies_at_each_version_ends_as_one_that_does_not_and_so_does_its_replay(new_game: NewGame) -> None:
+def test_league_is_exact_after_deaths_and_in_replay(new_game: NewGame) -> None:
     whole = whole_end(new_game(chase()))
     assert LEAGUE in whole
     assert "trainer/hunter.initial.safetensors" in whole
@@ -120,7 +120,7 @@ def test_what_was_acted_by_chance_is_rated_nowhere(new_game: NewGame) -> None:
         assert (encode(league_in(game)) != before) is rated
 
 
-def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_same_table(new_game: NewGame) -> None:
+def test_version_and_checkpoint_list_stored_players(new_game: NewGame) -> None:
     game = new_game(chase())
     store = game.role.checkpoints.store
     for version in range(1, 6):
@@ -142,9 +142,7 @@ def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_sam
     assert {player.sha256 for player in begun.players.values()} == hashes, "initial weights are the first snapshots"
 
 
-def test_no_version_is_published_while_the_store_does_not_take_its_new_player(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_waits_until_store_has_new_player(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(chase())
     put, waits = FileStore.put, list[tuple[int, int, bool]]()
 
@@ -177,7 +175,7 @@ def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> 
     assert status[-1]["fold_metrics"].keys() >= {"league/rating/hunter", "league/rating/prey"}
 
 
-def test_a_player_stays_in_the_store_while_a_version_that_names_it_may_act(new_game: NewGame) -> None:
+def test_player_stays_in_store_while_a_version_may_need_it(new_game: NewGame) -> None:
     game = new_game(
         chase(
             checkpoint={"every": "1 updates", "keep_last": 1}, stop_at={"updates": 14},
@@ -200,7 +198,7 @@ def test_a_player_stays_in_the_store_while_a_version_that_names_it_may_act(new_g
     assert gone
 
 
-def test_a_missing_or_an_altered_player_is_an_error_that_names_it_and_verify_finds_it(new_game: NewGame) -> None:
+def test_missing_or_altered_player_is_named_and_verified(new_game: NewGame) -> None:
     checkpoints = new_game(chase()).role.checkpoints
     store = checkpoints.store
     assert [verdict.state for verdict in verify(checkpoints)] == ["ok"]
@@ -255,7 +253,7 @@ def test_league_can_rank_checkpoints_by_mean_return(new_game: NewGame) -> None:
     assert cells and all(3 <= cell["mean_return"] <= 6 for cell in cells), "1 to 2 for each of a cat's three steps"
 
 
-def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator(new_game: NewGame) -> None:
+def test_evaluator_continues_without_missing_fixed_player(new_game: NewGame) -> None:
     gone = {"source": "elsewhere", "kind": "policy", "sha256": "0" * 64, "seats": ["prey"]}
     script = {"source": "tests.support.games:raises", "kind": "function", "seats": ["hunter"]}
     dice = {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}

@@ -41,7 +41,7 @@ def transitions(columns: Columns) -> dict[bytes, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("level", [0, 1], ids=["top", "middle"])
-def test_an_action_counts_as_what_was_achieved_and_a_missed_test_as_a_penalty(level: int) -> None:
+def test_hindsight_action_and_missed_test_penalty(level: int) -> None:
     name, penalty, threshold = THREE[level]["policy"], 7.0, THREE[level]["threshold"]
     sections = off_policy(test_subgoals=0.6)
     stage = Stage(sections.pop("environment"), **sections)
@@ -90,7 +90,7 @@ def test_options_go_on_exactly(new_game: NewGame, name: str) -> None:
     goes_on_exactly(new_game, minimal_config(**sections, stop_at={"updates": 7}))
 
 
-def test_two_levels_of_ppo_learn_and_have_metrics_and_checkpoints_of_their_own(new_game: NewGame) -> None:
+def test_two_levels_of_ppo_learn_with_own_metrics(new_game: NewGame) -> None:
     levels: list[dict[str, Any]] = [
         {"policy": "top"},
         {"policy": "bottom", "every": 3, "threshold": 0.4, "reward": "distance"},

@@ -41,7 +41,7 @@ def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -
     balanced(game)
 
 
-def test_what_the_policy_is_worth_is_estimated_and_changes_nothing(new_game: NewGame, data: Path) -> None:
+def test_off_policy_evaluation_changes_no_weight(new_game: NewGame, data: Path) -> None:
     estimated = {"path": str(data), "evaluation": {"every_updates": 4, "gradient_steps": 5}}
     game = new_game(offline(data, dataset=estimated))
     game.play_to(8)
@@ -63,7 +63,7 @@ def first_the_data(path: Path, **sections: Any) -> Config:
     return offline(path, dataset=recorded, algorithm=learning, heatup="96 env_steps", **sections)
 
 
-def test_a_memory_begins_with_what_is_recorded_and_then_the_worker_acts(new_game: NewGame, data: Path) -> None:
+def test_replay_buffer_starts_with_dataset_before_acting(new_game: NewGame, data: Path) -> None:
     game = new_game(first_the_data(data, archive="all"))
     known = {
         row.tobytes()
@@ -82,7 +82,7 @@ def test_a_memory_begins_with_what_is_recorded_and_then_the_worker_acts(new_game
     balanced(game)
 
 
-def test_a_memory_that_began_with_what_is_recorded_is_restored_exactly(new_game: NewGame, data: Path) -> None:
+def test_replay_buffer_with_dataset_is_restored_exactly(new_game: NewGame, data: Path) -> None:
     expected = new_game(first_the_data(data)).finish()
     game = new_game(first_the_data(data))
     game.lose_at(range(1, 8))

@@ -24,7 +24,7 @@ def play_durably(game: Game) -> None:
 
 
 @pytest.mark.parametrize("sections", [{}, {"heatup": f"{2 * STEPS_PER_UPDATE} env_steps"}])
-def test_every_stretch_between_two_checkpoints_comes_out_the_same(new_game: NewGame, sections: dict[str, Any]) -> None:
+def test_replay_between_any_two_checkpoints_is_equal(new_game: NewGame, sections: dict[str, Any]) -> None:
     game = new_game(archived(**sections))
     play_durably(game)
     names = game.role.checkpoints.names()
@@ -40,7 +40,7 @@ def test_every_stretch_between_two_checkpoints_comes_out_the_same(new_game: NewG
     assert whole.sha256 == {name: item.sha256 for name, item in manifest.objects.items()}
 
 
-def test_what_was_dropped_is_dropped_again_and_several_workers_and_crashes_change_nothing(new_game: NewGame) -> None:
+def test_replayed_drops_and_crashes_change_no_weight(new_game: NewGame) -> None:
     game = new_game(archived(rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}))
     other = game.another_worker(1)
     flow, log = game.role.flow, RunKeys(game.role.run_id).log
@@ -86,7 +86,7 @@ def test_what_was_trained_on_a_gpu_is_not_replayed_without_one(new_game: NewGame
         replay(game.role.checkpoints, config, game.role.description(), "start", game.finished()["final"])
 
 
-def test_without_an_archive_or_with_a_hole_in_it_the_replay_names_what_is_missing(new_game: NewGame) -> None:
+def test_replay_names_missing_archive(new_game: NewGame) -> None:
     off, holed = new_game(small()), new_game(archived())
     off.finish()
     with pytest.raises(ArchiveIncomplete, match="archive=all"):

@@ -46,7 +46,7 @@ def test_ppo_beside_sac_beside_a_frozen_policy_goes_on_exactly(new_game: NewGame
     goes_on_exactly(new_game, three())
 
 
-def test_policies_learn_from_what_an_archive_has_of_each_and_go_on_exactly(new_game: NewGame) -> None:
+def test_policies_learn_from_archive_and_resume_exactly(new_game: NewGame) -> None:
     teacher = new_game(three(stop_at={"updates": 4}))
     teacher.finish()
     evaluated = {"every_updates": 5, "gradient_steps": 3}
@@ -83,7 +83,7 @@ def test_only_policies_that_imitate_need_demonstrations(new_game: NewGame) -> No
     assert row["train/cloning_loss/hunter"] > 0 and "train/cloning_loss/prey" not in row
 
 
-def test_each_policy_learns_by_its_own_algorithm_and_a_frozen_one_not_at_all(new_game: NewGame) -> None:
+def test_each_policy_learns_by_its_own_algorithm(new_game: NewGame) -> None:
     game = new_game(three())
     learner = game.trainer.learner
     before = {name: state_arrays(policy) for name, policy in learner.policies.items()}
@@ -104,7 +104,7 @@ def test_each_policy_learns_by_its_own_algorithm_and_a_frozen_one_not_at_all(new
     assert row["time/episodes/hunter"] >= row["time/episodes"] > 0
 
 
-def test_a_frozen_policy_acts_by_itself_in_warm_up_and_only_learners_must_know_their_probabilities(
+def test_frozen_policy_acts_in_warm_up_without_log_prob(
     new_game: NewGame,
 ) -> None:
     watcher = POLICIES["watcher"] | {"algorithm": {"name": "dqn", "exploration": {"kind": "epsilon_greedy"}}}
@@ -125,7 +125,7 @@ def test_a_frozen_policy_acts_by_itself_in_warm_up_and_only_learners_must_know_t
     assert not balanced(game)["total"]["dropped"]
 
 
-def test_rewards_are_scaled_as_they_come_only_where_nothing_remembers_them(new_game: NewGame) -> None:
+def test_rewards_are_scaled_on_arrival_without_replay_buffer(new_game: NewGame) -> None:
     """A replay buffer holds them as they were, and has them scaled as it draws."""
     game = new_game(three(heatup="0 env_steps"))
     game.worker.step(0)
@@ -137,7 +137,7 @@ def test_rewards_are_scaled_as_they_come_only_where_nothing_remembers_them(new_g
     assert same == {"hunter": False, "prey": True, "watcher": True}
 
 
-def test_policies_begin_from_different_runs_under_other_names_and_some_anew(new_game: NewGame) -> None:
+def test_policies_fork_from_several_runs_by_name(new_game: NewGame) -> None:
     one, other = new_game(three(heatup="0 env_steps")), new_game(three(seed=5))
     for game in (one, other):
         game.play_to(4)
@@ -172,7 +172,7 @@ def test_policies_begin_from_different_runs_under_other_names_and_some_anew(new_
 
 
 @pytest.mark.parametrize("name", ["Told", "AllAtOnce"])
-def test_critics_of_several_policies_see_one_state_and_actors_need_none(new_game: NewGame, name: str) -> None:
+def test_critics_of_several_policies_see_one_state(new_game: NewGame, name: str) -> None:
     sees = {"hidden_sizes": [8], "normalize_observations": True, "critic_observes": "state"}
     game = new_game(
         minimal_config(

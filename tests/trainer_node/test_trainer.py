@@ -36,13 +36,13 @@ from tests.support.game import (
 # Same log, same weights
 
 
-def test_two_runs_with_the_same_seed_end_with_the_same_weights_and_another_seed_with_others(new_game: NewGame) -> None:
+def test_seed_decides_weights(new_game: NewGame) -> None:
     one, same, other = (ends_with(new_game(small(seed=seed))) for seed in (3, 3, 4))
     assert one == same and all(other[name] != one[name] for name in one)
 
 
 @pytest.mark.parametrize("crash_at", [1, 2, 3, 5])
-def test_a_crash_in_the_middle_changes_no_weight_and_republishes_nothing(new_game: NewGame, crash_at: int) -> None:
+def test_trainer_crash_changes_no_weight_and_republishes_nothing(new_game: NewGame, crash_at: int) -> None:
     unbroken, broken = new_game(small()), new_game(small())
     expected = unbroken.finish()
     broken.play_to(crash_at)
@@ -61,7 +61,7 @@ def test_a_crash_in_the_middle_changes_no_weight_and_republishes_nothing(new_gam
     assert (state.version, state.consumed, state.epoch) == (6, 12, 2)
 
 
-def test_the_policies_travel_through_the_store_with_the_same_outcome(new_game: NewGame) -> None:
+def test_object_store_transport_gives_equal_weights(new_game: NewGame) -> None:
     through_redis, through_store = (
         new_game(small(policy_versions={"transport": transport}, checkpoint={"every": "1 updates", "keep_last": 2}))
         for transport in ("redis", "object_store")
@@ -75,7 +75,7 @@ def test_the_policies_travel_through_the_store_with_the_same_outcome(new_game: N
     balanced(through_store)
 
 
-def test_a_run_that_reaches_its_bound_is_exhausted_with_final_checkpoint_and_ledger(new_game: NewGame) -> None:
+def test_run_at_its_bound_ends_with_final_checkpoint_and_ledger(new_game: NewGame) -> None:
     game = new_game(small(stop_at={"updates": 3}))
     game.finish()
     content = game.finished()
@@ -102,7 +102,7 @@ def test_finished_counts_evaluation_apart_from_training(new_game: NewGame) -> No
     assert counters["train"]["env_steps"] == 3 * STEPS_PER_UPDATE and counters["heatup"]["env_steps"] == 0
 
 
-def test_a_stop_that_comes_while_a_trainer_reads_again_ends_with_what_was_published_before(new_game: NewGame) -> None:
+def test_stop_during_replay_ends_at_published_version(new_game: NewGame) -> None:
     expected = new_game(small(stop_at={"updates": 5})).finish()
     game = new_game(small())
     game.play_to(5)
@@ -149,7 +149,7 @@ def test_checkpoints_name_their_parents_and_their_range(new_game: NewGame, monke
 # What it refuses
 
 
-def test_weights_that_are_not_finite_end_the_run_and_reach_neither_store_nor_board(
+def test_infinite_weights_fail_run_and_are_never_stored(
     new_game: NewGame,
 ) -> None:
     game = new_game(small(algorithm={"minibatch_size": 32, "epochs": 2, "learning_rate": 1e30}))
@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_end_the_run_and_reach_neither_store_nor_boa
     assert game.worker.step(0) == "finished"
 
 
-def test_a_finite_reward_beyond_the_bound_costs_its_fragment_and_not_the_run(new_game: NewGame) -> None:
+def test_reward_beyond_bound_drops_fragment_and_run_continues(new_game: NewGame) -> None:
     environment = {"id": "tests.support.environments:Hostile", "num_envs": 4}
     game = new_game(small(environment=environment, policies={"default": {"hidden_sizes": [8]}}))
     game.finish()
@@ -178,7 +178,7 @@ def test_a_finite_reward_beyond_the_bound_costs_its_fragment_and_not_the_run(new
     assert told.count("is magnitude") == 1 and "3e+38" in told
 
 
-def test_heat_up_counts_apart_learns_the_normalizer_and_no_weight(new_game: NewGame) -> None:
+def test_warm_up_trains_normalizer_and_no_weight(new_game: NewGame) -> None:
     game = new_game(
         small(heatup=f"{2 * STEPS_PER_UPDATE} env_steps", checkpoint={"every": "1 updates", "keep_last": 9})
     )
@@ -199,7 +199,7 @@ def test_heat_up_counts_apart_learns_the_normalizer_and_no_weight(new_game: NewG
     balanced(game)
 
 
-def test_behind_a_damaged_checkpoint_the_one_before_goes_on_as_a_newer_version_and_says_so(new_game: NewGame) -> None:
+def test_damaged_checkpoint_rolls_back_to_the_one_before(new_game: NewGame) -> None:
     game = new_game(archived())
     game.play_to(5)
     game.durable()
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_made_good_from_the_log(new_game: NewGame, monke
     balanced(game)
 
 
-def test_where_no_checkpoint_can_be_read_the_trainer_refuses_and_writes_nothing(new_game: NewGame) -> None:
+def test_trainer_refuses_run_without_readable_checkpoint(new_game: NewGame) -> None:
     game = new_game(small())
     game.play_to(3)
     game.durable()

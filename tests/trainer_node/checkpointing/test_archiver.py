@@ -71,7 +71,7 @@ def pushed(make_role: MakeRole, tmp_path: Path) -> Pushed:
 
 
 @pytest.mark.parametrize("successor", [False, True])
-def test_an_upload_that_is_cut_off_is_written_again_by_whoever_comes_next(pushed: Pushed, successor: bool) -> None:
+def test_cut_off_segment_is_written_again(pushed: Pushed, successor: bool) -> None:
     positions, archiver = pushed.push(3), pushed.archiver()
     archiver.store(positions[0], "0-0")
     pushed.store.broken = ("put",)

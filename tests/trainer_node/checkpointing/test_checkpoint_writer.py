@@ -184,7 +184,7 @@ def test_checkpoint_writer_prunes_last_and_trims_before(start: Start, make_role:
     assert role.flow.read().trimmed_id == positions[0]
 
 
-def test_after_the_first_checkpoint_ready_pointer_status_and_event_say_so(start: Start) -> None:
+def test_first_checkpoint_writes_ready_pointer_status_and_event(start: Start) -> None:
     here = start()
     role = here.role
     assert here.checkpoints.marker(READY) is None
@@ -200,7 +200,7 @@ def test_after_the_first_checkpoint_ready_pointer_status_and_event_say_so(start:
     assert [event.data for event in events] == [{"name": first, "version": 0}, {"name": second, "version": 2}]
 
 
-def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(start: Start) -> None:
+def test_status_file_lists_kept_checkpoints(start: Start) -> None:
     here = start({"every": "1 updates", "keep_last": 2})
     _, best = here.publish(1, 2)
     here.score(best, 50.0)
@@ -235,7 +235,7 @@ def test_a_lost_or_damaged_sync_file_is_made_anew(start: Start, key: str, monkey
         assert here.checkpoints.marker(READY) is not None
 
 
-def test_a_checkpoint_that_lost_its_manifest_is_pointed_to_by_its_new_one(start: Start) -> None:
+def test_pointer_names_new_manifest_of_checkpoint_that_lost_one(start: Start) -> None:
     here = start()
     (name,) = here.publish(1)
     here.store.delete(key_of(here.checkpoints, name, MANIFEST))
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_pointed_to_by_its_new_one(start:
     assert here.latest().manifest.epoch == 2
 
 
-def test_a_score_that_arrives_while_nothing_is_published_moves_the_best(start: Start) -> None:
+def test_best_mark_moves_when_score_arrives_between_checkpoints(start: Start) -> None:
     here = start()
     one, two = here.publish(1, 2)
     for turn, name in enumerate((one, two, two)):
@@ -252,7 +252,7 @@ def test_a_score_that_arrives_while_nothing_is_published_moves_the_best(start: S
         assert here.pointer().latest == two
 
 
-def test_the_best_is_ranked_by_its_second_evaluation_and_is_none_without_one(start: Start) -> None:
+def test_best_is_ranked_by_second_evaluation(start: Start) -> None:
     here = start(NEWEST_ONLY)
     (held,) = here.publish(1)
     here.score(held, 80.0)
@@ -265,7 +265,7 @@ def test_the_best_is_ranked_by_its_second_evaluation_and_is_none_without_one(sta
     assert here.checkpoints.names() == [held, last]
 
 
-def test_the_best_survives_pruning_a_new_publisher_and_a_redis_that_forgot_the_scores(start: Start) -> None:
+def test_best_survives_new_writer_and_lost_scores(start: Start) -> None:
     first = start(NEWEST_ONLY)
     (best,) = first.publish(1)
     first.score(best, 100.0)
@@ -282,7 +282,7 @@ def test_the_best_survives_pruning_a_new_publisher_and_a_redis_that_forgot_the_s
     assert again.checkpoints.load(best).objects == snapshot_of(again.role, 1).checkpoint.objects
 
 
-def test_the_best_stays_the_best_where_every_score_is_lost_until_there_are_new_ones(start: Start) -> None:
+def test_best_stays_when_every_score_is_lost(start: Start) -> None:
     here = start(NEWEST_ONLY)
     (best,) = here.publish(1)
     here.score(best, 100.0)
@@ -297,7 +297,7 @@ def test_the_best_stays_the_best_where_every_score_is_lost_until_there_are_new_o
     assert here.checkpoints.names() == [name, last]
 
 
-def test_what_is_promoted_is_kept_by_any_trainer_and_goes_once_it_is_not(start: Start) -> None:
+def test_promoted_checkpoint_is_kept_until_withdrawn(start: Start) -> None:
     first = start(NEWEST_ONLY)
     (promoted,) = first.publish(1)
     first.promote(promoted)
@@ -322,7 +322,7 @@ def test_nothing_is_pruned_while_nobody_knows_what_is_promoted(start: Start) -> 
     assert here.publish(4) == here.checkpoints.names()
 
 
-def test_the_manifest_tells_the_newest_score_that_was_known_when_it_was_written(start: Start) -> None:
+def test_manifest_names_newest_score_when_written(start: Start) -> None:
     here = start()
 
     def told(*versions: int) -> Any:
@@ -357,7 +357,7 @@ def test_what_the_pointer_names_is_never_pruned(start: Start) -> None:
         assert here.checkpoints.load(str(kept)).objects
 
 
-def test_uploads_that_were_cut_off_do_not_take_the_place_of_whole_ones_and_go(start: Start) -> None:
+def test_cut_off_uploads_are_ignored_and_deleted(start: Start) -> None:
     here = start({"every": "1 updates", "keep_last": 2})
     here.publish(1)
     for version in (2, 3, 9):
@@ -368,7 +368,7 @@ def test_uploads_that_were_cut_off_do_not_take_the_place_of_whole_ones_and_go(st
         here.checkpoints.manifest(checkpoint_name(9, 0))
 
 
-def test_an_older_trainers_publisher_writes_nothing_trims_nothing_and_fails_as_fenced(start: Start) -> None:
+def test_fenced_writer_writes_and_trims_nothing(start: Start) -> None:
     old = start()
     positions = fill_log(old.role)
     (name,) = old.publish(1)
@@ -403,7 +403,7 @@ def test_a_manifest_that_comes_late_is_the_one_pointed_to(start: Start, monkeypa
     assert here.latest().manifest.name == name
 
 
-def test_the_same_version_again_is_recognized_and_other_contents_come_beside_it(start: Start) -> None:
+def test_writer_keeps_equal_upload_and_adds_other_contents(start: Start) -> None:
     first = start()
     names, role = first.publish(1, 2), first.role
     before = first.written()

@@ -88,9 +88,7 @@ def test_what_is_due_is_recorded_once_and_goes_from_the_store(new_game: NewGame)
 @pytest.mark.parametrize(
     ("transport", "at"), [("redis", 2), ("redis", 5), ("object_store", 1), ("object_store", 2), ("object_store", 3)]
 )
-def test_a_trainer_that_dies_loses_and_doubles_no_row_and_no_evaluation(
-    new_game: NewGame, transport: str, at: int
-) -> None:
+def test_trainer_death_loses_and_doubles_no_row(new_game: NewGame, transport: str, at: int) -> None:
     """At any version, whether that was due, has a checkpoint, or neither; its evaluations came or not."""
     config = due(policy_versions={"transport": transport}, metrics={"episodes": True, "writers": []})
     calm = new_game(config)
@@ -122,7 +120,7 @@ def test_a_trainer_that_dies_loses_and_doubles_no_row_and_no_evaluation(
     assert game.policy_hash() == calm.policy_hash()
 
 
-def test_the_trainer_waits_by_name_once_too_many_wait_for_a_store_that_is_away(
+def test_trainer_waits_when_too_many_due_policies_are_unstored(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagecoach.trainer_node.recovery.trainer_state._MOST_DUE", 3)
@@ -151,7 +149,7 @@ def test_the_trainer_waits_by_name_once_too_many_wait_for_a_store_that_is_away(
     assert versions(due_evaluations(game.role.checkpoints.store)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_was_not_played_when_the_run_ends_is_told_and_played_by_a_resume(new_game: NewGame) -> None:
+def test_unplayed_due_policies_are_reported_and_resumed(new_game: NewGame) -> None:
     game = new_game(due())
     game.finish()
     text = "3 policy versions due by evaluation.every=2 updates had not been played when the run ended"
@@ -159,9 +157,7 @@ def test_what_was_not_played_when_the_run_ends_is_told_and_played_by_a_resume(ne
     assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
 
 
-def test_the_end_waits_for_an_evaluator_in_place_of_one_that_died(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_run_waits_for_replaced_evaluator(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(due())
     game.play()
     gone = Evaluator(game.open())
@@ -201,7 +197,7 @@ def with_folder(new_game: NewGame, tmp_path: Path) -> Callable[[Config], Game]:
 
 
 @pytest.mark.parametrize("lost", ["in the files only", "in the store only", "in both"])
-def test_files_have_each_evaluation_once_whatever_a_crash_left_of_them(
+def test_files_have_each_evaluation_once_after_crash(
     with_folder: Callable[[Config], Game], tmp_path: Path, lost: str
 ) -> None:
     writers = ["csv", "jsonl", "tensorboard"]
@@ -258,7 +254,7 @@ def test_each_unit_makes_policies_due(new_game: NewGame, every: str) -> None:
     assert seen and versions(due_evaluations(game.role.checkpoints.store)) == seen
 
 
-def test_nothing_learned_depends_on_evaluations_metrics_and_writers(new_game: NewGame, tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_evaluations_and_writers(new_game: NewGame, tmp_path: Path) -> None:
     plain = new_game(small(stop_at={"updates": 6}))
     expected = plain.finish()
     metrics = {"every": "3 updates", "episodes": True, "writers": ["csv", "jsonl", "tensorboard"]}

@@ -30,7 +30,7 @@ def stores(draw: st.DrawFn) -> tuple[list[str], dict[str, float], CheckpointConf
 
 @settings(max_examples=200, derandomize=True)
 @given(stores())
-def test_the_last_the_best_every_mth_and_the_protected_stay_and_the_rest_goes(
+def test_retention_keeps_last_best_every_mth_and_protected(
     store: tuple[list[str], dict[str, float], CheckpointConfig, set[str]],
 ) -> None:
     names, scores, config, protected = store

@@ -196,7 +196,7 @@ def test_ranks_that_come_back_get_what_the_replay_buffer_held(new_crew: NewCrew)
     assert found.equal and found.versions > 4, found
 
 
-def test_a_rank_goes_with_the_run_and_is_told_what_is_wrong_with_its_number(new_crew: NewCrew) -> None:
+def test_rank_ends_with_run_and_rejects_wrong_number(new_crew: NewCrew) -> None:
     crew = new_crew(ranked(2))
     crew.start(2)
     assert crew.processes.pop(2).wait(60) == 2
@@ -208,7 +208,7 @@ def test_a_rank_goes_with_the_run_and_is_told_what_is_wrong_with_its_number(new_
     assert crew.beats()["rank-1"].ended == "finished"
 
 
-def test_a_run_that_is_to_end_does_not_wait_for_ranks_that_have_nothing_to_learn(new_crew: NewCrew) -> None:
+def test_stopped_run_does_not_wait_for_ranks(new_crew: NewCrew) -> None:
     crew = new_crew(ranked(2))
     crew.start(0)
     crew.play(lambda: crew.waits("trainer")[0] == "the other ranks")

@@ -182,7 +182,7 @@ def appo(folder: Path) -> Config:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", ["appo", "rainbow", "r2d2"])
-def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins(case: str, tmp_path: Path) -> None:
+def test_three_ranks_resume_exactly_from_anywhere(case: str, tmp_path: Path) -> None:
     """And with a replay buffer, which the others get from rank 0."""
     config = appo(tmp_path) if case == "appo" else replaying(case, tmp_path, 3)
     log = experience(config, 7)
@@ -216,7 +216,7 @@ def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins(case
 
 
 @pytest.mark.processes
-def test_a_rank_with_other_weights_is_noticed_and_weights_that_break_are_told_as_ever() -> None:
+def test_leader_detects_rank_with_other_or_broken_weights() -> None:
     side = Side(ranked(2))
     fragments, *_ = experience(side.config, 1)
     with local_ranks(side.config, side.learner, side.taken(), side.description) as group:

@@ -187,7 +187,7 @@ def test_a_file_of_other_weights_is_found_out() -> None:
         compare(policy, data, batches)
 
 
-def test_choices_that_differ_where_two_are_equally_good_are_counted() -> None:
+def test_compare_counts_other_choices_among_equally_good_ones() -> None:
     """The largest of equal values is the first one to torch and to ONNX Runtime, so the tie is broken by hand."""
     policy = made("dqn")
     data = to_onnx(policy, {})

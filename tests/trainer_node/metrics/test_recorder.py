@@ -137,7 +137,7 @@ def test_a_row_reaches_store_redis_and_writers(recording: Recording) -> None:
     assert recording.rows(TRAIN)[0][1][UNIX_TIME] == Kept.told[0][1][UNIX_TIME] > 1.7e9
 
 
-def test_without_a_folder_files_are_left_out_and_other_writers_are_not(recording: Recording) -> None:
+def test_file_writers_are_left_out_without_folder(recording: Recording) -> None:
     recorder = recording.begin("csv", "jsonl", "tensorboard", "own:Kept", folder=False)
     recorder.record(TRAIN, row(64))
     recorder.close()
@@ -145,7 +145,7 @@ def test_without_a_folder_files_are_left_out_and_other_writers_are_not(recording
     assert not recording.folder.exists() and recording.events() == [] and not recorder.failures
 
 
-def test_a_writer_that_raises_is_told_once_and_the_others_get_all_rows(
+def test_failing_writer_is_reported_once_and_others_get_all_rows(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(stream: str, step: int) -> None:
@@ -252,7 +252,7 @@ def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.Monk
     assert len(recording.rows(TRAIN)) == 2
 
 
-def test_redis_that_takes_no_row_is_counted_and_told_once_it_is_back(recording: Recording) -> None:
+def test_failing_redis_is_counted_and_reported_later(recording: Recording) -> None:
     flow = RunKeys(recording.run_id).flow
     saved: Any = recording.client.dump(flow)
     recording.client.delete(flow)
@@ -266,7 +266,7 @@ def test_redis_that_takes_no_row_is_counted_and_told_once_it_is_back(recording: 
     assert newest_row(recording.client, recording.run_id)[ENV_STEPS] == 128 and recorder.failures["Redis"] == 1
 
 
-def test_names_that_an_environment_makes_up_are_printable_text_of_bounded_length(recording: Recording) -> None:
+def test_metric_names_are_printable_and_bounded(recording: Recording) -> None:
     name = "environment/" + os.fsdecode(b"caf\xe9") + '\x1b]52;c;\x07,"\n'
     recorder = recording.begin("own:Kept")
     recorder.record(TRAIN, row(64) | {name: 2.5, "x" * 1000: 1.0})
@@ -356,7 +356,7 @@ def test_an_evaluation_is_a_row_once_whatever_restarts(recording: Recording) -> 
     assert (recording.folder / "evaluations.csv").read_text().count(".ckpt") == 3
 
 
-def test_an_evaluation_has_spread_agents_policies_and_its_confirmation() -> None:
+def test_evaluation_row_has_spread_agents_and_confirmation() -> None:
     assert evaluation_row(SCORES) == {
         ENV_STEPS: 128.0, VERSION: 2.0, "eval/ep_rew_mean": 9.5, "eval/ep_rew_std": 1.5, "eval/ep_rew_min": 7.0,
         "eval/ep_rew_max": 11.0, "eval/ep_len_mean": 30.0, "eval/success_rate": 0.5, "eval/episodes": 4.0,

@@ -110,7 +110,7 @@ def test_a_spread_is_that_of_the_standard_library() -> None:
     assert spread("x", []) == {}
 
 
-def test_episodes_have_spread_success_agents_and_the_environments_own_numbers() -> None:
+def test_episode_figures_have_spread_success_and_agents() -> None:
     records = [
         EpisodeRecord(10.0, 20, True, {"a": 8.0, "b": 2.0}, {"height": 1.0}),
         EpisodeRecord(4.0, 10, False, {"a": 3.0}, {}),
@@ -123,7 +123,7 @@ def test_episodes_have_spread_success_agents_and_the_environments_own_numbers() 
     assert of_episodes([]) == {}
 
 
-def test_each_episode_is_a_row_with_its_worker_and_the_version_that_acted() -> None:
+def test_episode_rows_name_worker_and_version() -> None:
     plain = EpisodeRecord(3.0, 5)
     fragments = [acted(3, 4, episodes=[RECORD, plain], worker="w1"), acted(2, 3), acted(4, 4, episodes=[plain])]
     rows = list(episode_rows(fragments, 640, 6))
@@ -170,7 +170,7 @@ def test_shaped_returns_are_those_of_a_slow_loop(from_the_start: bool) -> None:
     assert len(slow) > window and list(shaped.returns) == slow[-window:]
 
 
-def test_in_turns_shaped_returns_are_those_of_episodes_within_a_fragment() -> None:
+def test_shaped_returns_in_turns_cover_whole_episodes() -> None:
     shaped = ShapedReturns(40, in_turns=True)
     columns = {
         "reward": np.ones((6, 1), np.float32),
@@ -184,7 +184,7 @@ def test_in_turns_shaped_returns_are_those_of_episodes_within_a_fragment() -> No
     assert list(shaped.returns) == [2.0, 2.0, 2.0]
 
 
-def test_a_successor_s_first_fragment_begins_no_episode_that_it_took_up() -> None:
+def test_first_fragment_of_successor_resumes_episodes() -> None:
     config = minimal_config(policies={"default": {"reward_scale": 2.0}})
     learner = make_learner(config, SIMPLE)
     for life, known in (("3.0", True), ("2.1", False)):
@@ -198,7 +198,7 @@ def test_a_successor_s_first_fragment_begins_no_episode_that_it_took_up() -> Non
         assert (len(learner.shaped["default"].returns) > before) is known
 
 
-def test_what_is_told_of_each_step_is_a_mean_over_the_rows_that_were_acted() -> None:
+def test_info_figures_average_acted_rows() -> None:
     stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Telling", "info_columns": ["score"]})
     sample = stage.sample(20)
     columns, learner = sample.columns["default"], make_learner(stage.config, stage.description)
@@ -237,7 +237,7 @@ def test_rewards_that_are_changed_have_returns_of_their_own(new_game: NewGame) -
     assert row["rollout/ep_shaped_rew_mean"] == pytest.approx(row["rollout/ep_rew_mean"] / 2)
 
 
-def test_a_restart_voids_rows_and_the_others_are_those_of_an_undisturbed_run(new_game: NewGame) -> None:
+def test_rows_after_restart_equal_those_of_undisturbed_run(new_game: NewGame) -> None:
     """All but what the clock tells."""
     config = minimal_config(metrics={"episodes": True}, stop_at={"updates": 7})
     plain, lost = new_game(config), new_game(config)

@@ -128,7 +128,7 @@ def test_a_restart_drops_a_row_that_a_crash_cut_off(begin: Open, tmp_path: Path,
     assert [found.name for found in (tmp_path / "metrics").iterdir()] == [f"train.{path}"]
 
 
-def test_a_metric_that_appears_later_gets_its_column_and_older_rows_stay(begin: Open, tmp_path: Path) -> None:
+def test_csv_adds_column_for_new_metric_and_keeps_rows(begin: Open, tmp_path: Path) -> None:
     writer = begin("csv")
     write(writer, row(64, train__loss=1.0), row(128, train__loss=2.0, rollout__new=9.0), row(192, train__loss=3.0))
     found = table(tmp_path)
@@ -184,9 +184,7 @@ def test_a_restart_looks_at_the_end_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a,b\r\n1,2\r\n", "train/updates,time/env_ste", "time/env_steps\r\n", "\x00" * 100]
 )
-def test_a_table_that_was_cut_off_in_its_first_line_or_is_none_of_ours_begins_anew(
-    begin: Open, tmp_path: Path, text: str
-) -> None:
+def test_table_file_restarts_when_header_is_unusable(begin: Open, tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "train.csv").write_text(text)
     write(begin("csv", 100), row(64))
@@ -196,7 +194,7 @@ def test_a_table_that_was_cut_off_in_its_first_line_or_is_none_of_ours_begins_an
 # TensorBoard
 
 
-def test_tensorboard_shows_scalars_histograms_the_config_and_hyperparameters(begin: Open, tmp_path: Path) -> None:
+def test_tensorboard_shows_scalars_histograms_and_config(begin: Open, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     writer = begin("tensorboard")
@@ -401,7 +399,7 @@ def refused(*chosen: Any, here: bool = True) -> str:
     return str(caught.value)
 
 
-def test_each_writer_that_comes_along_is_a_class_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_writers_accept_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "find_spec", lambda name: True)
     chosen = [*writers.WRITERS, {"path": "wandb", "kwargs": {"project": "x", "mode": "offline"}}]
     check_writers(MetricsConfig(writers=tuple(chosen)))

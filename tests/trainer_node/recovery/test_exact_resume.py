@@ -37,7 +37,7 @@ def test_a_worker_that_dies_changes_nothing(new_game: NewGame, undisturbed: str,
     balanced(game)
 
 
-def test_with_no_time_to_catch_up_a_successor_begins_new_episodes(new_game: NewGame, undisturbed: str) -> None:
+def test_successor_without_catch_up_time_begins_new_episodes(new_game: NewGame, undisturbed: str) -> None:
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"catch_up_seconds": 0.0})})
     game = new_game(config)
     game.play_to(2)
@@ -77,7 +77,7 @@ def test_who_dies_while_it_waits_dies_of_nothing_in_its_episodes(new_game: NewGa
 
 @pytest.mark.parametrize("heatup", ["0 env_steps", "100 env_steps"])
 @pytest.mark.parametrize("pushes", [0, 1])
-def test_a_run_that_dies_in_its_first_fragments_begins_as_it_began(new_game: NewGame, pushes: int, heatup: str) -> None:
+def test_run_that_dies_in_first_fragments_restarts_exactly(new_game: NewGame, pushes: int, heatup: str) -> None:
     config = small(stop_at={"updates": 3}, heatup=heatup)
     whole = new_game(config).finish()
     game = new_game(config)
@@ -89,7 +89,7 @@ def test_a_run_that_dies_in_its_first_fragments_begins_as_it_began(new_game: New
     balanced(game)
 
 
-def test_an_environment_that_raises_now_and_then_does_so_in_every_life_alike(new_game: NewGame) -> None:
+def test_environment_failures_repeat_in_every_life(new_game: NewGame) -> None:
     stumbles = {"id": f"{MODULE}:Stumbles", "num_envs": 3, "failures_allowed": 9999}
     config = small(stop_at={"updates": 6}, environment=stumbles)
     calm = new_game(config)
@@ -104,7 +104,7 @@ def test_an_environment_that_raises_now_and_then_does_so_in_every_life_alike(new
     balanced(game)
 
 
-def test_a_trail_that_is_gone_is_said_and_one_of_a_drained_worker_goes(new_game: NewGame) -> None:
+def test_lost_action_trace_is_reported_and_drained_one_deleted(new_game: NewGame) -> None:
     game = new_game(CONFIG)
     other = game.another_worker(1)
     keys = RunKeys(game.role.run_id)

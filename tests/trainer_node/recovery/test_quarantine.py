@@ -112,7 +112,7 @@ def test_a_committed_entry_gives_its_credit_back_once(new_game: NewGame, monkeyp
     assert game.role.flow.read().in_flight == claims(game) + total["in_flight"]["fragments"]
 
 
-def test_deaths_that_no_entry_has_to_do_with_quarantine_nothing_and_have_a_bound(new_game: NewGame) -> None:
+def test_deaths_unrelated_to_entries_quarantine_nothing(new_game: NewGame) -> None:
     game = new_game(small())
     game.play_to(2)
     for _ in range(6):

@@ -24,7 +24,7 @@ from tests.support.game import (
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_first_checkpoint_whose_sync_files_a_crash_kept_back_is_completed(new_game: NewGame, published: bool) -> None:
+def test_restart_completes_sync_files_of_first_checkpoint(new_game: NewGame, published: bool) -> None:
     game = new_game(small())
     game.crash()
     for key in (READY, POINTER, STATUS):
@@ -109,7 +109,7 @@ def test_a_late_upload_touches_no_newer_checkpoint(
     balanced(game)
 
 
-def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learned(new_game: NewGame) -> None:
+def test_roll_back_frees_credit_of_unlearned_fragments(new_game: NewGame) -> None:
     """A fragment was taken, the next one dropped and committed, then the trainer crashed and its checkpoint broke."""
     game = new_game(small())
     game.play_to(4)

@@ -38,7 +38,7 @@ def test_heat_up_lasts_until_its_own_counter_has_passed_it() -> None:
     assert phase_at(episodes, counters(heatup_episodes=3)) is Phase.TRAIN
 
 
-def test_a_checkpoint_is_due_each_time_a_multiple_is_passed_even_if_jumped_over() -> None:
+def test_checkpoint_is_due_when_multiple_is_passed() -> None:
     every = schedule(checkpoint={"every": "10 env_steps"})
     due = []
     for steps in range(0, 60, 4):
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_due_each_time_a_multiple_is_passed_even_if_jumped_over(
     assert due == [12, 20, 32, 40, 52]
 
 
-def test_a_restored_run_is_due_when_the_unbroken_one_would_have_been() -> None:
+def test_schedule_of_restored_run_equals_unbroken_one() -> None:
     restored = schedule(checkpoint={"every": "4 updates"})
     restored.checkpointed(counters(updates=6))
     assert next(updates for updates in range(6, 13) if restored.checkpoint_due(counters(updates=updates), 0)) == 8
@@ -81,7 +81,7 @@ def test_the_run_ends_at_its_bound_and_heat_up_does_not_count(unit: str) -> None
     assert ends == [False, True, True]
 
 
-def test_the_run_ends_at_the_first_of_several_bounds_and_by_the_clock(clock: list[float]) -> None:
+def test_run_ends_at_first_bound_or_by_the_clock(clock: list[float]) -> None:
     bounded = schedule(stop_at={"updates": 10, "episodes": 3, "hours": 2})
     assert bounded.exhausted(counters(updates=1, episodes=3))
     assert not bounded.exhausted(counters(updates=1))

@@ -45,7 +45,7 @@ def go_back(game: Game, version: int) -> Checkpoint:
     return older
 
 
-def test_the_older_weights_counters_and_optimizer_go_on_as_the_newest_version(new_game: NewGame) -> None:
+def test_roll_back_continues_weights_counters_and_optimizer(new_game: NewGame) -> None:
     game = new_game(archived())
     game.play_to(5)
     game.durable()
@@ -70,7 +70,7 @@ def test_the_older_weights_counters_and_optimizer_go_on_as_the_newest_version(ne
     assert replayed(game, newest).equal
 
 
-def test_what_the_abandoned_policy_acted_is_not_learned_whatever_lag_is_allowed(new_game: NewGame) -> None:
+def test_roll_back_drops_fragments_of_abandoned_policy(new_game: NewGame) -> None:
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 2}
     game = new_game(small(checkpoint=KEEP, rollout=rollout))
     game.play_to(4)
@@ -85,7 +85,7 @@ def test_what_the_abandoned_policy_acted_is_not_learned_whatever_lag_is_allowed(
     assert balanced(game)["total"]["dropped"]["stale"]["fragments"] == in_flight > 2
 
 
-def test_going_back_twice_and_crashing_in_between_leaves_one_history(new_game: NewGame) -> None:
+def test_rolling_back_twice_with_crash_leaves_one_history(new_game: NewGame) -> None:
     game = new_game(small(checkpoint=KEEP))
     game.play_to(4)
     game.durable()
@@ -141,7 +141,7 @@ def begun_from(game: Game, source: Checkpoint) -> None:
     game.worker = game.another_worker(0)
 
 
-def test_a_run_that_begins_from_another_has_its_policies_and_nothing_else_of_it(new_game: NewGame) -> None:
+def test_fork_takes_policies_and_nothing_else(new_game: NewGame) -> None:
     source, game = new_game(small(checkpoint=KEEP)), new_game(small(seed=7, stop_at={"updates": 3}))
     source.finish()
     before = {key: source.role.checkpoints.store.get(key) for key in source.role.checkpoints.store.keys("")}
@@ -188,7 +188,7 @@ def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame
     assert not any(name.startswith(("adam/", "optimizer/")) and array.any() for name, array in beside.items())
 
 
-def test_a_policy_with_a_hyphen_in_its_name_is_no_snapshot_of_another(new_game: NewGame, tmp_path: Path) -> None:
+def test_fork_accepts_policy_with_hyphen_in_its_name(new_game: NewGame, tmp_path: Path) -> None:
     policies = {"red-elite": {"hidden_sizes": [8]}}
     source = new_game(config_of("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
     source.play_to(2)
@@ -202,7 +202,7 @@ def test_a_policy_with_a_hyphen_in_its_name_is_no_snapshot_of_another(new_game: 
     assert summary.startswith("taken: policy, critics"), summary
 
 
-def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: NewGame, tmp_path: Path) -> None:
+def test_fork_resets_critics_of_another_algorithm(new_game: NewGame, tmp_path: Path) -> None:
     policies = {"default": {"hidden_sizes": [8], "normalize_rewards": True}}
     source = new_game(config_of("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
     source.play_to(2)

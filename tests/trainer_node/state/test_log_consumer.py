@@ -65,7 +65,7 @@ def test_takes_fragments_in_the_order_of_the_log(begun: Begun) -> None:
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_drops_a_bad_fragment_counts_it_and_gives_its_credit_again(begun: Begun, reason: str) -> None:
+def test_log_consumer_drops_and_counts_bad_fragment(begun: Begun, reason: str) -> None:
     trainer, worker, role = begun(fragments_per_update=1)
     worker.work(blob=damaged(worker, reason))
     assert worker.claim().reply == "wait_credit"
@@ -99,7 +99,7 @@ def test_an_unknown_log_prob_is_dropped_if_learned_by(
     {"worker_id": "worker-9"}, {"seq": 7}, {"incarnation": 3}, {"steps": STEPS + 1}, {"num_envs": ENVS + 1},
     {"policy_versions": {"other": 0}},
 ])  # fmt: skip
-def test_drops_a_fragment_that_is_not_what_its_entry_or_the_run_says(begun: Begun, change: dict[str, Any]) -> None:
+def test_log_consumer_drops_fragment_unlike_its_entry_or_run(begun: Begun, change: dict[str, Any]) -> None:
     trainer, worker, role = begun()
     worker.work(blob=fragment.encode(worker.act(**change)))
     assert trainer.take() is None
@@ -180,7 +180,7 @@ def test_a_gap_before_a_bad_fragment_counts_both(begun: Begun) -> None:
     assert ledger_lines(role)["worker-0"].dropped == {"lost": Count(1, SIZE), "undecodable": Count(1, SIZE)}
 
 
-def test_a_gap_is_counted_once_by_a_trainer_that_goes_on_from_the_committed_accounting(begun: Begun) -> None:
+def test_gap_is_counted_once_after_restart(begun: Begun) -> None:
     trainer, worker, role = begun()
     worker.work()
     worker.work()
@@ -210,9 +210,7 @@ GARBAGE: list[dict[bytes, bytes]] = [
 @pytest.mark.parametrize(
     "fields", GARBAGE, ids=["no field", "no number", "huge number", "odd digits", "copy", "far", "gap", "another"]
 )
-def test_what_is_put_into_the_log_by_hand_changes_neither_credit_nor_accounts(
-    begun: Begun, fields: dict[bytes, bytes]
-) -> None:
+def test_foreign_log_entries_change_no_credit_or_account(begun: Begun, fields: dict[bytes, bytes]) -> None:
     """Nor the bytes that the log is counted to hold, nor the accounting that a Redis is set forward to."""
     trainer, worker, role = begun()
     keys = RunKeys(role.run_id)
@@ -247,7 +245,7 @@ def test_many_entries_put_in_by_hand_do_not_end_the_run(begun: Begun) -> None:
     assert trainer.take() is not None
 
 
-def test_commit_keeps_the_accounting_of_the_last_version_and_restore_goes_on_there(begun: Begun) -> None:
+def test_restore_continues_from_committed_accounting(begun: Begun) -> None:
     trainer, worker, _ = begun(fragments_per_update=4)
     for _ in range(4):
         worker.work()
@@ -314,7 +312,7 @@ def test_a_header_that_lies_in_its_metadata_only_is_corrupt(begun: Begun) -> Non
     assert ledger_lines(role)["worker-0"].dropped == {"corrupt": Count(1, SIZE)}
 
 
-def test_a_header_whose_text_no_encoder_takes_is_dropped_and_told(begun: Begun) -> None:
+def test_log_consumer_drops_header_that_cannot_be_encoded(begun: Begun) -> None:
     trainer, worker, role = begun()
     arrays, header = tensor_blob.decode(fragment.encode(worker.act()))
     worker.work(blob=tensor_blob.encode(arrays, header | {os.fsdecode(b"caf\xe9\x1b]52;c;"): 1}))

@@ -154,7 +154,7 @@ DAMAGED: dict[str, dict[str, bytes | None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_what_cannot_be_restored_is_named_and_the_learner_stays_as_it_was(damage: str) -> None:
+def test_failed_restore_leaves_learner_unchanged(damage: str) -> None:
     config = config_with()
     original, learner = learner_after(config, 2), learner_after(config, 1)
     before = everything(learner, config)
