@@ -24,14 +24,13 @@ from stagecoach.coordinator.cli.options import (
     Exit,
     Json,
     Place,
-    RedisUrl,
-    RunArgument,
     RunsDir,
     Sets,
     TrustConfig,
     attached,
     console,
     example,
+    on_run,
     run_ids,
 )
 from stagecoach.coordinator.services.ray_internals import outlive_ray
@@ -42,6 +41,7 @@ from stagecoach.shared.base.process import interruptible
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation
+    from stagecoach.coordinator.run import Run
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
 # `--version` and `runs` need none of them.
@@ -279,13 +279,12 @@ def resume(
 
 
 @app.command(epilog=example("stagecoach replay my-run --from start --to best"))
+@on_run
 def replay(
-    run: Place,
+    run: "Run",
     start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
     goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
     trust_config: TrustConfig = False,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
@@ -293,12 +292,11 @@ def replay(
 
     from stagecoach.shared.base.user_code import extend_imports
 
-    handle = attached(run, runs_dir, endpoint_url=endpoint_url)
-    extend_imports((os.getcwd(), *handle.folder.import_path()))
+    extend_imports((os.getcwd(), *run.folder.import_path()))
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("training again", total=None)
         shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
-        found = handle.replay(start, goal, shown, trust_config=trust_config)
+        found = run.replay(start, goal, shown, trust_config=trust_config)
     if as_json:
         console.json({**vars(found), "equal": found.equal})
     else:
@@ -313,70 +311,60 @@ def replay(
 
 
 @app.command(epilog=example("stagecoach status my-run --json"))
-def status(
-    run: Place,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
-    redis_url: RedisUrl = None,
-    as_json: Json = False,
-) -> None:
+@on_run
+def status(run: "Run", as_json: Json = False) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
     from stagecoach.coordinator.cli.live_view import print_status
 
-    found = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url).status()
+    found = run.status()
     console.json(found.as_dict()) if as_json else print_status(found, console)
 
 
 @app.command(epilog=example("stagecoach watch s3://bucket/prefix/my-run"))
-def watch(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, redis_url: RedisUrl = None) -> None:
+@on_run
+def watch(run: "Run") -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
     from stagecoach.coordinator.cli import foreground
 
-    foreground.watch(attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
+    foreground.watch(run)
 
 
 @app.command(epilog=example("stagecoach attach s3://bucket/prefix/my-run"))
-def attach(
-    run: Place,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
-    redis_url: RedisUrl = None,
-    detach: Detach = False,
-) -> None:
-    """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
+@on_run
+def attach(run: "Run", detach: Detach = False) -> None:
+    """Watch a live run; if its coordinator has died, start another, which continues the run exactly."""
     with interruptible():
         from stagecoach.coordinator.cli import foreground
         from stagecoach.coordinator.cli.live_view import print_status
 
-    handle = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
-    state = handle.status(accounting=False).state
-    if handle.live and not detach:
-        foreground.watch(handle)
-    elif state is RunStatus.INTERRUPTED and handle.folder.remote is None and detach:
-        foreground.detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
+    state = run.status(accounting=False).state
+    if run.live and not detach:
+        foreground.watch(run)
+    elif state is RunStatus.INTERRUPTED and run.folder.remote is None and detach:
+        foreground.detach(["resume", run.run_id, "--runs-dir", str(run.folder.path.parent)], run.run_id)
     elif state is RunStatus.INTERRUPTED:
-        console.print("its coordinator has died; this command takes its place, and Ctrl-C ends the run")
+        console.print("the coordinator of this run has died; this command takes its place, and Ctrl-C ends the run")
         try:
-            foreground.supervise(handle.take_up, detach=detach)
-        except RunLive:  # another command was faster, and Ctrl-C is to end no run
+            foreground.supervise(run.take_up, detach=detach)
+        except RunLive:  # another command was faster, and Ctrl-C must not end its run
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            foreground.watch(handle)
+            foreground.watch(run)
     else:
-        print_status(found := handle.status(), console)
+        print_status(found := run.status(), console)
         if state is RunStatus.FINISHED:
             goal = " --set stop_at…" if found.reason in (EndReason.SOLVED, EndReason.EXHAUSTED) else ""
-            console.text(f"it has ended; `{handle.folder.continued_by}{goal}` continues it")
+            console.text(f"the run has ended; `{run.folder.continued_by}{goal}` continues it")
 
 
 @app.command(epilog=example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))
+@on_run
 def scale(
-    run: RunArgument,
+    run: "Run",
     workers: Annotated[
         str | None, typer.Argument(metavar="[N|auto]", help="How many; `auto`: as needed, between the bounds.")
     ] = None,
     least: Annotated[int | None, typer.Option("--min", help="The fewest for `auto`; else what it was.")] = None,
     most: Annotated[int | None, typer.Option("--max", help="The most for `auto`; else what it was.")] = None,
-    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Scale a live run's rollout workers; nothing restarts, nothing is lost.
 
@@ -388,15 +376,15 @@ def scale(
     if workers is not None and workers != "auto" and not workers.lstrip("-").isdecimal():
         raise typer.BadParameter(f"expected a number of workers, or auto, found {workers!r}")
     number = None if workers is None or workers == "auto" else int(workers)
-    console.print(f"{run}: scaling {attached(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
+    console.print(f"{run.run_id}: scaling {run.scale(number, min_workers=least, max_workers=most)}")
 
 
 @app.command(epilog=example("stagecoach stop my-run"))
-def stop(run: RunArgument, runs_dir: RunsDir = RUNS) -> None:
+@on_run
+def stop(run: "Run") -> None:
     """End a live run with a final checkpoint, and wait until it has ended."""
-    handle = attached(run, runs_dir)
-    handle.stop()
-    console.print(f"{run}: {reason_in_words(handle.wait().reason)}")
+    run.stop()
+    console.print(f"{run.run_id}: {reason_in_words(run.wait().reason)}")
 
 
 @app.command(epilog=example("stagecoach evaluate my-run --episodes 20 --video videos"))

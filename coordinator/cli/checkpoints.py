@@ -12,18 +12,7 @@ from rich.table import Column, Table
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
 from stagecoach.coordinator.catalog.checkpoint_operations import State
 from stagecoach.coordinator.cli.live_view import dropped_in_words, ledger_line
-from stagecoach.coordinator.cli.options import (
-    NARROW,
-    RUNS,
-    EndpointUrl,
-    Exit,
-    Json,
-    Place,
-    RunsDir,
-    TrustConfig,
-    console,
-    example,
-)
+from stagecoach.coordinator.cli.options import NARROW, Exit, Json, TrustConfig, console, example, on_run
 from stagecoach.coordinator.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted, figure, score_in_words
@@ -40,10 +29,10 @@ app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command("list", epilog=example("stagecoach checkpoints my-run --json"))
-def list_(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False) -> None:
+@on_run
+def list_(run: Run, as_json: Json = False) -> None:
     """List the kept checkpoints of a run; `list` may be left out."""
-    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
-    entries = handle.checkpoints()
+    entries = run.checkpoints()
     if as_json:
         console.json(entries)
         return
@@ -59,22 +48,22 @@ def list_(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None
         size = _kib(entry["bytes"], "")
         table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(entry["marks"]))
     console.print(table)
-    console.text(f"in {handle.store_location}")
+    console.text(f"in {run.store_location}")
 
 
 @app.command(epilog=example("stagecoach checkpoints save my-run"))
-def save(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None) -> None:
+@on_run
+def save(run: Run) -> None:
     """Have a live run write a checkpoint after its present update; `list` shows it then."""
-    Run.attach(run, runs_dir, endpoint_url=endpoint_url).checkpoint()
-    console.print(f"{run}: a checkpoint is written after the present update")
+    run.checkpoint()
+    console.print(f"{run.run_id}: a checkpoint is written after the present update")
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))
-def verify(
-    run: Place, name: Name = None, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False
-) -> None:
+@on_run
+def verify(run: Run, name: Name = None, as_json: Json = False) -> None:
     """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
-    verdicts = Run.attach(run, runs_dir, endpoint_url=endpoint_url).verify(name)
+    verdicts = run.verify(name)
     if as_json:
         console.json(verdicts)
     else:
@@ -86,26 +75,24 @@ def verify(
                 found = "an upload that was never completed; nothing takes it for a checkpoint"
             console.text(f" {verdict.name}  {found}")
         if not verdicts:
-            console.print(f"{run} has no checkpoint yet")
+            console.print(f"{run.run_id} has no checkpoint yet")
     if any(verdict.state is State.DAMAGED for verdict in verdicts):
         raise typer.Exit(Exit.FAILED)
 
 
 @app.command(epilog=example("stagecoach checkpoints show my-run best"))
-def show(
-    run: Place, name: Name = None, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False
-) -> None:
+@on_run
+def show(run: Run, name: Name = None, as_json: Json = False) -> None:
     """Show where a checkpoint (by default the latest) comes from: parent, config, log range, ledger, objects."""
-    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
-    store = handle.checkpoint_store()
+    store = run.checkpoint_store()
     manifest = store.manifest(store.resolve(name or "latest"))
-    entry = next((entry for entry in handle.checkpoints() if entry["name"] == manifest.name), {})
+    entry = next((entry for entry in run.checkpoints() if entry["name"] == manifest.name), {})
     evaluation, marks = entry.get("evaluation"), entry.get("marks", [])
     if as_json:
         console.json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation})
         return
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
-    for row in _provenance(manifest, handle.config, marks, evaluation):
+    for row in _provenance(manifest, run.config, marks, evaluation):
         table.add_row(*row)
     console.print(table, highlight=False)
     objects = Table(Column("object", overflow="fold"), "KiB", Column("SHA-256", overflow="fold"))
@@ -167,22 +154,20 @@ def _kib(size: int, unit: str = " KiB") -> str:
 
 
 @app.command(epilog=example("stagecoach checkpoints prune my-run --keep-last 1 --dry-run"))
+@on_run
 def prune(
-    run: Place,
+    run: Run,
     keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest K.")] = None,
     keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the best B by evaluation.")] = None,
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep every M-th by policy version.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
     as_json: Json = False,
 ) -> None:
     """Apply the retention rule to a run that is not live; the latest, best, final and promoted always stay.
 
     What is not given is as in the run's config. A live run's trainer prunes by itself.
     """
-    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
-    removed = handle.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
+    removed = run.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
     if as_json:
         console.json(removed)
         return
@@ -191,17 +176,16 @@ def prune(
         size = "an upload that was cut off, or damaged" if item.bytes is None else _kib(item.bytes)
         console.text(f"{verb} {item.name} ({size})")
     total = sum(item.bytes or 0 for item in removed)
-    kept = len(handle.checkpoints()) - (sum(item.bytes is not None for item in removed) if dry_run else 0)
+    kept = len(run.checkpoints()) - (sum(item.bytes is not None for item in removed) if dry_run else 0)
     console.text(f"{verb} {counted(len(removed), 'checkpoint')}, {_kib(total)}; {kept} left")
 
 
 @app.command(epilog=example("stagecoach checkpoints promote my-run best"))
+@on_run
 def promote(
-    run: Place,
+    run: Run,
     name: Name = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take the mark away.")] = False,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Mark a checkpoint for deployment, if it is whole and its weights are finite.
 
@@ -209,31 +193,29 @@ def promote(
     """
     if (name is None) != clear:
         raise UserError(f"give the name of a checkpoint (or {_MARKS}), or --clear")
-    found = Run.attach(run, runs_dir, endpoint_url=endpoint_url).promote(name)
+    found = run.promote(name)
     text = f"{found} is {'no longer ' if clear else ''}promoted" if found else "nothing was promoted"
-    console.text(f"{run}: {text}")
+    console.text(f"{run.run_id}: {text}")
 
 
 @app.command(epilog=example("stagecoach checkpoints export my-run best exported"))
+@on_run
 def export(
-    run: Place,
+    run: Run,
     rest: Annotated[list[str], typer.Argument(metavar="[NAME] DIR", help=f"NAME may be {_MARKS}.")],
     onnx: Annotated[bool, typer.Option("--onnx", help="DIR/POLICY.onnx instead: to act without Stagecoach.")] = False,
     trust_config: TrustConfig = False,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
 ) -> None:
     """Copy a checkpoint (by default the promoted, best or latest one) to DIR/RUN, for use on any machine."""
     if len(rest) > 2:
         raise UserError(f"export: expected [NAME] DIR, found {' '.join(rest)}")
     *name, directory = rest
-    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url)
     if onnx:
-        made, files = handle.export_onnx(Path(directory), *name, trust_config=trust_config)
+        made, files = run.export_onnx(Path(directory), *name, trust_config=trust_config)
         console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))
         return
-    folder = handle.export(Path(directory), *name, trust_config=trust_config)
-    trust = " --trust-config" if named_code(handle.config) else ""
+    folder = run.export(Path(directory), *name, trust_config=trust_config)
+    trust = " --trust-config" if named_code(run.config) else ""
     console.text(folder, f"  stagecoach evaluate {folder}{trust}")
 
 

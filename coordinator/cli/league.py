@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,14 +12,16 @@ from stagecoach.coordinator.cli.options import (
     RUNS,
     EndpointUrl,
     Json,
-    Place,
     RunsDir,
     TrustConfig,
-    attached,
     console,
     example,
+    on_run,
 )
 from stagecoach.shared.base.printable import counted, figure
+
+if TYPE_CHECKING:
+    from stagecoach.coordinator.run import Run
 
 app = typer.Typer()
 _PLAYER = (
@@ -31,7 +33,8 @@ _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
 @app.command(epilog=example("stagecoach league my-run"))
-def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False) -> None:
+@on_run
+def league(run: "Run", as_json: Json = False) -> None:
     """Show a league: its players with their ratings, and win rates of who learned against whom, with their intervals.
 
     As the newest checkpoint has it; `stagecoach status` and `watch` show the ratings of now.
@@ -40,8 +43,7 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
 
     from stagecoach.coordinator.catalog.league import league_of
 
-    handle = attached(run, runs_dir, endpoint_url=endpoint_url)
-    found = league_of(handle.checkpoint_store(), handle.config)
+    found = league_of(run.checkpoint_store(), run.config)
     if as_json:
         console.json(found)
         return

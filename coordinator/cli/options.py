@@ -1,7 +1,9 @@
 """What the modules of the command line share: common arguments, and the console."""
 
+import functools
+import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -41,9 +43,6 @@ def run_ids(context: typer.Context, incomplete: str) -> list[str]:
     return [path.name for path in found if path.name.startswith(incomplete)]
 
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.", autocompletion=run_ids)
-]
 PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
 Place = Annotated[str, typer.Argument(metavar="RUN", help=PLACE, autocompletion=run_ids)]
 EndpointUrl = Annotated[
@@ -93,10 +92,28 @@ console = PrintableConsole()
 
 
 def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
-    """A handle on a run; `Run` is imported only now, with all that it needs."""
+    """Attaches to a run; imports `Run`, with PyTorch and Ray, no earlier."""
     from stagecoach.coordinator.run import Run
 
     return Run.attach(run, runs_dir, **reached)
+
+
+def on_run(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces a command's first parameter, a handle on a run, by RUN and the options that say where the run is."""
+
+    def attach(
+        run: Place, *, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, redis_url: RedisUrl = None,
+        **given: Any,
+    ) -> None:  # fmt: skip
+        command(attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url), **given)
+
+    place, *where, _ = inspect.signature(attach).parameters.values()
+    own = [each.replace(kind=each.KEYWORD_ONLY) for each in [*inspect.signature(command).parameters.values()][1:]]
+    functools.update_wrapper(attach, command)
+    signature = inspect.Signature([place, *own, *where])
+    attach.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
+    attach.__signature__ = signature  # type: ignore[attr-defined]
+    return attach
 
 
 def example(text: str) -> str:

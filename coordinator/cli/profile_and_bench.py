@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from stagecoach.coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example
+from stagecoach.coordinator.cli.options import Json, console, example, on_run
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import UserError
 
@@ -21,16 +21,16 @@ app = typer.Typer()
 
 
 @app.command(epilog=example("stagecoach profile my-run --out timeline.json"))
+@on_run
 def profile(
-    run: RunArgument,
+    run: "Run",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The timeline; profile.json in the run's folder by default.")
     ] = None,
-    runs_dir: RunsDir = RUNS,
     as_json: Json = False,
 ) -> None:
     """Show where the time of a run with `--profile` went, and write the timeline for Perfetto or speedscope."""
-    show_profile(attached(run, runs_dir), out, as_json)
+    show_profile(run, out, as_json)
 
 
 def show_profile(run: "Run", out: Path | None = None, as_json: bool = False) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from stagecoach.coordinator.catalog.run_files import is_all_here
 from stagecoach.coordinator.catalog.run_list import list_runs
-from stagecoach.coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, attached, console, example
+from stagecoach.coordinator.cli.options import RUNS, Exit, Json, RunsDir, console, example, on_run, run_ids
 from stagecoach.shared.base.errors import DeletionRefused, RunNotFound, UserError
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import counted, figure
@@ -42,19 +42,16 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
 
 
 @app.command(epilog=example('stagecoach note my-run "new reward from here on"'))
-def note(
-    run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="One line.")],
-    runs_dir: RunsDir = RUNS,
-) -> None:
+@on_run
+def note(run: "Run", text: Annotated[str, typer.Argument(metavar="TEXT", help="One line.")]) -> None:
     """Write a line into the events of a live run; they are kept with its metrics, and the page shows them."""
-    attached(run, runs_dir).note(text)
-    console.print(f"{run}: noted")
+    run.note(text)
+    console.print(f"{run.run_id}: noted")
 
 
 @app.command(epilog=example("stagecoach delete my-run --yes"))
 def delete(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", autocompletion=run_ids)],
     runs_dir: RunsDir = RUNS,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

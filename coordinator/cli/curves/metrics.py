@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stagecoach.coordinator.cli.options import (
-    RUNS,
-    EndpointUrl,
-    Json,
-    Place,
-    RedisUrl,
-    RunsDir,
-    attached,
-    console,
-    example,
-)
+from stagecoach.coordinator.cli.options import Json, console, example, on_run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted
 
@@ -50,8 +40,9 @@ class Stream(StrEnum):
 
 
 @app.command(epilog=example("stagecoach metrics s3://bucket/prefix/my-run --csv train.csv"))
+@on_run
 def metrics(
-    run: Place,
+    run: "Run",
     stream: Annotated[
         Stream, typer.Option(help="Rows of training, of evaluations, of episodes, of the fleet, or of events.")
     ] = Stream.TRAIN,
@@ -66,34 +57,30 @@ def metrics(
         Path | None,
         typer.Option(metavar="DIR", help="Write training and evaluations to DIR/RUN, for tensorboard --logdir DIR."),
     ] = None,
-    runs_dir: RunsDir = RUNS,
-    endpoint_url: EndpointUrl = None,
-    redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
     """Print the newest row of a run's metrics, or write all of them: live or ended, from any machine."""
-    handle = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
-    label, row = handle.last_metrics(stream)
+    label, row = run.last_metrics(stream)
     names = list(dict.fromkeys(metric or ()))
     if unknown := [name for name in names if name not in row]:  # perhaps an older row has it
-        known = metric_names(handle, stream)
+        known = metric_names(run, stream)
         for name in unknown:
-            others = [other.value for other in Stream if name in handle.last_metrics(other)[1]]
+            others = [other.value for other in Stream if name in run.last_metrics(other)[1]]
             hint = f" (it is in --stream {others[0]})" if others else ""
-            check_metrics(handle.run_id, name, known, f"in its stream {stream.value}{hint}")
+            check_metrics(run.run_id, name, known, f"in its stream {stream.value}{hint}")
     if not row:
         hint = "; `metrics.episodes: true` records them" if stream is Stream.EPISODES else ""
-        raise UserError(f"run {handle.run_id!r} has no rows in the stream {stream.value}{hint}")
+        raise UserError(f"run {run.run_id!r} has no rows in the stream {stream.value}{hint}")
     if csv_file is not None:
-        _write(csv_file, lambda file: _write_csv(handle, stream, names, file))
+        _write(csv_file, lambda file: _write_csv(run, stream, names, file))
     if jsonl_file is not None:
-        _write(jsonl_file, lambda file: _write_jsonl(handle, stream, names, file))
+        _write(jsonl_file, lambda file: _write_jsonl(run, stream, names, file))
     if tensorboard is not None:
-        _write_tensorboard(handle, names, tensorboard)
+        _write_tensorboard(run, names, tensorboard)
     if csv_file is None and jsonl_file is None and tensorboard is None:
         shown = {name: row.get(name) for name in names or sorted(row)}
         labels = {name: cells[0] for name, cells in _labels(stream, [label]).items()}
-        console.json(labels | shown) if as_json else _print_row(handle.run_id, labels, shown)
+        console.json(labels | shown) if as_json else _print_row(run.run_id, labels, shown)
 
 
 def metric_names(handle: "Run", stream: str) -> list[str]:
