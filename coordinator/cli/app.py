@@ -343,7 +343,7 @@ def attach(run: "Run", detach: Detach = False) -> None:
     elif state is RunStatus.INTERRUPTED and run.folder.remote is None and detach:
         foreground.detach(["resume", run.run_id, "--runs-dir", str(run.folder.path.parent)], run.run_id)
     elif state is RunStatus.INTERRUPTED:
-        console.print("the coordinator of this run has died; this command takes its place, and Ctrl-C ends the run")
+        console.print("the coordinator has died; this command replaces it, and Ctrl-C ends the run")
         try:
             foreground.supervise(run.take_up, detach=detach)
         except RunLive:  # another command was faster, and Ctrl-C must not end its run

@@ -78,7 +78,7 @@ class FleetSupervisor:
             self._fleet.kill()
 
     def _restart_ray(self, error: Exception) -> None:
-        text = self._head.fate
+        text = self._head.failure
         self._bound.saw(learning_progress(self._redis, self._run_id))
         if self._bound.ended():
             often = f"{counted(self._bound.ends, 'time')} in a row without progress of the run"
@@ -127,7 +127,7 @@ class Fleet:
                     self.kill()
                     return RunEnd("abandoned")
                 if self._head.lost():
-                    raise RayLost(self._head.fate)
+                    raise RayLost(self._head.failure)
                 self.reconcile()
             self.close()
             return self.outcome
@@ -213,7 +213,7 @@ class Fleet:
                 self._handle_error(member, cause(caught))
             except ray.exceptions.RayError as caught:
                 if self._head.lost(notice=True):
-                    raise RayLost(self._head.fate) from caught
+                    raise RayLost(self._head.failure) from caught
                 self._restart_after_failure(member, self._death(member, caught), died=True)
 
     def _handle_return(self, member: ManagedActor, reason: str) -> None:

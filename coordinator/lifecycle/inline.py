@@ -4,7 +4,7 @@ import threading
 import time
 from pathlib import Path
 
-from stagecoach.coordinator.services.restarter import tell_of_outages
+from stagecoach.coordinator.services.restarter import report_outages
 from stagecoach.rollout_worker.evaluator import Evaluator, StepResult
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import RoleName
@@ -27,7 +27,7 @@ class InlineRoles:
         self._evaluation = context.config.evaluation
         self._turn = 0
         self.clients = [made.redis for made in (self._playing, learning, scoring)]
-        tell_of_outages(context, Path(run_folder), *self.clients)
+        report_outages(context, Path(run_folder), *self.clients)
 
     def run(self, abandon: threading.Event) -> RunEnd:
         end = RunEnd("abandoned")

@@ -21,7 +21,7 @@ from stagecoach.coordinator.lifecycle.preparation import record_failure
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead
-from stagecoach.coordinator.services.restarter import Restarter, connect_once, tell_of_outages
+from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
@@ -92,7 +92,7 @@ class Coordinator:
             self._context = context = open_run_context(config, address, "coordinator")
             running.callback(context.redis.close)
             self._clients.append(context.redis)
-            tell_of_outages(context, folder.path, context.redis)
+            report_outages(context, folder.path, context.redis)
             self._lease = RunLease(context, self.abandon)
 
             # What Redis and the store hold of the run before any role starts; the last step that may reject it

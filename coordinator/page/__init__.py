@@ -1,1 +1,1 @@
-"""The page of runs in a browser, and what Prometheus scrapes: views of what status, store and Redis tell."""
+"""Browser page and Prometheus endpoint: views of status, store and Redis."""

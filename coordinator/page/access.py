@@ -1,7 +1,7 @@
-"""Who may use the page: who has its token, or the cookie that its URL with the token leaves in a browser.
+"""Access control of the page: a token, or the cookie that a URL with the token sets.
 
-The cookie holds a value that is derived from the token, not the token: it cannot be guessed, so that a page that is
-open already stays usable while somebody tries tokens, and when the server starts again with the same token.
+The cookie holds a value derived from the token. A page that is already open thus stays usable while somebody else
+tries tokens, and after the server restarts with the same token.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ def refusal(status: int, reason: str) -> JSONResponse:
 
 
 class Gate:
-    """Rejects what may not pass, and adds the headers to every response; without a token loopback alone may read."""
+    """Rejects unauthorized requests and adds security headers; without a token only loopback may read."""
 
     def __init__(self, app: ASGIApp, token: str | None, port: int, read_only: bool) -> None:
         self._app, self._token, self._read_only = app, token, read_only
         self._cookie = f"stagecoach_{port}"
         self._session = hmac.new((token or secrets.token_hex()).encode(), b"session", hashlib.sha256).hexdigest()
         self._wrong: dict[str, deque[float]] = {}
-        """When each client address sent wrong tokens, at most `_WRONG_TOKENS` of them."""
+        """Client address → times of its last wrong tokens."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -50,15 +50,15 @@ class Gate:
             await send(message)
 
         request = Request(scope)
-        refused = self._entered(request) or self._ordered(request)
+        refused = self._refuse_reader(request) or self._refuse_order(request)
         await (refused or self._app)(scope, receive, with_headers)
 
-    def _entered(self, request: Request) -> Response | None:
-        """None for a request that may read."""
+    def _refuse_reader(self, request: Request) -> Response | None:
+        """Returns None for a request that may read."""
         if self._token is None:
-            if _host_name(request) in LOOPBACK:  # else a foreign site whose name leads here would read along
+            if _host_name(request) in LOOPBACK:  # a foreign site whose name resolves to this machine must not read
                 return None
-            return refusal(403, "without a token the page is for 127.0.0.1 and localhost alone")
+            return refusal(403, "without a token, the page answers only at 127.0.0.1 and localhost")
         known = hmac.compare_digest(request.cookies.get(self._cookie, "").encode(), self._session.encode())
         in_url = request.query_params.get("token")
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -71,26 +71,26 @@ class Gate:
                 if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
                     return refusal(429, "too many wrong tokens; try again in a minute")
                 wrong.append(time.monotonic())
-                return refusal(401, "this is not the page's token: open the URL that `stagecoach page` printed last")
+                return refusal(401, "wrong token: open the URL that `stagecoach page` printed last")
         if in_url is None or request.method != "GET":
             return None
         response = RedirectResponse("/" + request.url.path.lstrip("/"), 303)  # no token stays in history or address bar
         response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict")
         return response
 
-    def _ordered(self, request: Request) -> Response | None:
-        """None for a request that reads, or that may give orders."""
+    def _refuse_order(self, request: Request) -> Response | None:
+        """Returns None for a request that reads or may give orders."""
         if request.method in ("GET", "HEAD"):
             return None
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-            return refusal(403, f"an order from a page of another origin ({origin})")
+            return refusal(403, f"the order comes from another origin ({origin})")
         if self._token is None:
-            return refusal(403, "the page was opened without a token, and takes no orders")
+            return refusal(403, "without a token, the page takes no orders")
         return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
 
     def _wrong_of(self, address: str) -> deque[float]:
-        """When this client sent wrong tokens; only the clients that were here last are remembered."""
+        """Times of this client's wrong tokens; only the most recent clients are remembered."""
         times = self._wrong[address] = self._wrong.pop(address, deque(maxlen=_WRONG_TOKENS))
         if len(self._wrong) > _ADDRESSES:
             del self._wrong[next(iter(self._wrong))]

@@ -1,7 +1,6 @@
-"""The page's connections: few at a time, and none that sends no request.
+"""Limits on the page's connections: their number, and the time without a request.
 
-The page may live in the coordinator's process, whose file descriptors the run needs. uvicorn limits neither how many
-connections are open nor how long one may take to send a request.
+The page may share the coordinator's process, whose file descriptors the run needs. uvicorn limits neither.
 """
 
 import asyncio
@@ -18,15 +17,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST, _SHARE = 200, 4
-"""At most so many connections, and at most one of so many file descriptors that the process may have."""
+"""Maximum number of connections, and their share (1/N) of the process's file descriptors."""
 _BACKLOG = 8
-"""Connections that are accepted in one turn of the event loop, before the first of them can be closed."""
+"""Connections accepted in one turn of the event loop, before any of them can be closed."""
 _REQUEST_SECONDS = 10.0
 _AGAIN_SECONDS = 1.0
 
 
 class Connection(H11Protocol):
-    """Closes where no request comes in time; a new one over the limit closes the one that has waited longest."""
+    """Closes if no request arrives in time; a connection over the limit replaces the one idle for longest."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,7 +39,7 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True while no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _close_if_idle(self) -> None:
@@ -60,7 +59,7 @@ def _limit() -> int:
 
 @contextmanager
 def serving(application: ASGIApp, listener: socket.socket) -> Iterator[None]:
-    """Answers at `listener` in a thread while the context lasts; a server that fails is reported once, and replaced."""
+    """Answers at `listener` in a thread while the context lasts; a failed server is replaced, and reported once."""
     config = uvicorn.Config(
         application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=3, backlog=_BACKLOG,
@@ -74,7 +73,7 @@ def serving(application: ASGIApp, listener: socket.socket) -> Iterator[None]:
                     servers[-1].run([own])
             except Exception:
                 if len(servers) == 1:
-                    _LOGGER.exception("the page's server has failed, and is started again each time that it does")
+                    _LOGGER.exception("the page's server failed; it is restarted each time")
                 servers[1:] = [uvicorn.Server(config)]
                 closed.wait(_AGAIN_SECONDS)
 

@@ -1,7 +1,7 @@
-"""The panels of a run: one list, of which the page draws charts and deploy/grafana has the same as queries.
+"""Panels of a run: the charts of the page, and the queries of deploy/grafana.
 
-A line is a metric of one of the run's streams (shared/storage/metric_log.py), or all that begin with a prefix. In the
-group Learning a line also stands for what the metric is of each policy (`train/entropy/wolf`).
+A line is a metric of one of the run's streams (shared/storage/metric_log.py), or all metrics with a prefix. In the
+group Learning a line also stands for the metric of each policy (`train/entropy/wolf`).
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ Group = Literal["Learning", "Throughput", "Fleet", "Records"]
 @dataclass(frozen=True)
 class Line:
     metric: str
-    """The metric's name; with a `*` at its end all that begin so, a line each."""
+    """Name of the metric; a trailing `*` means all metrics with this prefix, a line each."""
     label: str
     band: tuple[str, str] | None = None
     """Two metrics between which the line's area is shaded."""
     query: str = ""
-    """The same for Prometheus."""
+    """Prometheus query for the same."""
     stream: str = ""
-    """Where it is not the panel's."""
+    """Stream, if not the panel's."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Panel:
     stream: str = TRAIN
     lines: tuple[Line, ...] = ()
     note: str = ""
-    """What to look for, in one sentence."""
+    """One sentence that says what to look for."""
     absent: str = "No row has these metrics yet."
-    """Why there may be nothing to draw."""
+    """Reason that the panel may be empty."""
     bound: str = ""
-    """A field of the run's status whose value is drawn across."""
+    """Field of the run's status whose value is drawn as a horizontal line."""
     queries: tuple[tuple[str, str], ...] = ()
-    """Label and query of what Prometheus knows beside the lines."""
+    """Label and query of further Prometheus series."""
     needs: str = ""
-    """A metric as in `Line`: a run that has none such does not show the panel."""
+    """Metric, as in `Line`, without which the panel is hidden."""
 
 
 TRAINING_METRIC = "stagecoach_training_metric"
@@ -62,7 +62,7 @@ def _speed(role: str) -> str:
 
 
 def _shares(role: str) -> str:
-    """Of the seconds of a role's main threads, that which each stage took."""
+    """Share of each stage in the seconds of a role's main threads."""
     metric, labels = "stagecoach_stage_seconds_total", f',role="{role}"'
     return f"{_rate(metric, 'run, stage', labels)} / on (run) group_left () ({_rate(metric, labels=labels)} > 0)"
 
@@ -72,7 +72,7 @@ def _gauge(metric: str) -> str:
 
 
 def training_query(name: str) -> str:
-    """Of the whole, and of each policy (label `of`)."""
+    """Query for the metric of the run and of each policy (label `of`)."""
     return f'{TRAINING_METRIC}{{run=~"$run",name="{name}"}}'
 
 
@@ -90,7 +90,7 @@ PANELS = (
     Panel(
         "Learning", "ratings", "Ratings", unit="rating",
         lines=(Line("league/rating/*", "rating", None, training_query("league/rating")),),
-        note="OpenSkill's mu − 3 sigma of each learner's current weights; it begins again with a reset.",
+        note="OpenSkill's mu − 3 sigma of each learner's current weights; a reset restarts it.",
         needs="league/rating/*",
     ),
     Panel(
@@ -101,7 +101,7 @@ PANELS = (
     Panel(
         "Learning", "success", "Success rate", unit="share",
         lines=(_train("rollout/success_rate", "success"),),
-        absent="This environment does not tell whether an episode succeeds (is_success in its info).",
+        absent="This environment does not report success (is_success in its info).",
     ),
     Panel(
         "Learning", "stability", "Stability", "multiples",
@@ -111,9 +111,9 @@ PANELS = (
             _train("train/entropy", "entropy"), _train("train/explained_variance", "explained variance"),
             _train("train/grad_norm", "gradient norm"),
         ),
-        note="A KL that jumps, or an entropy that falls to nothing early, is an update that was too large.",
+        note="A KL that jumps, or an entropy that drops to zero early, means that updates are too large.",
         absent="This algorithm has none of KL, clip fraction, entropy, explained variance and gradient norm, or no "
-        "update was made yet.",
+        "update has run yet.",
     ),
     Panel(
         "Learning", "values", "Values", "multiples",
@@ -121,8 +121,8 @@ PANELS = (
             _train("train/value_mean", "value"), _train("train/q_value", "Q"), _train("train/temperature", "α"),
             _train("train/value_loss", "value loss"), _train("train/critic_loss", "critic loss"),
         ),
-        note="Q that grows without end, while the return does not, is overestimated.",
-        absent="This algorithm has no values, Q or α, or no update was made yet.",
+        note="Q that keeps growing while the return does not is overestimated.",
+        absent="This algorithm has no values, Q or α, or no update has run yet.",
     ),
     Panel(
         "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
@@ -130,19 +130,19 @@ PANELS = (
             Line("fleet/fps", "acted", None, _speed("worker")),
             Line("time/fps", "trained", None, _speed("trainer"), TRAIN),
         ),
-        note="Where less is trained than acted, the difference waits in the log, or was dropped.",
+        note="If less is trained than acted, the difference waits in the log or was dropped.",
     ),
     Panel(
         "Throughput", "waits-trainer", "Where the trainer's time goes", "shares", "share", FLEET,
         (Line("time_share/trainer/*", "", None, _shares("trainer")),),
-        "The trainer that waits for experience wants more workers.",
-        "The trainer has not yet told twice where its time went.",
+        "A trainer that waits for experience needs more workers.",
+        "The trainer has not yet reported its times twice.",
     ),
     Panel(
         "Throughput", "waits-workers", "Where the workers' time goes", "shares", "share", FLEET,
         (Line("time_share/worker/*", "", None, _shares("worker")),),
-        "Workers that wait for credit are too many, or the trainer is too slow.",
-        "No worker has yet told twice where its time went.",
+        "If workers wait for credit, there are too many, or the trainer is too slow.",
+        "No worker has yet reported its times twice.",
     ),
     Panel(
         "Throughput", "lag", "Policy lag", unit="versions",
@@ -152,7 +152,7 @@ PANELS = (
             _train("policy/lag_acting_mean", "while acting"),
             _train("policy/lag_queue_mean", "in the log"),
         ),
-        note="How many versions old the policy was that acted, when its experience was learned from.",
+        note="Age of the acting policy, in versions, when its experience was learned from.",
         bound="flow.max_policy_lag",
         queries=(
             (
@@ -165,7 +165,7 @@ PANELS = (
     Panel(
         "Throughput", "log", "Experience log", unit="bytes", stream=FLEET,
         lines=(Line("log/bytes", "bytes", None, _gauge("stagecoach_log_bytes")),),
-        note="A durable checkpoint frees what it covers; at the bound workers wait.",
+        note="A durable checkpoint frees the log up to its position; at the bound, workers wait.",
         bound="log.max_bytes", queries=(("bound", _gauge("stagecoach_log_max_bytes")),),
     ),
     Panel(
@@ -174,7 +174,7 @@ PANELS = (
             Line("log/in_flight", "in flight", None, _gauge("stagecoach_fragments_in_flight")),
             Line("log/window", "bound", None, _gauge("stagecoach_fragments_window")),
         ),
-        note="Claimed by workers and not yet learned from; at the bound workers wait for credit.",
+        note="Claimed by workers and not yet learned from; at the bound, workers wait for credit.",
     ),
     Panel(
         "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
@@ -185,14 +185,14 @@ PANELS = (
             ),
             Line("fleet/worker_fps_min", "slowest worker"),
         ),
-        "One worker far below the mean sits on a slow machine; a heartbeat older than 10 s is taken for dead.",
-        "No worker has yet told twice what it did.",
+        "A worker far below the mean runs on a slow machine; a heartbeat older than 10 s counts as dead.",
+        "No worker has yet reported its steps twice.",
     ),
     Panel(
         "Fleet", "autoscaler", "Workers", "autoscaler", "workers", FLEET,
         (
             Line("fleet/workers_wanted", "wanted", None, _gauge("stagecoach_workers_wanted")),
-            Line("fleet/workers", "there", None, _gauge("stagecoach_workers")),
+            Line("fleet/workers", "alive", None, _gauge("stagecoach_workers")),
         ),
     ),
     Panel("Records", "timeline", "Checkpoints and events", "timeline"),

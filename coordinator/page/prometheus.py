@@ -1,6 +1,6 @@
-"""What Prometheus scrapes of live runs: state, counters and newest metrics, few of them however many workers there are.
+"""Prometheus metrics of live runs: state, counters and newest training metrics.
 
-No label names a worker. The values of labels are bounded: roles, reasons and metrics by the code, names of waits and of
+No label names a worker, and label values are bounded: roles, reasons and metrics by the code, names of waits and
 stages by `totals.MOST_NAMES` a role.
 """
 
@@ -21,10 +21,10 @@ from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 
 _PROCESSES = (
-    "It sums up all processes that the page's server has seen, replaced ones too, and begins anew where that server "
-    "does or where nothing has scraped it for a minute."
+    "Sum over all processes that the page's server has seen, replaced ones included; restarts at 0 with that server, "
+    "or after a minute without a scrape."
 )
-_LASTS = "It survives the run's processes, and stands still while a resumed trainer reads again what it knew."
+_LASTS = "Survives the run's processes; stands still while a resumed trainer rereads the log."
 
 
 class Described(NamedTuple):
@@ -43,50 +43,49 @@ def _counter(help_: str, *labels: str) -> Described:
 
 METRICS: dict[str, Described] = {
     "stagecoach_build_info": Described(GaugeMetricFamily, ("version",), "Always 1: the version of Stagecoach."),
-    "stagecoach_run_info": _gauge("Always 1: what a run is, and its state now.", "state", "algorithm", "environment"),
+    "stagecoach_run_info": _gauge(
+        "Always 1: the run's state, algorithm and environment.", "state", "algorithm", "environment"
+    ),
     "stagecoach_transitions_total": _counter(
-        f"Transitions that workers have acted (role worker) and the trainer has trained on (role trainer). {_LASTS}",
+        f"Transitions acted by workers (role worker) and trained on by the trainer (role trainer). {_LASTS}",
         "role",
     ),
-    "stagecoach_dropped_transitions_total": _counter(
-        f"Transitions that were dropped instead of trained on. {_LASTS}", "reason"
-    ),
+    "stagecoach_dropped_transitions_total": _counter(f"Transitions dropped instead of trained on. {_LASTS}", "reason"),
     "stagecoach_ledger_unbalanced": _gauge(
-        "1 where produced transitions are not consumed + dropped + in flight, 0 else."
+        "1 if produced transitions differ from consumed + dropped + in flight, else 0."
     ),
-    "stagecoach_env_steps_total": _counter(f"Environment steps that the trainer has trained on. {_LASTS}"),
+    "stagecoach_env_steps_total": _counter(f"Environment steps that the trainer trained on. {_LASTS}"),
     "stagecoach_episodes_total": _counter(f"Training episodes that ended. {_LASTS}"),
     "stagecoach_updates_total": _counter(f"Updates of the policy. {_LASTS}"),
     "stagecoach_policy_lag_versions": Described(
         HistogramMetricFamily,
         ("run",),
-        f"Versions that lay between the policy that acted a fragment and the one that it updated. {_LASTS}",
+        f"Policy versions between acting a fragment and learning from it. {_LASTS}",
     ),
-    "stagecoach_policy_lag_bound_versions": _gauge("The most that the lag may be: rollout.max_policy_lag."),
+    "stagecoach_policy_lag_bound_versions": _gauge("Bound of the lag: rollout.max_policy_lag."),
     "stagecoach_wait_seconds_total": _counter(
-        f"Seconds that processes of a role waited, by what for. {_PROCESSES}", "role", "for"
+        f"Seconds that processes of a role waited, by reason. {_PROCESSES}", "role", "for"
     ),
     "stagecoach_stage_seconds_total": _counter(
         f"Seconds that main threads of a role spent in each stage, waits included. {_PROCESSES}", "role", "stage"
     ),
     "stagecoach_log_bytes": _gauge("Size of the experience log."),
-    "stagecoach_log_max_bytes": _gauge("Its bound: rollout.max_log_bytes."),
-    "stagecoach_fragments_in_flight": _gauge("Fragments that were claimed and not yet trained on."),
-    "stagecoach_fragments_window": _gauge("The most that may be in flight."),
+    "stagecoach_log_max_bytes": _gauge("Bound of the log: rollout.max_log_bytes."),
+    "stagecoach_fragments_in_flight": _gauge("Fragments claimed and not yet trained on."),
+    "stagecoach_fragments_window": _gauge("Bound of the fragments in flight."),
     "stagecoach_workers": _gauge("Rollout workers that are alive."),
-    "stagecoach_workers_wanted": _gauge("Rollout workers that were asked for."),
+    "stagecoach_workers_wanted": _gauge("Rollout workers requested."),
     "stagecoach_worker_restarts_total": _counter(
-        "Times that a worker was replaced by a new incarnation, which a resume does to all. It begins anew with the "
-        "workers that are there where the page's server does."
+        "Times that a new incarnation replaced a worker; a resume replaces all. Restarts with the page's server."
     ),
     "stagecoach_heartbeat_age_seconds": _gauge(
         "Age of the oldest heartbeat of a role's processes that have not ended.", "role"
     ),
-    "stagecoach_store_away": _gauge("1 while the run waits for its store, 0 else."),
+    "stagecoach_store_away": _gauge("1 while the run waits for its store, else 0."),
     "stagecoach_store_undeleted": _gauge("Checkpoints and other objects that the store refuses to delete."),
-    "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, 0 else."),
+    "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, else 0."),
     TRAINING_METRIC: _gauge(
-        "The newest row of training metrics: those that the page draws, also of each policy, agent or lesson.",
+        "Newest training metrics that the page draws, also of each policy, agent or lesson.",
         "name",
         "of",
     ),
@@ -105,7 +104,7 @@ TRAINING_METRICS = frozenset(
 
 
 def _drawn(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Name, whose it is, and value: `train/entropy/wolf` is `train/entropy` of wolf."""
+    """Yields name, owner and value: `train/entropy/wolf` is `train/entropy` of wolf."""
     for metric, number in metrics.items():
         name, _, of = (metric, "", "") if metric in TRAINING_METRICS else metric.rpartition("/")
         if name in TRAINING_METRICS:
@@ -116,7 +115,7 @@ Sample = tuple[str, tuple[str, ...], float]
 
 
 def exposition(views: Sequence[RunView]) -> bytes:
-    """The text format, version 0.0.4, of what these views knew when they were refreshed last."""
+    """Renders the views' last state in the text format, version 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Runs(views))
     return generate_latest(registry)
@@ -141,7 +140,7 @@ class _Runs(Collector):
 
 
 def _samples(view: RunView) -> Iterator[Sample]:
-    """Name, labels behind `run`, value; nothing for what is not known."""
+    """Yields name, labels after `run`, and value; skips unknown values."""
     state, config = view.state, view.run.config
     policies = (config.policies[policy_id] for policy_id in config.trainable)
     algorithms = ", ".join(sorted({(its.algorithm or config.algorithm).name for its in policies}))

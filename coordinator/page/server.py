@@ -1,7 +1,7 @@
-"""The page's server: static files, an API of JSON, and server-sent events, for all runs of a folder of runs.
+"""The page's server: static files, a JSON API and server-sent events for all runs of a folder.
 
-It is a thread of the process that calls `serve`: of `stagecoach page`, or of the coordinator (`train --page`).
-What waits for Redis or the store does so in threads of a pool, never in the event loop.
+It runs in a thread of `stagecoach page` or of the coordinator (`train --page`). Waits for Redis or the store happen in
+a thread pool, never in the event loop.
 """
 
 import asyncio
@@ -52,14 +52,14 @@ _MAX_BODY, _BODY_SECONDS = 64 * 1024, 10.0
 def serve(
     runs_dir: Path, token: str | None, host: str = LOOPBACK[0], port: int = 0, *, read_only: bool = False
 ) -> Iterator[str]:
-    """Serves the page while the context lasts; gives its URL, without the token.
+    """Serves the page while the context lasts; yields its URL, without the token.
 
     Args:
-        token: None for none, which only a loopback `host` may have; nothing can be ordered then.
+        token: None only for a loopback `host`; the page then takes no orders.
         port: 0 for a free one.
 
     Raises:
-        UserError: where it cannot listen there.
+        UserError: the address is not available.
     """
     with contextlib.closing(_listen(host, port)) as listener:
         port = listener.getsockname()[1]
@@ -76,7 +76,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} of {host} is taken; choose another --port, or 0 for a free one") from None
-        raise UserError(f"the page cannot listen at port {port} of {host}: {error.strerror or error}") from None
+        raise UserError(f"cannot listen at port {port} of {host}: {error.strerror or error}") from None
 
 
 def application(views: Views, token: str | None, port: int, read_only: bool) -> Starlette:
@@ -122,7 +122,7 @@ def _line(error: Exception) -> str:
 
 
 class _Page:
-    """The routes; those that are not `async` run in a thread of Starlette's pool."""
+    """Routes; those that are not `async` run in Starlette's thread pool."""
 
     def __init__(self, views: Views, can_order: bool) -> None:
         self._views, self._can_order = views, can_order
@@ -134,17 +134,16 @@ class _Page:
         return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
-        """With their reasons as people are told them."""
         rows = [replace(row, reason=reason_in_words(row.reason.partition("\n")[0])) for row in self._views.runs()]
         return JSONResponse(jsonable([asdict(row) for row in rows]))
 
     def snapshot(self, request: Request) -> Response:
-        return Response(self._known(request).told, media_type="application/json")
+        return Response(self._known(request).snapshot_json, media_type="application/json")
 
     def _known(self, request: Request) -> RunView:
         view = self._views.of(request.path_params["run_id"])
         if not view.wait():
-            raise HTTPException(503, f"nothing is known of run {view.run.run_id} yet; try again")
+            raise HTTPException(503, f"run {view.run.run_id} has not been read yet; try again")
         return view
 
     def series(self, request: Request) -> Response:
@@ -153,11 +152,11 @@ class _Page:
             raise UserError(f"no stream {stream!r}; there are {', '.join(view.curves)}")
         names = request.query_params.getlist("metric")
         if not names:
-            raise UserError("which metrics? ?metric=NAME, several times if need be; NAME* for all that begin so")
+            raise UserError("no metric requested; expected ?metric=NAME (repeatable; NAME* matches a prefix)")
         there = view.curves[stream].bins.names
         of_panels = {line.metric for panel in PANELS for line in panel.lines}
         if unknown := [name for name in names if name not in of_panels and not matching(name, there)]:
-            known = f"there are {', '.join(there)}" if there else "there are none yet"
+            known = f"there are {', '.join(there)}" if there else "the stream is empty"
             raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; {known}")
         return JSONResponse(jsonable(view.series(stream, names)))
 
@@ -171,13 +170,13 @@ class _Page:
         return StreamingResponse(self._events(view), media_type="text/event-stream")
 
     async def _events(self, view: RunView) -> AsyncIterator[str]:
-        """Until the client leaves, which cancels this, or the server ends."""
+        """Yields changes until the client disconnects or the server ends."""
         snapshot, rows = "", dict[str, int]()
         await run_in_threadpool(view.wait)
         while not self._views.closed.is_set():
             changes = ""
-            if view.told != snapshot:
-                snapshot = view.told
+            if view.snapshot_json != snapshot:
+                snapshot = view.snapshot_json
                 changes += f"event: snapshot\ndata: {snapshot}\n\n"
             if snapshot and view.rows != rows:
                 rows = view.rows
@@ -187,12 +186,11 @@ class _Page:
             await asyncio.sleep(_EVENT_SECONDS)
 
     def league(self, request: Request) -> Response:
-        """Ratings and payoffs as the newest checkpoint has them: more than is sent with each change of the state."""
+        """Ratings and payoffs from the newest checkpoint; too large for each snapshot."""
         run = self._views.attach(request.path_params["run_id"])
         return JSONResponse(jsonable(league_of(run.checkpoint_store(), run.config)))
 
     def videos(self, request: Request) -> Response:
-        """Newest first; none is normal."""
         found = [(path, path.stat()) for path in self._videos_of(request).values()]
         entries = [{"name": path.name, "bytes": stat.st_size, "time": stat.st_mtime} for path, stat in found]
         return JSONResponse(sorted(entries, key=lambda entry: -float(entry["time"])))
@@ -226,7 +224,7 @@ class _Page:
 
 
 class _Nothing(BaseModel, extra="forbid", strict=True):
-    """What is posted with an order that has no more to say."""
+    """Body of an order without arguments."""
 
 
 class _Scale(_Nothing):
@@ -246,18 +244,18 @@ class _Note(_Nothing):
 
 def _scale(run: Run, asked: _Scale) -> str:
     if (asked.workers is None) != asked.auto:
-        raise UserError('say how many, {"workers": 3}, or {"auto": true, "min": 1, "max": 4}')
+        raise UserError('expected {"workers": 3}, or {"auto": true, "min": 1, "max": 4}')
     return run.scale(asked.workers, min_workers=asked.min, max_workers=asked.max)
 
 
 _VERBS: dict[str, tuple[type[BaseModel], Callable[[Run, Any], object], str]] = {
-    "stop": (_Nothing, lambda run, _: run.stop(), "it ends with a last checkpoint"),
-    "checkpoint": (_Nothing, lambda run, _: run.checkpoint(), "a checkpoint is written after the present update"),
+    "stop": (_Nothing, lambda run, _: run.stop(), "the run ends with a final checkpoint"),
+    "checkpoint": (_Nothing, lambda run, _: run.checkpoint(), "a checkpoint is written after the current update"),
     "scale": (_Scale, _scale, "scaling {}"),
     "promote": (_Promote, lambda run, asked: run.promote(asked.checkpoint), "{} is promoted"),
     "note": (_Note, lambda run, asked: run.note(asked.text), "noted"),
 }
-"""What is posted with each order, what gives it, and, with what that returns, what was done."""
+"""Order → model of its body, function that gives it, and reply (formatted with the function's result)."""
 
 
 async def _body(request: Request) -> bytes:
@@ -269,7 +267,7 @@ async def _body(request: Request) -> bytes:
                 if len(body) > _MAX_BODY:
                     raise HTTPException(413, f"more than {_MAX_BODY} bytes")
     except TimeoutError:
-        raise HTTPException(408, f"the order did not come within {_BODY_SECONDS:g} s") from None
+        raise HTTPException(408, f"the order did not arrive within {_BODY_SECONDS:g} s") from None
     return body or b"{}"
 
 

@@ -1,4 +1,4 @@
-"""Counters of a run that never fall while its processes are replaced, made of one state after the other."""
+"""Counters of a run that never fall while its processes are replaced."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 ROLES = ("coordinator", "trainer", "rank", "evaluator", "worker")
 OTHER = "other"
 MOST_NAMES = 48
-"""Names of waits, or of stages, of a role; a heartbeat is foreign data, and what is more counts as `other`."""
+"""Maximum number of names of waits, or stages, a role; heartbeats are foreign data, so the rest counts as `other`."""
 _ROUNDING_SECONDS = 0.5
-"""Less than a beat lasts, more than the rounding of a heartbeat's seconds adds up to."""
+"""Less than the time between beats, more than the rounding of a heartbeat's seconds."""
 
 
 class Spent(NamedTuple):
@@ -27,14 +27,14 @@ class _Process(NamedTuple):
 
 
 class Totals:
-    """`add` may be called by one thread at a time; what it leaves in `spent` and `highest` is never changed."""
+    """Sums over processes. One thread calls `add`, which replaces `spent` and `highest` and never changes them."""
 
     def __init__(self) -> None:
         self.spent: dict[Spent, float] = {}
-        """Seconds of all processes that were seen."""
+        """Seconds of all processes seen."""
         self.highest: dict[tuple[str, ...], float] = {}
-        """Of numbers that outlive a process, since Redis or the checkpoints have them: the highest that was seen. A
-        trainer that resumes begins with those of its checkpoint, and reaches the others when it has read the log."""
+        """Highest value of each number that outlives processes, because Redis or the checkpoints hold it. A resumed
+        trainer starts at its checkpoint's numbers and exceeds these once it has reread the log."""
         self._gone: dict[Spent, float] = {}
         self._newest: dict[str, _Process] = {}
 
@@ -60,7 +60,7 @@ class Totals:
         age = sum(value for key, value in seconds.items() if key.kind == "stages")
         before = self._newest.get(name)
         if before is not None and before.id == beat["process"] and age > before.age_seconds - _ROUNDING_SECONDS:
-            # a wait within another one interrupts it, and its seconds so far are told again when it continues
+            # a nested wait interrupts the outer one, whose seconds are reported again when it continues
             seconds = {key: max(value, before.spent.get(key, 0.0)) for key, value in (before.spent | seconds).items()}
         elif before is not None:
             _add(self._gone, before.spent)
@@ -94,5 +94,5 @@ def _lasting(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _number(value: Any) -> float:
-    """0 for what is none: heartbeats are foreign data."""
+    """Converts foreign data; anything but a number ≥ 0 becomes 0."""
     return float(value) if isinstance(value, int | float) and value >= 0 else 0.0

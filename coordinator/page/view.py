@@ -1,6 +1,6 @@
-"""What the page knows of one run: its state now, its curves, its evaluations and events, as plain data for JSON.
+"""The page's view of a run: state, curves, evaluations and events, as plain data for JSON.
 
-From Redis while the run is live, from the store otherwise; where both are away it says so and keeps what it knew.
+Read from Redis while the run is live, else from the store. During an outage a view keeps its last data, with a banner.
 """
 
 import json
@@ -28,19 +28,19 @@ from stagecoach.trainer_node.metrics.recorder import evaluation_row
 _EVENTS_SHOWN = 500
 _FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0
 _SCRAPE_SECONDS = 3.0
-"""A scrape waits for all runs together; Prometheus gives up after 10 s by default."""
+"""Time that a scrape waits for all runs together; Prometheus gives up after 10 s by default."""
 _REFRESH_SECONDS, _LIST_SECONDS, _FORGET_SECONDS = 1.0, 1.0, 60.0
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 AWAY = (StagecoachError, redis.RedisError, OSError)
 
 
 class RunView:
-    """One run, for any number of readers; `update` and `refresh` are called from one thread at a time."""
+    """View of one run for any number of readers; one thread calls `update`."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.banner = run, ""
         self.away: Literal["", "Redis", "store"] = ""
-        """Which of both the last refresh did not reach."""
+        """Service that the last refresh could not reach."""
         self.totals = Totals()
         self.curves = {stream: Curves(run.run_id, stream) for stream in (TRAIN, FLEET)}
         self._evaluations, self._events = Recorded(EVALUATIONS), Recorded(EVENTS)
@@ -48,46 +48,46 @@ class RunView:
         self.events: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
         self.checkpoints: list[dict[str, Any]] = []
-        self.told = ""
-        """The newest `snapshot` as JSON, made once for all who read it."""
+        self.snapshot_json = ""
+        """Newest `snapshot` as JSON, encoded once for all readers."""
         self.wanted = threading.Event()
-        """Somebody has asked since the last update began."""
+        """Set when a reader asks for an update."""
         self._updated, self._updated_at = threading.Condition(), float("-inf")
 
     def update(self) -> None:
-        """Refreshes, and tells who waits; never raises."""
+        """Refreshes and wakes waiting readers; never raises."""
         self.wanted.clear()
         try:
             self.refresh()
         except Exception as error:
             _LOGGER.exception("the view of run %s", self.run.run_id)
-            self.banner = f"what is shown is not up to date: {headline(error)}"
-        self.told = json.dumps(jsonable(self.snapshot()))
+            self.banner = f"not up to date: {headline(error)}"
+        self.snapshot_json = json.dumps(jsonable(self.snapshot()))
         with self._updated:
             self._updated_at = time.monotonic()
             self._updated.notify_all()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> bool:
-        """Waits until what is known is a moment old, for some seconds at most; whether anything is known."""
+        """Waits for fresh data, at most `seconds`; returns whether there is any data."""
         self.wanted.set()
         with self._updated:
             fresh = lambda: time.monotonic() - self._updated_at < _FRESH_SECONDS  # noqa: E731
             self._updated.wait_for(fresh, timeout=max(0.0, seconds))
-        return bool(self.told)
+        return bool(self.snapshot_json)
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows read of each stream; another number means other curves."""
+        """Rows read of each stream; a new number means new curves."""
         return {stream: curves.bins.rows for stream, curves in self.curves.items()}
 
     def refresh(self) -> None:
-        """Reads what came since; what is away is told as `banner`, and what is known stays."""
+        """Reads new data; an outage sets `banner` and keeps the old data."""
         try:
             self._refresh()
             self.banner = self.away = ""
         except AWAY as error:
             self.away = away(error)
-            self.banner = f"what is shown is not up to date: {' '.join(str(error).split())}"
+            self.banner = f"not up to date: {' '.join(str(error).split())}"
 
     def _refresh(self) -> None:
         run = self.run
@@ -115,7 +115,7 @@ class RunView:
                 self.events.append({"time": seconds, "kind": event.kind, "text": event.text})
 
     def snapshot(self) -> dict[str, Any]:
-        """All but the curves."""
+        """Everything but the curves."""
         return {
             "run_id": self.run.run_id, "banner": self.banner, "state": self.state,
             "reason": reason_in_words(self.state.get("reason", "")), "evaluations": self.evaluations,
@@ -124,14 +124,13 @@ class RunView:
         }  # fmt: skip
 
     def series(self, stream: str, names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-        """Each metric, or all that begin with a prefix (`time_share/worker/*`); what no row has is left out."""
+        """Series by metric or prefix (`time_share/worker/*`); unknown metrics are left out."""
         bins = self.curves[stream].bins
         return {found: bins[found].as_lists() for name in names for found in matching(name, bins.names)}
 
 
 class Views:
-    """Of the runs below `runs_dir` that somebody looks at, each kept up to date by a thread while it is asked for; its
-    methods may be called from any thread."""
+    """Views of the runs in `runs_dir`. A thread keeps each up to date while readers ask for it. Thread-safe."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.closed = runs_dir, threading.Event()
@@ -140,11 +139,11 @@ class Views:
         self._listed: tuple[float, list[RunRow]] = (float("-inf"), [])
 
     def attach(self, run_id: str) -> Run:
-        """A handle of its own; raises `RunNotFound`."""
+        """Creates a new handle; raises `RunNotFound`."""
         return Run.attach(run_id, self.runs_dir)
 
     def of(self, run_id: str) -> RunView:
-        """Raises `RunNotFound`; the view may not know anything yet, see `RunView.wait`."""
+        """Returns the view, which may still be empty (`RunView.wait`); raises `RunNotFound`."""
         with self._lock:
             view = self._watched.get(run_id)
             if view is None:
@@ -155,8 +154,8 @@ class Views:
             return view
 
     def live(self) -> list[RunView]:
-        """Views of all runs that live here, or may live on other machines; one whose Redis is silent has what was known
-        before, and holds up no other."""
+        """Views of all runs that are live here, or may be live elsewhere. One whose Redis is silent keeps old data, and
+        does not delay the others."""
         paths = [path for path in run_paths(self.runs_dir) if is_locked(path) or (path / REMOTE).exists()]
         views, until = [self.of(path.name) for path in paths], time.monotonic() + _SCRAPE_SECONDS
         return [view for view in views if view.wait(until - time.monotonic())]
@@ -187,17 +186,17 @@ class Views:
 
 
 def matching(name: str, there: Sequence[str]) -> list[str]:
-    """The metric of this name, or with a `*` at its end all that begin so."""
+    """Metrics with this name, or with this prefix if it ends in `*`."""
     return [found for found in there if found == name or (name.endswith("*") and found.startswith(name[:-1]))]
 
 
 def jsonable(data: Any) -> Any:
-    """Without what JSON has no word for."""
+    """Converts to JSON types; NaN and infinities become null."""
     return to_jsonable_python(data, inf_nan_mode="null", fallback=str)
 
 
 def away(error: Exception) -> Literal["", "Redis", "store"]:
-    """Which of both an error says is not reached."""
+    """Names the service that an error says is unreachable."""
     if isinstance(error, RedisUnavailable | redis.RedisError):
         return "Redis"
     return "store" if isinstance(error, StoreUnavailable | StoreError) else ""

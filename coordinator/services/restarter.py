@@ -1,8 +1,8 @@
-"""The supervisor of the embedded Redis and S3 server: one that dies or hangs is restarted on its port, over its data.
+"""Supervision of the embedded Redis and S3 server: a dead or hung one is restarted on its port, over its data.
 
-Each has a thread of its own, because every other one waits for Redis while that is gone. The roles wait it out: for
-Redis `redis.retry_seconds`, and the trainer's uploads without end. That Redis is away stands in a file of the run's
-folder meanwhile (it cannot be asked), then in an event.
+Each has its own thread, because every other thread waits for Redis during its outage. The roles wait too: for Redis
+`redis.retry_seconds`, and the trainer's uploads indefinitely. A file in the run's folder describes the outage of Redis
+while it lasts, an event afterwards.
 """
 
 import json
@@ -33,17 +33,17 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 _AWAY = (StagecoachError, redis.RedisError)
 _FILE = "outage.json"
 _SETTLE_SECONDS = 3.0
-_TELLING: dict[Path, threading.Lock] = {}
-"""Held while an outage of a run is reported; all clients of a process meet the same one."""
+_REPORTING: dict[Path, threading.Lock] = {}
+"""Held while an outage of a run is reported; all clients of a process share it."""
 
 
 def connect_once(context: RunContext, name: RoleName) -> redis.Redis:
-    """A client that tries once, where Redis may be what failed; raises `RedisUnavailable`."""
+    """Connects without retries, since Redis may be down; raises `RedisUnavailable`."""
     return connect_redis(context.address, without_retries(context.config), name)
 
 
 def _record(context: RunContext, kind: str, text: str) -> None:
-    """An event; tried once, since Redis may be gone again, and the caller must bring it back."""
+    """Emits an event, without retries: the caller must restart Redis if it is down again."""
     try:
         with connect_once(context, "coordinator") as client:
             emit(client, context.run_id, kind, text)
@@ -51,16 +51,16 @@ def _record(context: RunContext, kind: str, text: str) -> None:
         _LOGGER.warning("Redis rejects an event (%s): %s", text, error)
 
 
-def tell_of_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> None:
-    """From now on reports the outages that these clients meet."""
+def report_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> None:
+    """Reports the outages of Redis that these clients meet from now on."""
     path = folder / _FILE
     path.unlink(missing_ok=True)
-    told = _TELLING.setdefault(path, threading.Lock())
+    reporting = _REPORTING.setdefault(path, threading.Lock())
 
     @contextmanager
     def away(last_error: str) -> Iterator[None]:
-        """The first thread that meets an outage reports it, and its end."""
-        if not told.acquire(blocking=False):
+        """Reports an outage and its end; only the first thread that meets it does."""
+        if not reporting.acquire(blocking=False):
             yield
             return
         _LOGGER.warning("the run waits for Redis: %s", last_error)
@@ -73,44 +73,44 @@ def tell_of_outages(context: RunContext, folder: Path, *clients: redis.Redis) ->
             path.unlink(missing_ok=True)
             threading.Thread(target=back, args=(time.time() - since,), name="redis-is-back", daemon=True).start()
 
-    def back(seconds: float) -> None:  # not in the midst of the call that has just come through
-        text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited for it and continues"
+    def back(seconds: float) -> None:  # not during the call that has just succeeded
+        text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited and continues"
         _LOGGER.warning("%s", text)
         _record(context, "outage", text)
-        time.sleep(_SETTLE_SECONDS)  # others find it back somewhat later, and name the same outage until then
-        told.release()
+        time.sleep(_SETTLE_SECONDS)  # other threads see its return a little later
+        reporting.release()
 
     for client in clients:
         retries(client).named.append(away)
 
 
 def outage_of_redis(folder: Path) -> str | None:
-    """`Redis, since 10:20:30 (45 s): …`, while the coordinator of this folder's run waits for it; None else."""
+    """Describes the current outage, as in `Redis, since 10:20:30 (45 s): …`; None if there is none."""
     path = folder / _FILE
     try:
         since, text = path.stat().st_mtime, path.read_text()
     except OSError:
         return None
     last_error = "its log in logs/ says why"
-    with suppress(ValueError, KeyError, TypeError):  # on a full disk there is the file, and nothing in it
+    with suppress(ValueError, KeyError, TypeError):  # on a full disk the file is empty
         last_error = lacks_room(folder, 0) or last_error
-        told = json.loads(text)
-        since, last_error = float(told["since"]), str(told["last_error"])
+        outage = json.loads(text)
+        since, last_error = float(outage["since"]), str(outage["last_error"])
     clock = time.strftime("%H:%M:%S", time.localtime(since))
     return f"Redis, since {clock} ({max(0.0, time.time() - since):.0f} s): {last_error}"
 
 
 _POLL_SECONDS = 0.1
 _ROTATE_SECONDS = 5.0
-"""Time between two polls of the size of the logs that are not this process's own."""
+"""Time between checks of the logs' sizes."""
 _ASK_SECONDS = 1.0
-"""Time between two questions to a service whether it still serves."""
+"""Time between health checks of a service."""
 
 
 class Restarter:
-    """Supervises services of this process; calls `give_up` where one dies again and again without progress of the run.
+    """Supervises services of this process; calls `give_up` if one keeps dying without progress of the run.
 
-    It also rotates `logs`, which services, and what they start, append to.
+    Also rotates `logs`, to which services and their children append.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Restarter:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the supervision. What was started again ends with its thread, so it must not be needed any more."""
+        """Ends the supervision. Restarted services end with its threads, so they must not be needed any more."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -141,7 +141,7 @@ class Restarter:
         try:
             self._supervise(service)
         except Exception as error:
-            _LOGGER.exception("an embedded service is given up")
+            _LOGGER.exception("gave up an embedded service")
             self.failure = self.failure or str(error)
             self._give_up()
             self._stop.wait()
@@ -158,9 +158,9 @@ class Restarter:
                     with suppress(*_AWAY), connect_once(self._context, "coordinator") as client:
                         bound.saw(learning_progress(client, self._context.run_id))
                 elif service.alive and silence.seconds >= rollout.service_silent_seconds:
-                    how = f"hung (no answer for {silence.seconds:.0f} s, rollout.service_silent_seconds)"
+                    how = f"hung (no reply for {silence.seconds:.0f} s, rollout.service_silent_seconds)"
                     with suppress(ProcessLookupError):
-                        os.kill(service.process.pid, signal.SIGKILL)  # one that is stopped hears nothing else
+                        os.kill(service.process.pid, signal.SIGKILL)  # a stopped process ignores other signals
                     service.process.wait()
                 asked = time.monotonic()
             if how is not None:
@@ -168,16 +168,16 @@ class Restarter:
                 self._start_again(service, how, bound)
 
     def _start_again(self, service: Service, how: str, bound: RestartBound) -> None:
-        words = service.last_words()
+        log = service.exit_diagnostics()
         if bound.ended():
             raise ServiceError(
                 f"{service.name} {how}, {counted(bound.ends, 'time')} in a row without progress of the run "
-                f"(rollout.restarts_allowed); it says: {words}"
+                f"(rollout.restarts_allowed); its log ends with: {log}"
             )
-        _LOGGER.warning("%s %s: %s", service.name, how, words)
+        _LOGGER.warning("%s %s: %s", service.name, how, log)
         try:
             service.start_again()
         except ServiceError as error:
-            _LOGGER.warning("%s", error)  # the next poll tries again, within the bound
+            _LOGGER.warning("%s", error)  # the next poll retries, within the bound
             return
-        _record(self._context, "service", f"{service.name} {how} and was started again over its data")
+        _record(self._context, "service", f"{service.name} {how} and was restarted over its data")

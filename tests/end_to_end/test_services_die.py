@@ -50,14 +50,14 @@ def test_dead_service_is_restarted_and_the_run_continues(terminal: CommandLine) 
     """A Redis that hangs as well."""
     faults = [
         (signal.SIGKILL, REDIS, "Redis ended (code -9)"), (signal.SIGKILL, r"\S*rclone serve", "S3 server ended"),
-        (signal.SIGSTOP, REDIS, "Redis hung (no answer for "),
+        (signal.SIGSTOP, REDIS, "Redis hung (no reply for "),
     ]  # fmt: skip
     suffers(terminal, start(terminal, "--inline"), faults)
 
 
 def test_hung_ray_is_reported_and_restarted(terminal: CommandLine) -> None:
     parts = ("raylet", "gcs_server")
-    faults = [(signal.SIGSTOP, rf"\S*{part} ", f"Ray hung (no answer of its {part} for ") for part in parts]
+    faults = [(signal.SIGSTOP, rf"\S*{part} ", f"Ray hung (no reply from its {part} for ") for part in parts]
     suffers(terminal, start(terminal), faults)
 
 

@@ -70,9 +70,9 @@ def live_page(live: Run) -> Iterator[Visitor]:
 def test_without_the_token_nothing_is_told(page: Visitor, path: str) -> None:
     stranger = page.as_()
     stranger.ask(path).refused(401, "open the URL that `stagecoach page` printed")
-    page.as_(Authorization="Bearer another").ask(path).refused(401, "not the page's token")
+    page.as_(Authorization="Bearer another").ask(path).refused(401, "wrong token")
     page.as_(Authorization=f"Basic {TOKEN}").ask(path).refused(401)
-    stranger.ask(f"{path}?token=another").refused(401, "not the page's token")
+    stranger.ask(f"{path}?token=another").refused(401, "wrong token")
     cookie = page.ask(f"{path}?token={TOKEN}").headers["Set-Cookie"].partition("=")[0]
     page.as_(Cookie=f"{cookie}={TOKEN}").ask(path).refused(401)
     for verb in ORDERS:
@@ -199,7 +199,7 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/a/series?metric=train/aprox_kl", 400, ("no metric 'train/aprox_kl' in train", "train/approx_kl")),
         ("/api/runs/a/series?metric=nothing*", 400, ("no metric 'nothing*'",)),
         ("/api/runs/a/series?stream=river&metric=x", 400, ("no stream 'river'; there are train, fleet",)),
-        ("/api/runs/a/series", 400, ("which metrics?",)),
+        ("/api/runs/a/series", 400, ("no metric requested",)),
         ("/api/runs/a/stop", 405, ()),
     ],
 )  # fmt: skip
@@ -248,8 +248,8 @@ def test_orders_act_on_a_run_at_work(live: Run, live_page: Visitor) -> None:
         ("scale", {"workers": 0}, "expected at least 1 worker"),
         ("scale", {"workers": "3"}, "workers: Input should be a valid integer"),
         ("scale", {"workers": True}, "workers: Input should be a valid integer"),
-        ("scale", {"workers": 3, "auto": True}, "say how many"),
-        ("scale", {}, "say how many"),
+        ("scale", {"workers": 3, "auto": True}, "expected {"),
+        ("scale", {}, "expected {"),
         ("scale", {"auto": True, "min": 3, "max": 2}, "--min 3 is more than --max 2"),
         ("scale", [3], "should be an object"),
         ("note", {"text": " "}, "a note needs text"),
@@ -420,7 +420,7 @@ def test_the_page_of_train_lives_as_long_as_the_run(terminal: CommandLine) -> No
     assert found is not None
     visitor = Visitor(found[1], {"Authorization": f"Bearer {found[2]}"})
     terminal.wait_until("an update", lambda: visitor.ask("/api/runs/a").json["state"].get("updates", 0) > 1)
-    assert visitor.order("a", "stop").json == {"done": "it ends with a last checkpoint"}
+    assert visitor.order("a", "stop").json == {"done": "the run ends with a final checkpoint"}
     ended = terminal.ended(process).ok()
     assert ended.count("?token=") == 1
     assert ended.index("page: ") < ended.index("updates"), "before the live view"

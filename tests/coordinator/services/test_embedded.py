@@ -204,7 +204,7 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("echo no memory left on this machine\nexit 1", r"Redis ends at once; .*no memory left"),
+        ("echo no memory left on this machine\nexit 1", r"Redis exits at once; .*no memory left"),
         ("echo loading a lot of data\nexec sleep 600", r"Redis was not ready within 8 s; .*loading a lot"),
     ],
 )

@@ -28,7 +28,7 @@ else:
     shutil.rmtree(Path(ray.nodes()[0]["RayletSocketName"]).parents[3])
 while not head.lost():
     time.sleep(0.1)
-fate, joined = head.fate, threading.Event()
+fate, joined = head.failure, threading.Event()
 
 
 def collect():  # as a former fleet is freed: by the collector, in whichever thread it runs

@@ -86,7 +86,7 @@ def test_services_that_are_killed_come_back_with_their_data(keep: Callable[..., 
     assert kept.redis.port == port
     kill(kept.redis)
     assert role.flow.read().state == "stopping"
-    assert "Redis ended (code -9) and was started again" in kept.told()[0]
+    assert "Redis ended (code -9) and was restarted" in kept.told()[0]
     store.put("before", b"1")
     kill(kept.s3)
     assert store.get("before") == b"1"
@@ -104,7 +104,7 @@ def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) 
     kill(service, signal.SIGSTOP)
     assert kept.role.flow.read().reason == "a reason"
     assert kept.role.checkpoints.store.get("before") == b"1"
-    assert f"{service.name} hung (no answer for " in kept.told()[0]
+    assert f"{service.name} hung (no reply for " in kept.told()[0]
     assert kept.restarter.failure is None
 
 
@@ -137,7 +137,7 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Cal
     assert kept.given_up.wait(60)
     said = str(kept.restarter.failure)
     assert "S3 server ended (code -9), 2 times in a row without progress of the run (rollout.restarts_allowed)" in said
-    assert "; it says:" in said and "Starting s3 server" in said
+    assert "; its log ends with:" in said and "Starting s3 server" in said
     assert kept.redis.alive
 
 
