@@ -1,1 +1,1 @@
-"""A run from its preparation to its end: what is checked, what is written first, who supervises it, and where."""
+"""Life of a run: validation, preparation, launch and supervision, here or on a cluster."""

@@ -1,6 +1,6 @@
-"""A league's fixed players, found before anything starts: what each source is, whose seats it fits, and its bytes.
+"""Resolution of a league's fixed players before a run starts: kind, seats and bytes of each source.
 
-What is found stands in the run's config, and so in its store and in its hash: a resume has the same players.
+The run's config records them, and thus its store and its hash: a resume has the same players.
 """
 
 import contextlib
@@ -27,18 +27,20 @@ _POLICY_FILE = "policy.safetensors"
 
 
 Players = Mapping[str, bytes]
-"""What was read of `league.fixed`, by SHA-256: a source may be of a live run, where another one is the newest soon."""
+"""Bytes of `league.fixed` by SHA-256, read once: the source may be a live run, whose newest checkpoint changes."""
 NO_PLAYERS: Players = MappingProxyType({})
 
 
 def with_fixed_players(
     config: Config, description: EnvironmentDescription, before: Config | None = None
 ) -> tuple[Config, Players]:
-    """The config with what each of `league.fixed` is, and what was read; raises `ConfigError` where one cannot be
-    found, or fits no seat.
+    """Resolves `league.fixed`; returns the config with the results, and the bytes read.
 
-    One that was found when the run started, whose config was `before`, stays what it was, whatever has become of its
-    source. In a new run nothing is known, whatever its config says: that may be of another run, with other seats.
+    A player that the run's earlier config `before` resolved stays the same, whatever happened to its source. A new run
+    resolves all, even if its config has results, which may be another run's.
+
+    Raises:
+        ConfigError: a player cannot be resolved, or fits no seat.
     """
     if config.league is None or not config.league.fixed:
         return config, NO_PLAYERS
@@ -47,15 +49,15 @@ def with_fixed_players(
     for name, player in fixed.items():
         known = then.get(name)
         if known is not None and known.kind and known.source == player.source and player.sha256 in ("", known.sha256):
-            if known.kind == "function":  # which is looked at again: its code may be gone
+            if known.kind == "function":  # checked again: its code may be gone
                 _check_function(field := f"league.fixed.{name}", import_object(known.source, field, kind="function"))
             fixed[name] = player.model_copy(update={key: getattr(known, key) for key in ("kind", "sha256", "seats")})
             continue
         ref, data = find_player(f"league.fixed.{name}", player.source, config.runs_dir, description, config.store)
         if not ref.seats:
             raise ConfigError(
-                f"league.fixed.{name}={player.source} was made for other observation or action spaces than those of "
-                f"{', '.join(sorted(set(description.agents.values())))}; name a player of this environment"
+                f"league.fixed.{name}={player.source} was trained with other observation or action spaces than those "
+                f"of {', '.join(sorted(set(description.agents.values())))}; name a player of this environment"
             )
         if player.sha256 not in ("", ref.sha256):
             raise ConfigError(_changed(name, player.source, player.sha256))
@@ -67,8 +69,8 @@ def with_fixed_players(
 
 
 def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> None:
-    """Copies them into a new run's store. One that was found by an earlier start, which was cut off, is read again;
-    raises `ConfigError` where it has changed since."""
+    """Copies the players into a new run's store. Reads those again that an earlier, interrupted start resolved; raises
+    `ConfigError` if one has changed since."""
     for name, player in config.league.fixed.items() if config.league else ():
         if player.sha256:
             data = read.get(player.sha256)
@@ -81,16 +83,18 @@ def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> No
 
 def _changed(name: str, source: str, sha256: str) -> str:
     return (
-        f"league.fixed.{name}={source} is not what it was when the config was made (SHA-256 {sha256}); name the "
-        f"checkpoint that it was, or take sha256 out of the config"
+        f"league.fixed.{name}={source} has changed since the config was written (SHA-256 {sha256}); name the "
+        f"original checkpoint, or remove sha256 from the config"
     )
 
 
 def find_player(
     name: str, source: str, runs_dir: Path, description: EnvironmentDescription, access: StoreConfig | None = None
 ) -> tuple[PlayerRef, bytes]:  # fmt: skip
-    """Resolves a source to a player, with the seats whose spaces it fits, and to its bytes (empty for a random or a
-    scripted one). `name` is the field of the config, or empty. Raises `ConfigError` where it cannot be found."""
+    """Resolves a source to a player with the seats that it fits, and its bytes (empty if random or scripted).
+
+    `name` is the field of the config, or empty. Raises `ConfigError` if the player cannot be resolved.
+    """
     field, kind = f"{name}={source}" if name else source, kind_of(source)
     every = tuple(sorted(set(description.agents.values())))
     if kind == "function":
@@ -105,12 +109,12 @@ def find_player(
 
 
 def _check_function(field: str, function: object) -> None:
-    """Raises `ConfigError` for what cannot be called as a scripted player is."""
+    """Raises `ConfigError` if the function cannot be called as a scripted player."""
     expected = "expected one that returns an action for an observation and a random generator"
     if not callable(function):
-        raise ConfigError(f"{field} is no function; {expected}")
+        raise ConfigError(f"{field} is not a function; {expected}")
     if why := misfit(function, None, None):
-        raise ConfigError(f"{field} is called with two arguments, and cannot be: {why}; {expected}")
+        raise ConfigError(f"{field} cannot be called with two arguments: {why}; {expected}")
 
 
 def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | None) -> bytes:
@@ -149,10 +153,10 @@ def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | N
 
 
 def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
-    """A snapshot of a run's league, by the player's id or what only one of them begins with. Raises `ConfigError` where
-    several do, or the store has it no more.
+    """Reads a league's snapshot by the player's id or a unique prefix of it.
 
-    As the newest checkpoint has the league, else an older one: the store may still have who has left it.
+    Searches the newest checkpoint first, then older ones, whose players may have left the league. Raises `ConfigError`
+    if the prefix is ambiguous or the store no longer has the snapshot.
     """
     for name in dict.fromkeys((*reversed(found.store.names()), found.name)) if "-" in player else ():
         snapshots: dict[str, str] = {}
@@ -160,7 +164,7 @@ def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
             snapshots = snapshots_in(found.store.load(name, only=LEAGUE).objects[LEAGUE])
         if its := named_so(player, snapshots):
             if len(its) > 1:
-                raise ConfigError(f"{field} is the beginning of {', '.join(its)}; give more of the name")
+                raise ConfigError(f"{field} matches {', '.join(its)}; give more of the name")
             try:
                 return read_shared_object(found.store.store, snapshots[its[0]])
             except SharedObjectUnusable as error:
@@ -177,15 +181,15 @@ def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
 
 
 def _onnx_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
-    """By the spaces that the file of an exported policy tells."""
+    """Returns whether the spaces recorded in the ONNX file match."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise ConfigError(f"{field} needs onnxruntime: {install('onnx')}")
     import onnxruntime
 
     try:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    except Exception as error:  # whatever it raises: its errors have no base of their own
-        raise ConfigError(f"{field} is no ONNX file that can be run ({type(error).__name__})") from None
+    except Exception as error:  # its errors have no common base
+        raise ConfigError(f"{field} is not a valid ONNX file ({type(error).__name__})") from None
     told = session.get_modelmeta().custom_metadata_map.get("stagecoach.spaces", "{}")
     with contextlib.suppress(ValueError):
         return PolicySpaces.from_dict(json.loads(told)).acting == spaces.acting

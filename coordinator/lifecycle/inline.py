@@ -19,7 +19,7 @@ _ROLES: tuple[RoleName, ...] = ("worker", "trainer", "evaluator")
 
 class InlineRoles:
     def __init__(self, context: RunContext, run_folder: str) -> None:
-        self._flow = context.flow  # the coordinator's; the others connect with the credentials that theirs have
+        self._flow = context.flow  # the coordinator's; each role connects with its own credentials
         self._playing, learning, scoring = (open_run_context(context.config, context.address, name) for name in _ROLES)
         self._incarnation = Incarnation(learning, run_folder)
         self._evaluator = Evaluator(scoring) if context.config.evaluation.enabled else None
@@ -48,7 +48,7 @@ class InlineRoles:
                 if self._evaluator is not None:
                     self._evaluator.step(0.0)
         except Exception as error:
-            if abandon.is_set():  # perhaps by the Redis or the store that it waited for
+            if abandon.is_set():  # perhaps while it waited for Redis or the store
                 return RunEnd("abandoned")
             self._incarnation.fail(error)
             raise
@@ -60,7 +60,7 @@ class InlineRoles:
         return end
 
     def _evaluate_last(self, reason: str) -> None:
-        """What waits to be evaluated, while the trainer does; where a person stops the run, the next one only."""
+        """Evaluates pending checkpoints; only one if a person stopped the run."""
         if self._evaluator is None:
             return
         until = time.monotonic() + self._evaluation.final_wait_seconds
@@ -78,7 +78,7 @@ class InlineRoles:
         self._flow.drain(*(worker.id for index, worker in self._workers.items() if index >= desired))
 
     def _act(self) -> None:
-        self._turn += 1  # another one begins each time, so that none starves where credit is short
+        self._turn += 1  # rotates the first worker, so that none starves when credit is short
         for index in sorted(self._workers, key=lambda index: (index - self._turn) % (max(self._workers) + 1)):
             result = self._workers[index].step(0.0)
             if isinstance(result, RoleEnd):

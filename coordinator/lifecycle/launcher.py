@@ -1,4 +1,4 @@
-"""Starting a run: anew, again where it has ended or was interrupted, or on a cluster; everything is checked first."""
+"""Starts, resumes and submits runs, after checking everything."""
 
 import os
 from collections.abc import Callable
@@ -48,9 +48,9 @@ from stagecoach.trainer_node.state.fork import Source, beginnings, policies_in, 
 from stagecoach.trainer_node.state.snapshot import POLICY
 
 Begun = Callable[[], None]
-"""Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
+"""Called right before the roles start: from then on only `stop`, not an exception, ends the run cleanly."""
 Started = tuple[RunFolder, Config, Coordinator | JobCoordinator | None]
-"""A run that was started, its config, and what supervises it (nothing where the run has reached its end already)."""
+"""Folder, config and supervisor (None if the run has already reached its end)."""
 
 
 def start(
@@ -71,7 +71,7 @@ def start(
             return folder, before, None
         return _continue(folder, config, description, players, before.stop_at, how, inline, begun)
     if how.arguments:
-        raise UserError(f"there is no run {name!r} yet, which {' '.join(how.arguments)} could continue; leave that out")
+        raise UserError(f"{' '.join(how.arguments)}: run {name!r} does not exist yet; leave that out to start it")
     sources = first_policies(config, description)
     make_room()
     folder = RunFolder.create(config, name, import_path)
@@ -85,7 +85,7 @@ def start(
 
 def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
     if "embedded" in (config.redis.url, config.store.url):
-        raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
+        raise UserError("roles on other machines need permanent servers: set redis.url and store.url")
     config, description, players = _checked(config, (os.getcwd(), *import_path))
     sources = first_policies(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
@@ -106,17 +106,17 @@ def resume(folder: RunFolder, overrides: tuple[str, ...], how: Continuation, inl
 def _resume_there(
     folder: RunFolder, elsewhere: RemoteLink, overrides: tuple[str, ...], how: Continuation, inline: bool, begun: Begun
 ) -> Started:
-    """Continues a run where it lives, by another job on its cluster."""
+    """Continues a run by another job on its cluster."""
     sent = _submission_of(folder, elsewhere)
     if inline:
-        raise UserError(f"--inline runs all roles in this process, and run {folder.run_id!r} lives on a cluster")
+        raise UserError(f"--inline runs all roles in this process, but run {folder.run_id!r} is on a cluster")
     before, config = folder.config(), folder.config(overrides)
     _check_same_learning(config, before)
     _refuse_live(folder, config)
-    if how.origin == "latest":  # what is older is judged there
+    if how.origin == "latest":  # the cluster checks an older one
         refuse_reached(folder.checkpoint_store(config), config.stop_at, None, before.stop_at)
     sent = sent.model_copy(update={"command": (*sent.command, *(f"--set={item}" for item in overrides))})
-    coordinator = submit_and_follow(folder, config, sent, JobServer(sent.cluster), how.arguments, anew=True)
+    coordinator = submit_and_follow(folder, config, sent, JobServer(sent.cluster), how.arguments, replace=True)
     folder.write_config(config)
     begun()
     return folder, config, coordinator
@@ -125,14 +125,14 @@ def _resume_there(
 def _submission_of(folder: RunFolder, elsewhere: RemoteLink) -> Submission:
     if elsewhere.submission is None:
         raise UserError(
-            f"run {folder.run_id!r} lives on other machines and was not submitted from here; continue it from where "
-            f"its config is: {folder.continued_by}"
+            f"run {folder.run_id!r} is on other machines and was not submitted from here; continue it where its "
+            f"config is: {folder.continued_by}"
         )
     return elsewhere.submission
 
 
 def _refuse_live(folder: RunFolder, config: Config) -> None:
-    """Raises `RunLive` for a run on other machines that has a coordinator, as far as this machine can see."""
+    """Raises `RunLive` if the run's Redis shows a coordinator on another machine."""
     if config.redis.url == "embedded":
         return
     address, once = folder.offline_address(config), without_retries(config)
@@ -151,7 +151,7 @@ def submit(
     sent: Submission, config: Config, run_id: str, begun: Begun, make_room: Callable[[], None], how: Continuation
 ) -> Started:
     with ExitStack() as undo:
-        jobs = JobServer(sent.cluster)  # first: one that does not answer costs nothing of what stands there
+        jobs = JobServer(sent.cluster)  # first: if it does not answer, nothing has been deleted
         undo.callback(jobs.close)
         make_room()
         folder = RunFolder.known(config, run_id) if OR_RESUME in sent.command else None
@@ -160,7 +160,7 @@ def submit(
         else:
             folder = RunFolder.create(config, run_id)
             undo.callback(folder.remove)
-        coordinator = submit_and_follow(folder, config, sent, jobs, how.arguments, anew=True)
+        coordinator = submit_and_follow(folder, config, sent, jobs, how.arguments, replace=True)
         undo.pop_all()
     folder.unlock()
     folder.write_config(config)
@@ -180,8 +180,11 @@ def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
 def _checked(
     config: Config, import_path: tuple[str, ...], inline: bool = False, before: Config | None = None
 ) -> tuple[Config, EnvironmentDescription, Players]:
-    """The config with the hashes of its data and the players of a league, which in a resume are those of `before`, its
-    environment, and the players that were read; raises a `UserError` where a run would fail."""
+    """Checks a run; raises a `UserError` if it would fail.
+
+    Returns the config with data hashes and league players (those of `before` in a resume), the environment, and the
+    players' bytes.
+    """
     extend_imports(import_path)
     description = check(config, inline)
     if before is None:
@@ -195,14 +198,14 @@ def _check_same_learning(config: Config, before: Config) -> None:
     by, ranked = config.checkpoint.best_by, before.checkpoint.best_by
     if by != ranked:
         raise ConfigError(
-            f"checkpoint.best_by={by} cannot change in a resume: the scores that exist are ranked by {ranked}, and the "
-            f"two do not compare; leave it, or begin a new run with initialize_from"
+            f"checkpoint.best_by={by} cannot change in a resume: existing scores are ranked by {ranked}, which do "
+            f"not compare; leave it, or start a new run with initialize_from"
         )
     if config.hash() != before.hash():
         raise ConfigError(
             f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
-            f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that, which "
-            f"may begin with what this one has learned (initialize_from)"
+            f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run, which may take over "
+            f"this run's policies (initialize_from)"
         )
 
 
@@ -210,7 +213,7 @@ def _continue(
     folder: RunFolder, config: Config, description: EnvironmentDescription, players: Players, before: StopConfig,
     how: Continuation, inline: bool, begun: Begun,
 ) -> Started:  # fmt: skip
-    """A run that had `before` to reach. A folder that was made for it here is removed if it cannot continue."""
+    """Continues a run whose goal was `before`. Removes the folder if it is new and the run cannot continue."""
 
     def begin(context: RunContext) -> None:
         prepare_new(context, description, first_policies(config, description), players)
@@ -229,7 +232,7 @@ def _continue(
 
 
 def _config_of_existing(config: Config, run_id: str) -> Config | None:
-    """The config of a run that exists already, in its folder here or else in the store; None if it does not."""
+    """Config of an existing run, from its folder here or the store; None for a new run."""
     folder = RunFolder.of(config, run_id)
     if folder is not None:
         return folder.config()
@@ -243,7 +246,7 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
 
 
 def first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:
-    """Where the policies of a new run that do not begin untrained come from, verified: they can be taken over."""
+    """Sources of a new run's policies that do not begin untrained, verified to fit."""
     sources, loaded, begun = {}, dict[str, tuple[Found, Checkpoint]](), beginnings(config)
     asked = (description.policies, config.policies, config.algorithm, 0, description.slots)
     made = build_policies(*asked) if begun else {}
@@ -261,7 +264,7 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
             except CheckpointDamaged as error:
                 raise UserError(f"{own}initialize_from={told}: {error}; choose another checkpoint") from None
         found, checkpoint = loaded[target]
-        if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # a snapshot of its league?
+        if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # perhaps a snapshot of its league
             snapshot = read_snapshot(f"initialize_from={told}", found, theirs)
             checkpoint = checkpoint if snapshot is None else Checkpoint(checkpoint.manifest, {name: snapshot})
         there = policies_in(checkpoint)

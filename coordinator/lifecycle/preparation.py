@@ -1,4 +1,4 @@
-"""What Redis and the store hold of a run before any role starts: of a new one, and of one that continues."""
+"""Prepares Redis and the store for a new or continued run, before any role starts."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ FIRST_CHECKPOINT = checkpoint_name(0, 0)
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a run continues, as `prepare_resume` has it."""
+    """Arguments of a resume; see `prepare_resume`."""
 
     origin: str = "latest"
     drop: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Continuation:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The same for `stagecoach train --or-resume`."""
+        """Arguments for `stagecoach train --or-resume`."""
         origin = (f"--from={self.origin}",) if self.origin != "latest" else ()
         return (*origin, *(f"--drop={position}" for position in self.drop), *(("--strict",) if self.strict else ()))
 
@@ -70,14 +70,15 @@ def prepare_new(
     context: RunContext, description: EnvironmentDescription, sources: Mapping[str, Source] = MappingProxyType({}),
     players: Players = NO_PLAYERS,
 ) -> None:  # fmt: skip
-    """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing.
+    """Records a new run; raises `RunExists`, and changes nothing, if Redis or the store has one of this id.
 
-    In version 0, policies that have one of `sources`, by policy id, are what was learned there. `players` are those of
-    `league.fixed` that were read already.
+    Args:
+        sources: policy id → where its weights of version 0 come from.
+        players: bytes of `league.fixed` that were read already.
     """
     store = context.checkpoints.store
     if (holder := _holder(context)) is not None:
-        raise RunExists(f"{holder} has a run {context.run_id!r} already; choose another --run-id, or resume it")
+        raise RunExists(f"{holder} already has a run {context.run_id!r}; choose another --run-id, or resume it")
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         first = forked(context, sources) if sources else None
@@ -85,10 +86,10 @@ def prepare_new(
         if first is not None:
             for policy_id in sorted(
                 learner.policy for learner in context.config.league_learners.values()
-            ):  # its weights are the league's first snapshot
+            ):  # the league's first snapshot
                 write_shared_object(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
-        store.put(CONFIG, dump_config(context.config).encode())  # the last: what has it was prepared whole
+        store.put(CONFIG, dump_config(context.config).encode())  # last: marks a complete preparation
         create_flow(context)
         if first is not None:
             said = first.manifest.provenance["initialized_from"]
@@ -104,7 +105,7 @@ def prepare_new(
 
 
 def _holder(context: RunContext) -> str | None:
-    """What knows of this run already, in words; None where it was never prepared to its end."""
+    """Names the service that already has this run; None if its preparation never completed."""
     with contextlib.suppress(ObjectMissing):
         context.checkpoints.store.get(CONFIG)
         return "the store"
@@ -115,15 +116,15 @@ def prepare_resume(
     context: RunContext, origin: str = "latest", before: StopConfig | None = None, drop: tuple[str, ...] = (),
     strict: bool = False, begin: Callable[[RunContext], None] | None = None,
 ) -> None:  # fmt: skip
-    """Lets an ended run continue: removes `.finished` and gives back what dead workers had claimed.
+    """Lets an ended run continue: removes `.finished` and releases the claims of dead workers.
 
     Args:
-        origin: the checkpoint to continue from, and the log after it; an older one continues as a new version, and what
-            was learned since is left behind. Nothing is written before it is found good.
-        before: where it was to end so far: what was cut off just there may be resumed to end in order.
-        drop: log entries (`POSITION`, `FIRST..LAST`) that are not learned from, such as those that ended the run.
-        strict: rejects a checkpoint of other versions of code or libraries, which are only reported else.
-        begin: prepares it as a new run, where it was cut off before that was done.
+        origin: the checkpoint to continue from. An older one is verified first, continues as a new version, and
+            discards what was learned since.
+        before: the run's former goal; a run interrupted at that goal may be resumed to end in order.
+        drop: log entries (`POSITION`, `FIRST..LAST`) to skip, such as those that ended the run.
+        strict: rejects a checkpoint of other versions of code or libraries instead of reporting them.
+        begin: prepares the run as a new one if its first preparation was interrupted.
     """
     if begin is not None and origin == "latest" and _holder(context) is None:
         begin(context)
@@ -149,32 +150,32 @@ def prepare_resume(
         context.checkpoints.write(taken.manifest, taken.objects)
         text = f"{checkpoint.manifest.name} continues as {taken.manifest.name}, as resume --from {origin} asked"
         emit(context.redis, context.run_id, "trainer", text)
-        tell_other_versions(context.redis, checkpoint.manifest)  # for the newest one the trainer does it
+        tell_other_versions(context.redis, checkpoint.manifest)  # the trainer reports it for the newest one
     context.checkpoints.clear_marker(FINISHED)
     context.flow.set_state(RunState.RUNNING, "")
 
 
 def _refuse_other_versions(checkpoints: CheckpointStore, checkpoint: Checkpoint | None) -> None:
-    with contextlib.suppress(CheckpointNotFound):  # cut off before its first one, it begins with these versions
+    with contextlib.suppress(CheckpointNotFound):  # interrupted before its first checkpoint
         checkpoint = checkpoint or checkpoints.newest_good()[0]
     if checkpoint is not None and (said := other_versions(checkpoint.manifest)):
-        raise UserError(f"resume --strict: {said}; nothing was changed, install those versions or leave --strict out")
+        raise UserError(f"resume --strict: {said}; nothing was changed; install those versions or leave --strict out")
 
 
 def _refuse_shards_left_out(context: RunContext) -> None:
-    """What the log names on a shard can be read from that one only."""
+    """Raises `UserError` if the config omits a shard that holds bodies of the log."""
     sizes = bytes_by_shard(context.redis, context.run_id)
     missing = sorted(set(sizes) - set(context.bodies.names))
     if missing:
         raise UserError(
             f"redis.shards={list(context.config.redis.shards)} leaves out {', '.join(missing)}, where the log of run "
-            f"{context.run_id} has {sum(sizes[shard] for shard in missing)} bytes that are not learned from yet; name "
-            f"it again. (If its data are gone, an empty server at that address will do: they are dropped, and counted.)"
+            f"{context.run_id} has {sum(sizes[shard] for shard in missing)} bytes not learned from yet; add it again "
+            f"(an empty server at that address if the data are lost: they are then dropped, and counted)"
         )
 
 
 def _forget_action_traces(context: RunContext) -> None:
-    """Of workers that the run no longer has; they would stay in Redis."""
+    """Deletes the action traces of workers that the run no longer has."""
     keys, wanted = RunKeys(context.run_id), {f"worker-{index}" for index in range(context.config.rollout.workers)}
     known: Any = context.redis.hkeys(keys.incarnations)
     for worker in {name.decode(errors="replace") for name in known} - wanted:
@@ -182,7 +183,7 @@ def _forget_action_traces(context: RunContext) -> None:
 
 
 def _older(context: RunContext, origin: str) -> Checkpoint | None:
-    """The checkpoint to go back to, verified and restored once; None where the run continues from `origin` anyway."""
+    """Loads and verifies an older checkpoint to return to; None if `origin` is the newest."""
     if origin == "latest":
         return None
     try:
@@ -193,12 +194,12 @@ def _older(context: RunContext, origin: str) -> Checkpoint | None:
         found = context.checkpoints.load(name)
         restore_learner(make_learner(context.config, context.description()), found, context.archive(), context.log())
     except (CheckpointDamaged, ArchiveIncomplete) as error:
-        raise UserError(f"resume --from {origin}: {error}; nothing was changed, choose another checkpoint") from None
+        raise UserError(f"resume --from {origin}: {error}; nothing was changed; choose another checkpoint") from None
     return found
 
 
 def _refuse_unbegun(context: RunContext) -> None:
-    """A run that was cut off before it had its initial weights would begin without them."""
+    """Raises `UserError` for a run that was interrupted before it had its initial weights."""
     try:
         with contextlib.suppress(CheckpointDamaged):  # the trainer reports it
             if beginnings(context.config):
@@ -206,13 +207,13 @@ def _refuse_unbegun(context: RunContext) -> None:
     except CheckpointNotFound:
         origins = ", ".join(sorted({*beginnings(context.config).values()}))
         raise UserError(
-            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without "
-            f"them; start a new run"
+            f"run {context.run_id!r} was interrupted before it had the policies of {origins}, and would start "
+            f"without them; start a new run"
         ) from None
 
 
 def record_failure(context: RunContext, end: RunEnd) -> None:
-    """`.finished` for a run that fails where no trainer can write it (any more)."""
+    """Writes `.finished` for a failed run whose trainer cannot."""
     try:
         if context.checkpoints.marker(FINISHED) is not None:
             return
@@ -220,7 +221,7 @@ def record_failure(context: RunContext, end: RunEnd) -> None:
         try:
             context.flow.set_state(RunState.FINISHED, end.reason, failure=end.failure)
             ledger = {name: line.as_dict() for name, line in read_accounting(context.redis, context.run_id).items()}
-        except redis.RedisError as error:  # perhaps the very failure; the store gets it all the same
+        except redis.RedisError as error:  # perhaps the failure itself
             _LOGGER.warning("Redis rejects the end of the run: %s", error)
         said: dict[str, Any] = {"reason": end.reason, "failure": end.failure, "ledger": ledger}
         said |= {"final": None, "counters": None, "time": round(time.time(), 3)}
@@ -230,20 +231,20 @@ def record_failure(context: RunContext, end: RunEnd) -> None:
 
 
 def create_flow(context: RunContext) -> bool:
-    """The flow hash of the run, from its config; False where it is there already."""
+    """Creates the flow hash of the run; returns False if it exists."""
     return context.flow.create(context.config, context.bodies.names)
 
 
 def refuse_reached(
     checkpoints: CheckpointStore, stop_at: StopConfig, origin: Checkpoint | None, before: StopConfig | None
 ) -> None:
-    """Raises `UserError` where a run would end at once; it had `before` to reach."""
+    """Raises `UserError` if the run, whose former goal was `before`, would end at once."""
     finished = checkpoints.marker(FINISHED) or {}
     newest: dict[str, Any] = next(reversed(status_file(checkpoints).get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest
     if origin is not None:
         reached = origin.manifest.provenance["counters"]["train"]
-    in_order = finished.get("final") is not None  # else it failed or was cut off, perhaps in the midst of ending
+    in_order = finished.get("final") is not None  # else it failed or was interrupted, perhaps while ending
     for name in ("env_steps", "updates", "episodes"):
         bound, value = getattr(stop_at, name), int(reached.get(name, 0))
         if not in_order and origin is None and bound == getattr(before, name, None):

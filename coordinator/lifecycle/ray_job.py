@@ -1,8 +1,8 @@
-"""Runs on a cluster, started from another machine: the coordinator is the driver of a Ray job.
+"""Runs on a cluster, submitted from another machine: the coordinator is the driver of a Ray job.
 
-What travels: the folder of the config (the user's own environment with it), Stagecoach's code as it is here, and the
-command line. What does not: secrets; the cluster's machines have their own in their environment. A job whose machine
-has died is submitted again, with `--or-resume`.
+The job carries the config's folder (with the user's environment), this machine's Stagecoach code and the command line,
+but no secrets: the cluster's machines have them in their environment. A job whose machine died is submitted again with
+`--or-resume`.
 """
 
 import atexit
@@ -40,22 +40,21 @@ from stagecoach.shared.protocol.heartbeat import Wait, poll
 
 OR_RESUME = "--or-resume"
 _EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
-"""Stays here: what is hidden (keys, tokens, .git, .venv; for `.*` alone Ray would leave out all), files of secrets,
-caches, and the runs of this machine."""
+"""Files that stay here: hidden ones (keys, tokens, .git, .venv; Ray takes `.*` for everything), secrets, caches."""
 _MOST_BYTES = 90 << 20
-"""Ray's job server takes 100 MiB, compressed."""
+"""Below the 100 MiB, compressed, that Ray's job server accepts."""
 _RUNS_DIR = "~/stagecoach-runs"
-"""On the cluster: the folder that a job works in is gone some time after it."""
+"""Folder of runs on the cluster; a job's working folder is deleted after it."""
 _CONNECT_SECONDS = 5.0
 _TUNNEL_SECONDS = 60.0
 _SAID_SECONDS = 2.0
-"""An ssh that Ray leaves behind may hold the pipe open."""
+"""Timeout of the tunnel's output: an orphaned ssh may hold the pipe open."""
 _SSH_FAILURE = re.compile(r"^ssh: |: Permission denied|^Host key verification")
-"""What ssh says; Ray's own guesses follow it."""
+"""Matches ssh's own messages, which Ray's guesses follow."""
 _LIVE_SECONDS = 600.0
-"""The cluster may have to install the job's packages, and Ray to find a place for its driver."""
+"""Time for the cluster to install packages and place the driver."""
 _STARTING_SECONDS = 180.0
-"""A job that runs for longer while its run has no heartbeats is taken for dead."""
+"""Age at which a job whose run has no heartbeats counts as dead."""
 _STOP_SECONDS = 60
 _POLL_SECONDS = 0.5
 _GONE_POLLS = 20
@@ -63,19 +62,19 @@ _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
 def reachable(origin: str, runs_dir: Path) -> str:
-    """`initialize_from` as the machines of a cluster find it: a run that is known here, by its place in the store."""
+    """Replaces a run known here in `initialize_from` by its URL in the store, which a cluster can read."""
     target, sign, policy_id = origin.partition("#")
     run_id, slash, name = target.partition("/")
     try:
         folder = RunFolder.find(run_id, runs_dir)
     except UserError:
-        return origin  # a path, which may travel
+        return origin  # a path, which may be in the folder that is sent
     config = folder.config()
     url = folder.offline_address(config).store_url
     if config.store.url == "embedded" and not url.startswith("s3://"):
         raise UserError(
             f"initialize_from={origin}: a cluster cannot read the store of run {run_id!r}, which is on this machine; "
-            f"`stagecoach checkpoints export {run_id} DIR` next to the config, and name DIR/{run_id}"
+            f"`stagecoach checkpoints export {run_id} DIR` next to the config, then set it to DIR/{run_id}"
         )
     return f"{url.rstrip('/')}/{run_id}{slash}{name}{sign}{policy_id}"
 
@@ -84,24 +83,24 @@ def submission(
     cluster: str, config: Path, sets: Sequence[str], run_id: str, working_dir: Path | None = None,
     or_resume: bool = False,
 ) -> Submission:  # fmt: skip
-    """The job for `stagecoach train CONFIG`; raises `UserError` where the config is not in the folder that travels."""
+    """Builds the job for `stagecoach train CONFIG`; raises `UserError` if the config is outside the folder to send."""
     folder = (working_dir or config.parent).resolve()
     try:
         name = config.resolve().relative_to(folder)
     except ValueError:
-        raise UserError(f"{config} is not in --working-dir {folder}, so it would not travel with the run") from None
+        raise UserError(f"{config} is not in --working-dir {folder}, so it would not be sent with the run") from None
     size = 0
     for path, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _EXCLUDES]
         names = [Path(path, name) for name in files if not name.startswith(".")]
         size += sum(name.stat().st_size for name in names if name.is_file())
-        if size > _MOST_BYTES:  # a config that lies in a home folder would take all of it along
+        if size > _MOST_BYTES:  # such as a home folder
             raise UserError(
-                f"the folder {folder} would travel to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; put "
-                f"the config (and the modules it needs) into a folder of its own, or name one with --working-dir"
+                f"the folder {folder} would be sent to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; move "
+                f"the config (and the modules it needs) to a separate folder, or name one with --working-dir"
             )
     cluster = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
-    # this machine's STAGECOACH__… variables, which no machine of the cluster has
+    # this machine's STAGECOACH__… variables are not set on the cluster
     known = {name.removeprefix(ENV_PREFIX): value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
     known.pop("RUNS_DIR", None)
     variables = [f"{name.replace('__', '.').lower()}={value}" for name, value in sorted(known.items())]
@@ -116,7 +115,7 @@ class JobServer:
 
     def __init__(self, cluster: str) -> None:
         self._open = ExitStack()
-        atexit.register(self.close)  # `--detach` leaves it open; `ray dashboard` does not end its own ssh
+        atexit.register(self.close)  # `--detach` leaves it open, and `ray dashboard` does not end its ssh
         try:
             self.url = self._tunnel(Path(cluster)) if Path(cluster).is_file() else cluster
             self._client: Any = job_client(self.url)
@@ -128,10 +127,10 @@ class JobServer:
         self._open.close()
 
     def submit(self, sent: Submission, name: str) -> str:
-        """Starts the job; returns its id. Raises `UserError` where the folder is too large, or the cluster refuses."""
-        # a last checkpoint takes longer than the three seconds that Ray gives a job to stop
+        """Submits the job; returns its id. Raises `UserError` if the cluster refuses it."""
+        # a final checkpoint takes longer than Ray's default of three seconds
         environment = {CODE_VERSION: code_version(), "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)}
-        logging.disable(logging.INFO)  # Ray tells of each package that it uploads
+        logging.disable(logging.INFO)  # Ray logs each package that it uploads
         try:
             job: str = self._client.submit_job(
                 entrypoint=shlex.join(["python", "-P", "-m", "stagecoach", *sent.command]),
@@ -142,7 +141,7 @@ class JobServer:
                 },
             )  # fmt: skip
             return job
-        except Exception as error:  # Ray raises whatever its parts raise
+        except Exception as error:  # Ray's errors have no common base
             raise UserError(f"{self.url} rejects the job: {_line(error)}") from None
         finally:
             logging.disable(logging.NOTSET)
@@ -160,10 +159,10 @@ class JobServer:
             raise StagecoachError(f"{self.url} {problem}: {_line(error)}") from None
 
     def starts(self, job: str) -> bool:
-        """Whether it may still be about to begin its run.
+        """Returns whether the job may still start its run.
 
-        A cluster that was made anew does not know it; and one whose head was restarted calls a job RUNNING for ever
-        whose driver has died with the former head.
+        A recreated cluster does not know the job, and a restarted head reports RUNNING forever for a job whose driver
+        died with the former head.
         """
         try:
             found = self.info(job)
@@ -172,25 +171,25 @@ class JobServer:
         age = time.time() - (found.start_time or 0) / 1000
         return found.status.value not in _ENDED and age < _STARTING_SECONDS
 
-    def said(self, job: str) -> str:
-        """All that the job has printed, as far as its machine still has it."""
+    def logs(self, job: str) -> str:
+        """Output of the job, if its machine still has it."""
         with contextlib.suppress(RuntimeError, OSError):
             return str(self._client.get_job_logs(job))
         return ""
 
     def stop(self, job: str) -> None:
-        """Asks it to end (SIGTERM), and ends it a minute later; raises `StagecoachError`."""
+        """Stops the job (SIGTERM, a minute later SIGKILL); raises `StagecoachError`."""
         with self._asked(f"does not stop job {job}"):
             self._client.stop_job(job)
 
     def _tunnel(self, cluster: Path) -> str:
-        """Forwards a port of this machine to the head's, as `ray dashboard` does; raises `UserError`."""
+        """Forwards a local port to the head by `ray dashboard`; raises `UserError`."""
         port = free_port()
         ray = str(Path(sys.executable).with_name("ray"))
         process = subprocess.Popen(
             [ray, "dashboard", str(cluster), "--port", str(port)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
-            env=child_environment("store", "ray"),  # Ray's launcher asks the cloud where the head is
+            env=child_environment("store", "ray"),  # Ray's launcher asks the cloud for the head's address
         )  # fmt: skip
         said: list[str] = []
 
@@ -213,7 +212,7 @@ class JobServer:
                 reader.join(_SAID_SECONDS)
                 reasons = [line for line in said if _SSH_FAILURE.search(line)] or said[-5:]
                 raise UserError(
-                    f"no way to the head of {cluster} (ray dashboard): {_line(' '.join(reasons))}; is the cluster up? "
+                    f"cannot reach the head of {cluster} (ray dashboard): {_line(' '.join(reasons))}; is it up? "
                     f"`ray up {cluster}` starts it"
                 )
             return _answers("127.0.0.1", port)
@@ -226,7 +225,7 @@ class JobServer:
 
 
 class JobCoordinator:
-    """A run's coordinator that is a job: followed here, at work there."""
+    """Follows a run's coordinator that is a job on a cluster."""
 
     def __init__(self, jobs: JobServer, job: str, folder: RunFolder, config: Config) -> None:
         self._jobs, self._job, self._folder, self._config = jobs, job, folder, config
@@ -235,23 +234,23 @@ class JobCoordinator:
         self.first_event = "0-0"
 
     def until_live(self) -> None:
-        """Waits until the run trains; raises `UserError` or `StagecoachError` with what a job said that has ended."""
+        """Waits until the run trains; raises `UserError` or `StagecoachError` with the output of a failed job."""
         marker = f"run {self._folder.run_id}; its folder is"
 
         def live() -> bool:
             found = self._poll()
-            if found is None or marker in self._jobs.said(self._job):
+            if found is None or marker in self._jobs.logs(self._job):
                 return found is not None
             if (state := found.status.value) in _ENDED:
                 failed = UserError if found.driver_exit_code == 2 else StagecoachError
-                raise failed(f"on the cluster: {self._last_words(state)}")
+                raise failed(f"on the cluster: {self._exit_diagnostics(state)}")
             return False
 
         poll(Wait("the job to start the run", _LIVE_SECONDS), live, _POLL_SECONDS)
         threading.Thread(target=self._follow, name=f"job-{self._job}", daemon=True).start()
 
     def _poll(self) -> Any:
-        """What is told of the job; None where its server is away for a while, `StagecoachError` where it stays so."""
+        """Details of the job; None during a short outage of its server, `StagecoachError` after a long one."""
         try:
             found, self._missed = self._jobs.info(self._job), 0
         except StagecoachError:
@@ -262,49 +261,54 @@ class JobCoordinator:
         return found
 
     def abandon(self) -> None:
-        """Ends the job, and with it the run, at once or within a minute; what is durable stays."""
+        """Ends the job, and with it the run, within a minute; durable data stay."""
         self._jobs.stop(self._job)
 
     def _follow(self) -> None:
-        """Polls until the job has ended. A job server that is away for a while, or a laptop asleep, ends nothing."""
+        """Polls until the job has ended; a short outage of the job server, or a sleeping laptop, does not matter."""
         state = "RUNNING"
         with contextlib.suppress(StagecoachError):
             while state not in _ENDED:
                 time.sleep(2.0 if self._missed else _POLL_SECONDS)
                 state = found.status.value if (found := self._poll()) is not None else state
-        status, words = Status(self._folder.run_id), self._last_words(state)
+        status, diagnostics = Status(self._folder.run_id), self._exit_diagnostics(state)
         try:
             status = ended_status(self._folder.checkpoint_store(self._config))
         except StagecoachError as error:
-            words = f"{words} ({error})"
+            diagnostics = f"{diagnostics} ({error})"
         finished = status.state is RunStatus.FINISHED
-        end = status.end if finished else RunEnd.failed(Failure(FailureKind.OTHER, words))
+        end = status.end if finished else RunEnd.failed(Failure(FailureKind.OTHER, diagnostics))
         self.outcome = Outcome(end, status, time.monotonic() - self._started)
 
-    def _last_words(self, state: str) -> str:
+    def _exit_diagnostics(self, state: str) -> str:
         if state not in _ENDED:
-            return f"the job server does not answer any more; `stagecoach attach {self._folder.run_id}` tries again"
-        said = self._jobs.said(self._job).strip().splitlines()
-        errors = [line.removeprefix("Error: ") for line in said if line.startswith("Error: ")]
-        tail = " | ".join(line.strip() for line in said[-3:])
-        return errors[-1] if errors else f"job {self._job} ended as {state}; it says last: {tail}"
+            return f"the job server no longer answers; `stagecoach attach {self._folder.run_id}` tries again"
+        lines = self._jobs.logs(self._job).strip().splitlines()
+        errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+        tail = " | ".join(line.strip() for line in lines[-3:])
+        return errors[-1] if errors else f"job {self._job} ended as {state}; its output ends with: {tail}"
 
 
 def submit_and_follow(
-    folder: RunFolder, config: Config, sent: Submission, jobs: JobServer, once: tuple[str, ...] = (), anew: bool = False
+    folder: RunFolder,
+    config: Config,
+    sent: Submission,
+    jobs: JobServer,
+    once: tuple[str, ...] = (),
+    replace: bool = False,
 ) -> JobCoordinator:
     """Submits the run's job and waits until it trains.
 
-    Where its last job is just about to train, follows that one; `anew` waits for its end instead. `once` are arguments
-    that this job gets, and none that is submitted after it.
+    Follows the run's last job if that may still start; with `replace`, waits for its end instead. `once` are arguments
+    for this job only, not for later ones.
 
-    Raises `UserError` or `StagecoachError` with what the job said; a job that was begun is ended then.
+    Raises `UserError` or `StagecoachError` with the job's output, after ending a job that was submitted.
     """
     known = folder.remote
     with ExitStack() as undo:
         undo.callback(jobs.close)
         job = None if known is None else known.job
-        if anew and (former := job) is not None:
+        if replace and (former := job) is not None:
             poll(Wait(f"job {former} to end", _STOP_SECONDS), lambda: not jobs.starts(former), _POLL_SECONDS)
         if job is None or not jobs.starts(job):
             if known is not None and OR_RESUME not in sent.command:
@@ -318,7 +322,7 @@ def submit_and_follow(
         try:
             coordinator.until_live()
         except BaseException:
-            with contextlib.suppress(StagecoachError):  # it has ended, or cannot be reached
+            with contextlib.suppress(StagecoachError):  # it has ended, or is unreachable
                 coordinator.abandon()
             raise
         undo.pop_all()
@@ -326,7 +330,7 @@ def submit_and_follow(
 
 
 def job_client(url: str) -> Any:
-    """Connected, with the right token, and of the same Ray; raises `UserError`."""
+    """Connects a job client and checks its token and Ray version; raises `UserError`."""
     import ray
 
     try:
@@ -350,8 +354,8 @@ def job_client(url: str) -> Any:
         version = server_version(client)
     except ray.exceptions.AuthenticationError:
         raise UserError(
-            f"{url} refuses the token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token) as the "
-            f"cluster has it"
+            f"{url} refuses the token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token) to the "
+            f"cluster's token"
         ) from None
     except (RuntimeError, ConnectionError, requests.RequestException, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{url} is not Ray's dashboard, or fails: {_line(error)}") from None

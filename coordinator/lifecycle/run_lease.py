@@ -1,7 +1,7 @@
-"""A run's lease: one coordinator supervises it, by what Redis says, whatever machine, folder or container it is in.
+"""Lease of a run in Redis: one coordinator supervises it, across machines, folders and containers.
 
-A coordinator takes the lease before it changes anything of the run, and renews it every second. A second coordinator is
-rejected meanwhile. One that was cut off for so long that another has taken the lease ends.
+A coordinator takes the lease before it changes the run, and renews it every second; a second one is rejected. A
+coordinator that was cut off for so long that another has taken the lease ends.
 """
 
 import logging
@@ -28,24 +28,24 @@ _POLL_SECONDS = 0.3
 
 
 class RunLease:
-    """One coordinator's lease on a run, from `take` to `release`; `on_lost` is called where another has taken it."""
+    """One coordinator's lease on a run; `on_lost` is called if another coordinator has taken it."""
 
     def __init__(self, context: RunContext, on_lost: Callable[[], None] = lambda: None) -> None:
         self._context, self._keys, self._on_lost = context, RunKeys(context.run_id), on_lost
         stat = process_stat(os.getpid())
         start = stat.started if stat is not None else "?"
         self.name = f"{socket.gethostname()} {os.getpid()} {_machine()} {start} {secrets.token_hex(8)}"
-        """This coordinator, of all that there ever were."""
+        """Unique name of this coordinator."""
         self.lost: str | None = None
-        """Which coordinator has taken the run over, where one has."""
+        """Description of the coordinator that has taken the run over."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="run-lease", daemon=True)
 
     def take(self) -> None:
-        """Takes the run where Redis has it; raises `RunLive` while another coordinator supervises it.
+        """Takes the run if Redis has it; raises `RunLive` while another coordinator supervises it.
 
-        One that has just died is waited for, unless it is of this machine and cannot be there any more. Another process
-        of this machine that is alive keeps it, even if it has been silent: the run's folder may be a copy.
+        Waits for the lease of a dead coordinator to expire, unless its process was on this machine and is gone. A live
+        process of this machine keeps the lease even if silent: the run's folder may be a copy.
         """
         holder = self._visible_holder() or self._hold(self._context.redis, self.name)
         since, seen = time.monotonic(), self._read("coordinator_seen")
@@ -67,7 +67,7 @@ class RunLease:
         self._thread.start()
 
     def release(self) -> None:
-        """Gives it up, so that another coordinator need not wait."""
+        """Releases the lease, so that another coordinator need not wait."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -82,7 +82,7 @@ class RunLease:
             try:
                 holder = self._hold(self._context.redis, self.name)
             except (StagecoachError, redis.RedisError):
-                continue  # the next try tells; the roles' own calls report what is wrong
+                continue  # retried; the roles' own calls report the error
             if holder:
                 self.lost = f"another coordinator ({_in_words(holder)}) has taken the run over"
                 _LOGGER.error("%s while this one was cut off, which ends", self.lost)
@@ -90,13 +90,13 @@ class RunLease:
                 return
 
     def _hold(self, client: redis.Redis, coordinator: str, ended: str = "") -> str:
-        """Takes, renews or gives up; returns the holder where that is another one, else nothing."""
+        """Takes, renews or releases the lease; returns another holder, or an empty string."""
         script = Script(client, self._keys, "hold_run")
         found = script(coordinator=coordinator, ended=ended, silence_seconds=DEAD_AFTER_SECONDS)
         return bytes(found).decode(errors="replace")
 
     def _visible_holder(self) -> str:
-        """The holder by what is written there, where that is another process that can be seen at work."""
+        """Recorded holder, if it is another process that is visibly alive."""
         holder = self._read("coordinator")
         own = holder.split()[1:2] == [str(os.getpid())]
         return holder if not own and _alive(holder) else ""
@@ -112,7 +112,7 @@ def _in_words(holder: str) -> str:
 
 
 def _alive(holder: str) -> bool | None:
-    """Whether the process of this name is at work; None where that cannot be seen from here."""
+    """Returns whether this holder's process is alive; None if it is not visible from here."""
     parts = holder.split()
     if len(parts) != 5 or parts[2] != _machine() or parts[2] == "?" or not parts[1].isdigit():
         return None
@@ -121,7 +121,7 @@ def _alive(holder: str) -> bool | None:
 
 
 def _machine() -> str:
-    """This start of this machine, as far as its processes see each other: not beyond their container."""
+    """Identifies this boot of this machine and the process namespace (container)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,4 @@
-"""The coordinator: what this process starts for a run, and supervises until the run has ended.
-
-`Coordinator` is all the wiring: who runs where, in one function.
-"""
+"""The coordinator: starts a run's services and roles, and supervises them until the run has ended."""
 
 import logging
 import threading
@@ -33,7 +30,7 @@ from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _SHARED_LOGS = ("redis", "s3", "ray", "background")
-"""That embedded services, or all of a detached coordinator's process, print to."""
+"""Logs written by embedded services, or by a detached coordinator's whole process."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,12 @@ class Outcome:
 
     @property
     def users_fault(self) -> bool:
-        """Whether it was the environment that failed."""
+        """True if the environment failed."""
         return self.end.failure is FailureKind.ENVIRONMENT
 
 
 def coordinator_thread(run_id: str) -> str:
-    """The name of the thread that supervises a run."""
+    """Name of the thread that supervises a run."""
     return f"coordinator-{run_id}"
 
 
@@ -74,16 +71,16 @@ class Coordinator:
         self._folder, self._config, self._started = folder, config, time.monotonic()
         self._abandoned = threading.Event()
         self._clients: list[redis.Redis] = []
-        """They no longer wait for a Redis that is away once the run is abandoned."""
+        """Clients that stop waiting for Redis once the run is abandoned."""
         self._running = running = ExitStack()
         self.outcome: Outcome | None = None
         self.events: list[Event] = []
-        """All of them, once it has ended: Redis cannot be asked then."""
+        """All events, once the run has ended and Redis is gone."""
         logs = folder.path / LOGS
         running.callback(folder.unlock)
         log_to_file(str(folder.path), "coordinator")
         try:
-            # Services: embedded ones are children of this process, in the run's folder; Ray takes longest
+            # Services: embedded ones are children of this process; Ray starts first, since it takes longest
             _LOGGER.info("starting services")
             ray_head = None if inline else RayHead(config, logs)
             if ray_head is not None:
@@ -95,7 +92,7 @@ class Coordinator:
             report_outages(context, folder.path, context.redis)
             self._lease = RunLease(context, self.abandon)
 
-            # What Redis and the store hold of the run before any role starts; the last step that may reject it
+            # Preparation of Redis and the store: the last step that may reject the run
             context.checkpoints.store.check()
             if ray_head is not None:
                 ray_head.wait()
@@ -103,7 +100,7 @@ class Coordinator:
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
             additions: Any = None if ray_head is None else _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
-            # threads only now: one could take a signal while Ray, as it is joined, has its own handler for it
+            # no threads before: one could take a signal while Ray, during join, has its own handler
             self._restarter = Restarter(services, shared_logs, context, self.abandon)
             running.callback(self._restarter.stop)
             self.first_event = recent_events(context.redis, context.run_id, 0)
@@ -111,7 +108,7 @@ class Coordinator:
             running.callback(self._lease.release)
             self._lease.keep()
             prepare(context)
-            self._lease.take()  # a new run is there only now
+            self._lease.take()  # Redis has a new run only now
             _LOGGER.info("the run is prepared; starting roles")
 
             # Roles: Ray actors, or all in this process
@@ -126,7 +123,7 @@ class Coordinator:
                 fleet = FleetSupervisor(context, launch, ray_head, additions)
                 running.callback(fleet.kill)
                 supervise = fleet.run
-            running.callback(folder.forget_services)  # first of all, at the end: readers then take the store
+            running.callback(folder.forget_services)  # runs first at the end: readers then use the store
         except BaseException:
             running.close()
             raise
@@ -134,7 +131,7 @@ class Coordinator:
         threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
 
     def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
-        """Supervises the roles, then takes down what was started. Whatever fails, there is an outcome."""
+        """Supervises the roles, then stops everything; sets an outcome whatever fails."""
         run_id, client = self._folder.run_id, self._context.redis
         end, status = RunEnd("failed", FailureKind.OTHER), Status(run_id)
         try:
@@ -145,25 +142,25 @@ class Coordinator:
                 end = RunEnd.failed(Failure.of(error))
             if self._restarter.failure is not None:
                 end = RunEnd.failed(Failure(FailureKind.OTHER, self._restarter.failure))
-            if self._lease.lost is not None:  # then the run continues there, so nothing of this is recorded
+            if self._lease.lost is not None:  # the run continues there, so nothing is recorded
                 end = RunEnd.failed(Failure(FailureKind.OTHER, f"{self._lease.lost}; the run continues there"))
             elif end.failure is not None:
                 record_failure(self._context, end)
-                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
+                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed
                     status = replace(live_status(client, run_id), live=False)
             with suppress(StagecoachError, redis.RedisError), connect_once(self._context, "viewer") as viewer:
                 self.events = read_events(viewer, run_id, self.first_event)
             self._running.close()
             status = ended_status(self._folder.checkpoint_store(self._config, offline=True))
         except BaseException as error:
-            _LOGGER.exception("taking the run down failed")
+            _LOGGER.exception("stopping the run's services failed")
             status = replace(status, reason=str(error))
         finally:
             status = replace(status, evaluates=self._config.evaluation.enabled)
             self.outcome = Outcome(end, status, time.monotonic() - self._started)
 
     def abandon(self) -> None:
-        """Ends the run at once, without a final checkpoint; what is durable stays."""
+        """Ends the run at once, without a final checkpoint; durable data stay."""
         self._abandoned.set()
         for client in self._clients:
             retries(client).abandon()
@@ -192,13 +189,13 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
 
 
 def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
-    """Joins Ray; rejects machines that lack something, and too many workers. Returns what an autoscaler may add."""
+    """Joins Ray and checks its machines and capacity; returns the autoscaler's additions."""
     from stagecoach.coordinator.diagnostics.preflight import check_machines
     from stagecoach.coordinator.fleet.capacity import additions, check_capacity
 
     head.connect()
     _LOGGER.info("Ray is joined")
-    if config.ray.address != "embedded":  # that is one machine, on which everything has been tried already
+    if config.ray.address != "embedded":  # embedded: this machine, which was checked already
         check_machines(launch)
     check_capacity(config, found := additions(config))
     return found

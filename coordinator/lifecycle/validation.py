@@ -1,4 +1,4 @@
-"""What is checked before a run starts: its environment, policies, device, sizes, data and servers."""
+"""Checks before a run starts: environment, policies, device, sizes, data and servers."""
 
 import logging
 import os
@@ -38,16 +38,16 @@ from stagecoach.trainer_node.metrics.writers import check_writers
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST_VALUE_BYTES = 511 << 20
-"""Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
+"""Below Redis's limit of 512 MiB a value (proto-max-bulk-len), which includes names and a header."""
 _TRAINED_COPIES = 4
 """Weights, their gradients, and Adam's two moments."""
 
 
 def check(config: Config, inline: bool = False, strict: bool = False) -> EnvironmentDescription:
-    """Tries the environment and makes the policies once; rejects what would fail or wait for ever later on.
+    """Tries the environment and builds the policies once; rejects what would fail or block later.
 
-    The environment is tried in a process of its own; `inline` only makes it, here, where a debugger sees it.
-    With `strict` it may not even raise.
+    The environment is tried in another process; with `inline` it is only created, here, where a debugger sees it. With
+    `strict` it must not raise at all.
 
     Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
     """
@@ -57,12 +57,15 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             check_algorithm(config, policy_id, algorithm)
             algorithm_class(algorithm)
             make_exploration(algorithm.acting, Counters())
-        except (ConfigError, ValueError) as error:  # of a user's own: those of Stagecoach said so as it was read
+        except (
+            ConfigError,
+            ValueError,
+        ) as error:  # custom algorithms: built-in ones are checked when the config is read
             raise ConfigError(in_its_place(config, policy_id, str(error))) from None
     if inline and config.trainer.ranks > 1:
         raise ConfigError(
-            f"--inline puts all roles into one process, but trainer.ranks={config.trainer.ranks} needs as many; leave "
-            f"--inline out, or set trainer.ranks=1"
+            f"--inline runs all roles in one process, but trainer.ranks={config.trainer.ranks} needs a process each; "
+            f"leave --inline out, or set trainer.ranks=1"
         )
     if inline:
         description = describe_environment(config)
@@ -77,14 +80,14 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
 
 
 def check_description(config: Config, description: EnvironmentDescription) -> None:
-    """Makes the policies once for the environment's spaces; raises `UnsupportedSpace` or `ConfigError`."""
+    """Builds the policies once for the environment's spaces; raises `UnsupportedSpace` or `ConfigError`."""
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
         replay_buffer = getattr(config.algorithm_of(policy_id), "replay_buffer", None)
         if isinstance(replay_buffer, OwnReplay):
             make_replay_buffer(replay_buffer.model_copy(update={"capacity": 1}), description.policies[policy_id], 1, 1)
     _check_networks(config, partial(build_policies, description.policies, config.policies, config.algorithm, seed=0))
-    here = config.ray.address == "embedded"  # on a cluster the trainer's machine may have what this one lacks
+    here = config.ray.address == "embedded"  # a cluster's trainer machine may differ
     check_writers(config.metrics, here)
     for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):
         if here and device.startswith("cuda") and not torch.cuda.is_available():
@@ -95,23 +98,25 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
     fragment = description.fragment_bytes(config.fragment_rows, config.environment.num_envs, config.state_sizes)
     most = window(rollout.max_policy_lag, rollout.fragments_per_update)
     leaves = [leaf for spaces in description.policies.values() for leaf in spaces.observation.leaves]
-    images = any(leaf.is_image for leaf in leaves)  # they travel smaller than they are, by how much is not known
+    images = any(leaf.is_image for leaf in leaves)  # compressed by an unknown factor
     if fragment > _MOST_VALUE_BYTES and not images:
         raise ConfigError(
-            f"a fragment of about {fragment} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); "
+            f"a fragment of about {fragment} bytes exceeds the largest value in Redis ({_MOST_VALUE_BYTES} bytes); "
             f"lower rollout.fragment_steps or environment.num_envs, and raise rollout.fragments_per_update instead"
         )
     if fragment * (most + rollout.fragments_per_update) > rollout.max_log_bytes:
         raise ConfigError(
             f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {most} + "
-            f"{rollout.fragments_per_update} of about {fragment} bytes each; workers and trainer would wait for each "
-            f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
+            f"{rollout.fragments_per_update} of about {fragment} bytes each, so workers and trainer would deadlock; "
+            f"raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
 
 
 def _reset_once(config: Config, description: EnvironmentDescription) -> None:
-    """Raises `EnvironmentUnusable` for what a first reset shows that no later one would mend, such as a mask that is
-    missing. That it raises may be (`environment.failures_allowed`)."""
+    """Raises `EnvironmentUnusable` for permanent defects in the first reset, such as a missing mask.
+
+    An environment that raises is tolerated (`environment.failures_allowed`).
+    """
     one = config.environment.model_copy(update={"num_envs": 1, "vectorization": "sync"})
     table = evaluated_table(one.parameters, {})
     with closing(make_vector(one, description, EpisodeParameters(table, 1) if table else None)) as environment:
@@ -127,32 +132,32 @@ def _reset_once(config: Config, description: EnvironmentDescription) -> None:
 
 
 def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> None:
-    """Makes the policies once, but not before it is known that they fit into this machine and into a policy version."""
+    """Builds the policies once, after checking that they fit in memory and in a policy version."""
     try:
         with torch.device("meta"):  # sizes without memory
             size = _size(build())
-    except Exception:  # a class of the user's own may need real tensors
+    except Exception:  # a custom class may need real tensors
         size = _size(build())
     memory = memory_bytes()
     copies = _TRAINED_COPIES if config.ray.address == "embedded" else 1
     smaller = "make the network smaller (policies.<id>.hidden_sizes)"
     if size * copies > memory:
-        trained = ", to train it takes four times as much" if copies > 1 else ""
+        trained = ", and training four times as much" if copies > 1 else ""
         raise ConfigError(
-            f"the policies take {size / 1e9:,.1f} GB{trained}, and a process on this machine has "
+            f"the policies take {size / 1e9:,.1f} GB{trained}, but a process on this machine has "
             f"{memory / 1e9:,.1f} GB; {smaller}"
         )
     if config.policy_versions.transport == "redis" and size > _MOST_VALUE_BYTES:
         raise ConfigError(
-            f"a policy version of {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); set "
+            f"a policy version of {size} bytes exceeds the largest value in Redis ({_MOST_VALUE_BYTES} bytes); set "
             f"policy_versions.transport: object_store, or {smaller}"
         )
-    with keeping_sigterm():  # PyTorch's threads start here; one could take the signal while Ray is joined
-        build()  # perhaps gigabytes, free again at once
+    with keeping_sigterm():  # PyTorch's threads start here, and could take the signal during Ray's join
+        build()  # perhaps gigabytes, freed at once
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:
-    """The machine's memory, or what this process's control groups (a container's, SLURM's) allow, if that is less."""
+    """Memory of the machine, or the limit of this process's control groups (containers, SLURM) if lower."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in mine.read_text().splitlines() if mine.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -160,8 +165,8 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc
         if controllers and "memory" not in controllers.split(","):
             continue
         parts = PurePosixPath(path).parts[1:]
-        for depth in range(len(parts) + 1):  # a limit of each group above counts as well
-            with suppress(OSError, ValueError):  # `max` is no limit
+        for depth in range(len(parts) + 1):  # the limits of parent groups apply too
+            with suppress(OSError, ValueError):  # `max`: unlimited
                 found.append(int(folder.joinpath(*parts[:depth], name).read_text()))
     return min(found)
 
@@ -171,9 +176,9 @@ def _size(policies: dict[str, Policy]) -> int:
 
 
 def with_recorded(config: Config, description: EnvironmentDescription) -> Config:
-    """The config with the SHA-256 of its dataset and its demonstrations, by which they are recognized.
+    """Adds the SHA-256 of dataset and demonstrations to the config.
 
-    Raises `DatasetError` where one cannot be read, does not fit the environment, or is not what the config says.
+    Raises `DatasetError` if one is unreadable, does not fit the environment, or does not match the config.
     """
     sections = [section for section in (config.dataset, config.demonstrations) if section is not None]
     wanted = {item.section: description.of(config.recorded(item.section)) for item in sections}
@@ -182,7 +187,7 @@ def with_recorded(config: Config, description: EnvironmentDescription) -> Config
 
 
 def check_services(config: Config) -> None:
-    """Tries a Redis or store of one's own once; raises `RedisUnavailable` or `StoreUnavailable`: a person waits."""
+    """Tries an external Redis or store once; raises `RedisUnavailable` or `StoreUnavailable`."""
     if config.redis.url != "embedded":
         check_redis(Address("", config.redis.url, ""), config, "coordinator")
     if config.store.url != "embedded":

@@ -188,7 +188,7 @@ def test_missing_or_wrong_cluster_is_named(laptop: CommandLine, cluster: Cluster
     check("expected Ray's dashboard", "no-such-cluster.yaml")
     check("is not Ray's dashboard", cluster.config["store"]["endpoint_url"])
     (laptop.folder / "empty").mkdir()
-    check("would not travel", cluster.dashboard, "--working-dir", str(laptop.folder / "empty"))
+    check("would not be sent", cluster.dashboard, "--working-dir", str(laptop.folder / "empty"))
     (laptop.folder / "data.bin").write_bytes(bytes(100 << 20))
     check("put the config (and the modules it needs) into a folder of its own", cluster.dashboard)
     (laptop.folder / "data.bin").unlink()

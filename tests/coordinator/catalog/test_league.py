@@ -197,17 +197,17 @@ def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chas
     ("source", "message"),
     [
         ("nobody/best", "league.fixed.one=nobody/best: .*no run"),
-        ("a", "was made for other observation or action spaces than those of hunter, prey"),
+        ("a", "was trained with other observation or action spaces than those of hunter, prey"),
         ("a#second", r"has no policy 'second'; choose one: a#default"),
         ("builtins:nothing", "league.fixed.one=builtins:nothing cannot be imported"),
-        (f"{__name__}:NO_FUNCTION", "is no function"),
+        (f"{__name__}:NO_FUNCTION", "is not a function"),
         (
             "builtins:len",
-            "is called with two arguments, and cannot be: too many positional arguments; expected one that",
+            "cannot be called with two arguments: too many positional arguments; expected one that",
         ),
         ("missing.onnx", "cannot be read: No such file"),
-        ("broken.onnx", "is no ONNX file that can be run"),
-        ("other.onnx", "was made for other observation or action spaces"),
+        ("broken.onnx", "is not a valid ONNX file"),
+        ("other.onnx", "was trained with other observation or action spaces"),
     ],
 )
 def test_a_fixed_player_that_cannot_play_is_told_before_anything_starts(
@@ -288,8 +288,8 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
     assert "neither player draws its actions: a game may repeat another one" in sure
     raising = stagecoach("match", f"cats#{snapshot}", "tests.support.games:raises", "--games", "4").ok()
     assert ", 4 forfeits of tests.support.games:raises; win rate 100.0%" in raising
-    check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
-    with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
+    check_refused(stagecoach("match", "cats#prey-", "random"), "matches prey-", snapshot)
+    with pytest.raises(CheckpointNotFound, match="'prey-' matches prey-"):
         load_policy(path, "prey-")
     check_refused(stagecoach("match", "cats#hunter", "dogs"), "no run 'dogs'", "; a scripted player is module:function")
     other = f"hunter-{snapshot.rpartition('-')[2]}"

@@ -323,7 +323,7 @@ def test_an_older_checkpoint_is_gone_back_to_with_its_whole_replay_buffer_or_not
         assert curve(run) == [16 * update for update in range(1, 43)], "the first line again"
         return
     before = contents(objects(run))
-    with pytest.raises(UserError, match=rf"resume --from {old}: .*nothing was changed, choose another checkpoint"):
+    with pytest.raises(UserError, match=rf"resume --from {old}: .*nothing was changed; choose another checkpoint"):
         Run.resume("a", made.runs_dir, ("stop_at.updates=50",), inline=True, origin=old)
     assert contents(objects(run)) == before
 
