@@ -38,7 +38,7 @@ def runs(ended_run: Run) -> Path:
     return ended_run.config.runs_dir
 
 
-def test_a_run_is_judged_by_its_best_checkpoint(ended_run: Run, runs: Path) -> None:
+def test_evaluate_takes_best_checkpoint(ended_run: Run, runs: Path) -> None:
     found = evaluate("a", runs)
     entry = next(entry for entry in ended_run.checkpoints() if "best" in entry["marks"])
     assert found.checkpoint == entry["name"]
@@ -46,27 +46,27 @@ def test_a_run_is_judged_by_its_best_checkpoint(ended_run: Run, runs: Path) -> N
     assert found.scores["episodes"] == ended_run.config.evaluation.episodes
 
 
-def test_a_checkpoint_is_found_by_its_name_and_in_its_folder(runs: Path, checkpoints: Path) -> None:
+def test_find_checkpoint_by_name_and_folder(runs: Path, checkpoints: Path) -> None:
     by_name = evaluate(f"a/{LAST}", runs, 3)
     assert (by_name.checkpoint, by_name.scores["episodes"]) == (LAST, 3)
     for folder in (checkpoints / LAST, f"file://{checkpoints / LAST}"):
         assert evaluate(str(folder), Path("nowhere"), 3) == by_name
 
 
-def test_it_scores_the_same_each_time_unless_it_draws_its_actions_and_writes_nothing_into_the_run(runs: Path) -> None:
+def test_evaluate_repeats_scores_and_writes_nothing_into_run(runs: Path) -> None:
     before = contents(runs)
     assert evaluate("a", runs, 5) == (again := evaluate("a", runs, 5))
     assert evaluate("a", runs, 5, stochastic=True).scores["mean_return"] != again.scores["mean_return"]
     assert contents(runs) == before
 
 
-def test_a_checkpoint_without_its_runs_config_is_not_found(checkpoints: Path) -> None:
+def test_find_checkpoint_refuses_folder_without_config(checkpoints: Path) -> None:
     (checkpoints.parent / "config.yaml").unlink()
     with pytest.raises(CheckpointNotFound, match=r"is no run's folder: .*config\.yaml is missing"):
         evaluate(str(checkpoints / LAST), Path("nowhere"))
 
 
-def test_each_episode_becomes_a_video_and_without_its_package_it_says_what_to_install(
+def test_evaluate_records_each_episode_or_names_missing_package(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as without:
@@ -103,7 +103,7 @@ class Lines(gym.Env[Any, Any]):
         return np.full((16, 16, 3), 9 * self.steps, np.uint8)
 
 
-def test_each_episode_becomes_a_video_where_its_environment_is_made_anew_for_it(tmp_path: Path) -> None:
+def test_evaluate_records_episodes_when_environment_is_rebuilt(tmp_path: Path) -> None:
     pytest.importorskip("moviepy")
     drawn = {"parameters": {"length": {"choice": [2, 3, 4, 5]}}, "parameters_by": "rebuild"}
     config = minimal_config(
@@ -150,7 +150,7 @@ UNSEEN: list[tuple[dict[str, Any], str]] = [
     ("command", "environment", "words"),
     [*(("play", *case) for case in UNSEEN[:3]), *(("--video", *case) for case in UNSEEN)],
 )
-def test_what_does_not_draw_is_told_before_it_plays_and_leaves_no_video(
+def test_evaluate_refuses_environment_that_does_not_render(
     checkpoints: Path, tmp_path: Path, command: str, environment: dict[str, Any], words: str
 ) -> None:
     other_environment(checkpoints, environment)
@@ -171,7 +171,7 @@ def other_environment(checkpoints: Path, environment: dict[str, Any]) -> None:
     change_config(checkpoints, environment={"num_envs": 4} | environment)
 
 
-def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagecoach, checkpoints: Path) -> None:
+def test_evaluate_prints_one_episode_and_failure_in_one_line(stagecoach: Stagecoach, checkpoints: Path) -> None:
     target = str(checkpoints / LAST)
     other_environment(checkpoints, {"id": PAINTER})
     assert stagecoach("play", target, "--trust-config").out == f"{LAST}: 5 in one episode of 5 steps\n"
@@ -184,7 +184,7 @@ def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagec
     check_refused(done, "environment 0 raised RuntimeError in step: no display at :0")
 
 
-def test_it_can_be_watched_and_draws_the_same_episodes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_play_shows_same_episodes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pygame = pytest.importorskip("pygame")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setenv("SDL_AUDIODRIVER", "dummy")
@@ -203,7 +203,7 @@ def test_it_can_be_watched_and_draws_the_same_episodes(runs: Path, monkeypatch: 
         ("./nowhere", "/nowhere; expected a run's id"),
     ],
 )
-def test_a_place_without_a_checkpoint_is_told_with_what_is_taken(target: str, said: str, tmp_path: Path) -> None:
+def test_find_checkpoint_names_expected_places(target: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=re.escape(said)):
         evaluate(target, tmp_path)
     with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint .manifest\.json is missing"):
@@ -211,7 +211,7 @@ def test_a_place_without_a_checkpoint_is_told_with_what_is_taken(target: str, sa
 
 
 @pytest.mark.parametrize("command", ["evaluate", "play", "replay"])
-def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
+def test_evaluate_runs_code_of_foreign_config_only_when_trusted(
     stagecoach: Stagecoach, tmp_path: Path, checkpoints: Path, command: str
 ) -> None:
     """As someone who may write into a bucket would have it: what makes the environment makes a folder."""

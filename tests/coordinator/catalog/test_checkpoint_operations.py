@@ -169,7 +169,7 @@ DAMAGES: dict[str, tuple[Callable[[CheckpointStore], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_never_promoted_nor_exported_and_the_others_are_ok(
+def test_verify_names_damage_which_blocks_promote_and_export(
     ended_run: Run, files: CheckpointStore, tmp_path: Path, damage: str
 ) -> None:
     promote(files, NAMES[0], live=False)
@@ -198,7 +198,7 @@ def test_all_damages_of_a_checkpoint_are_named_at_once(checkpoints: CheckpointSt
     assert len(found.problems) == 3
 
 
-def test_a_manifest_is_compared_with_pointer_and_promotion_too(checkpoints: CheckpointStore) -> None:
+def test_verify_compares_manifest_with_pointer_and_promotion(checkpoints: CheckpointStore) -> None:
     promote(checkpoints, "latest", live=False)
     key = key_of(checkpoints, NAMES[-1], MANIFEST)
     checkpoints.store.put(key, checkpoints.store.get(key) + b" ")
@@ -208,7 +208,7 @@ def test_a_manifest_is_compared_with_pointer_and_promotion_too(checkpoints: Chec
         checkpoints.preferred()
 
 
-def test_an_upload_that_was_cut_off_is_no_damage_and_is_not_promoted(checkpoints: CheckpointStore) -> None:
+def test_verify_reports_cut_off_upload_which_blocks_promote(checkpoints: CheckpointStore) -> None:
     half_upload(checkpoints)
     half_upload(checkpoints, newer := "9_Step-9.ckpt")
     assert {v.name: v.state for v in verify(checkpoints) if v.state != "ok"} == {HALF: "cut off", newer: "cut off"}
@@ -248,7 +248,7 @@ def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStor
     assert checkpoints.preferred() == NAME
 
 
-def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_is_pruned(
+def test_promote_and_prune_race_has_one_winner(
     files: CheckpointStore,
 ) -> None:
     """Between any two steps of the pruning, and the pruning between any two steps of the promotion."""
@@ -304,7 +304,7 @@ def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: Checkp
     assert prune_checkpoints(checkpoints, rule, dry_run=False) == []
 
 
-def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by_the_next(
+def test_interrupted_prune_is_completed_by_next(
     files: CheckpointStore,
 ) -> None:
     rule, whole, pointer = CheckpointConfig(keep_last=1), listing(files), files.pointer()
@@ -324,7 +324,7 @@ def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by
     assert step > 10, "each write and each removal was tried"
 
 
-def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
+def test_prune_refuses_damaged_newest_checkpoint_or_mark(
     files: CheckpointStore,
 ) -> None:
     whole = listing(files)
@@ -339,9 +339,7 @@ def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
             files.store.put(key, whole[key])
 
 
-def test_an_exported_checkpoint_needs_nothing_else(
-    ended_run: Run, checkpoints: CheckpointStore, tmp_path: Path
-) -> None:
+def test_exported_checkpoint_is_self_contained(ended_run: Run, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     out = tmp_path / "out" / "deep"
     folder = export(checkpoints, ended_run.config, NAME, out)
     assert folder == out / "a" / "checkpoints" / NAME
@@ -356,9 +354,7 @@ def test_an_exported_checkpoint_needs_nothing_else(
     assert [path.name for path in out.iterdir()] == ["a"]
 
 
-def test_what_is_exported_is_the_promoted_else_the_best_and_overwrites_nothing(
-    ended_run: Run, files: CheckpointStore, tmp_path: Path
-) -> None:
+def test_export_prefers_promoted_and_overwrites_nothing(ended_run: Run, files: CheckpointStore, tmp_path: Path) -> None:
     assert export(files, ended_run.config, None, tmp_path / "out").name == files.resolve("best")
     before = contents(tmp_path / "out")
     promote(files, NAMES[0], live=False)
@@ -371,7 +367,7 @@ def test_what_is_exported_is_the_promoted_else_the_best_and_overwrites_nothing(
         export(files, ended_run.config, NAME, tmp_path / "file")
 
 
-def test_an_export_that_fails_anywhere_leaves_nothing(ended_run: Run, files: CheckpointStore, tmp_path: Path) -> None:
+def test_failed_export_leaves_nothing(ended_run: Run, files: CheckpointStore, tmp_path: Path) -> None:
     for step in range(100):
         try:
             export(cut_off(files, step), ended_run.config, NAME, tmp_path / "out")
@@ -383,7 +379,7 @@ def test_an_export_that_fails_anywhere_leaves_nothing(ended_run: Run, files: Che
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(180)
-def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: Path) -> None:
+def test_live_run_is_verified_promoted_and_exported_during_prune(tmp_path: Path) -> None:
     config = minimal_config(
         runs_dir=str(tmp_path / "runs"), checkpoint={"every": "2 updates", "keep_last": 4},
         stop_at={"updates": 10**6}, evaluation={"episodes": 1},
@@ -418,7 +414,7 @@ def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: 
         again.prune(keep_last=0)
 
 
-def test_a_policy_begins_as_the_only_one_of_another_run_and_a_checkpoint_is_played_whole(ended_run: Run) -> None:
+def test_policy_starts_from_only_policy_of_another_run(ended_run: Run) -> None:
     """Whatever its name is there."""
     begins = {
         "mine": {"hidden_sizes": ended_run.config.policies["default"].hidden_sizes, "initialize_from": ended_run.run_id}

@@ -202,7 +202,7 @@ def test_hostile_progress_fields_end_no_reader(role: RunContext, name: str) -> N
         every_reader(role)
 
 
-def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
+def test_readers_keep_sound_data_and_name_malformed_once(
     role: RunContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagecoach.shared.base.printable._told", set())

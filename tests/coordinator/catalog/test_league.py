@@ -75,7 +75,7 @@ def table_of(run: Run) -> MatchTable:
     return MatchTable.from_dict(checkpoints.manifest(checkpoints.resolve("latest")).provenance["folds"]["league"])
 
 
-def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConfig, stagecoach: Stagecoach) -> None:
+def test_player_of_another_run_is_copied_and_stays_fixed(chase: MakeConfig, stagecoach: Stagecoach) -> None:
     """Also once the other run is gone; it is drawn where its spaces fit alone."""
     first = played(chase({}), "first")
     fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "tests.support.games:takes_one"}
@@ -104,7 +104,7 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
     assert player_hash(rival) in {path.name for path in (copied / SHARED_OBJECTS).iterdir()}, "with its league"
 
 
-def test_a_player_whose_critic_sees_more_plays_where_critics_see_less_and_the_other_way(chase: MakeConfig) -> None:
+def test_players_with_different_critic_views_play_each_other(chase: MakeConfig) -> None:
     sees_more = {name: {"critic_observes": "state"} for name in ("hunter", "prey")}
     first = played(chase({}, policies=sees_more), "first")
     rivals = {f"old_{name}": f"first/latest#{name}" for name in ("hunter", "prey")}
@@ -121,7 +121,7 @@ def test_a_player_whose_critic_sees_more_plays_where_critics_see_less_and_the_ot
     assert match("first#hunter", "third#prey", 4, first.config.runs_dir).games >= 4
 
 
-def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_policy_is_first_player_of_league(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     two = {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
     first = played(chase({}, rollout=two), "first")
     said = [event.text for event in first.events() if "are judged" in event.text]
@@ -143,7 +143,7 @@ def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig, monkeypat
         Run.start(chase({}, initialize_from="first/latest#second"), "third", inline=True)
 
 
-def test_what_a_config_of_another_run_says_of_its_players_is_found_out_anew(chase: MakeConfig) -> None:
+def test_fixed_players_are_resolved_despite_copied_config(chase: MakeConfig) -> None:
     """Its policies may have had other names."""
     played(chase({}), "first")
     fresh = chase({"fixed": {"rival": "first/latest#hunter"}})
@@ -162,7 +162,7 @@ def test_what_a_config_of_another_run_says_of_its_players_is_found_out_anew(chas
         )
 
 
-def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_starts_from_snapshot_of_another_league(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = played(chase({}), "first")
     ids = [row["player"] for row in league_of(first.checkpoint_store(), first.config)["players"]]
     snapshot = max(its for its in ids if its.startswith("hunter-"))
@@ -180,7 +180,7 @@ def test_a_policy_may_begin_as_a_snapshot_of_another_league(chase: MakeConfig, m
         Run.start(chase({}, policies=begins | {"hunter": {"initialize_from": "first#hunter-x"}}), "third", inline=True)
 
 
-def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chase: MakeConfig) -> None:
+def test_rollback_removes_players_of_abandoned_line(chase: MakeConfig) -> None:
     kept = {"checkpoint": {"every": "1 updates", "keep_last": 2}}
     run = played(chase({"players": 4}, **kept), "cats")
     abandoned = write_shared_object(run.checkpoint_store().store, b"of a trainer that was killed before its checkpoint")
@@ -210,7 +210,7 @@ def test_a_run_that_goes_back_leaves_no_player_of_the_abandoned_line_behind(chas
         ("other.onnx", "was trained with other observation or action spaces"),
     ],
 )
-def test_a_fixed_player_that_cannot_play_is_told_before_anything_starts(
+def test_unusable_fixed_player_is_refused_before_start(
     source: str, message: str, chase: MakeConfig, ended_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
@@ -223,7 +223,7 @@ def test_a_fixed_player_that_cannot_play_is_told_before_anything_starts(
     assert "\n" not in str(caught.value)
 
 
-def test_an_onnx_file_takes_the_seats_whose_spaces_it_tells(chase: MakeConfig, tmp_path: Path) -> None:
+def test_onnx_player_takes_seats_with_recorded_spaces(chase: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "own.onnx"
     config = chase({"fixed": {"own": str(path)}})
     description = describe_environment(config)
@@ -243,7 +243,7 @@ def onnx_file(spaces: str) -> bytes:
     return bytes(made.SerializeToString())
 
 
-def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
+def test_league_is_shown_by_command_status_and_page(
     chase: MakeConfig, ended_run: Run, tmp_path: Path, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = played(chase({"fixed": {"dice": "random"}}, evaluation={"episodes": 1}), "cats")
@@ -313,9 +313,7 @@ def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
         assert b"has no league" in caught.value.read()
 
 
-def test_a_player_of_a_live_run_is_the_one_that_was_found_whatever_that_run_does_then(
-    chase: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_player_of_live_run_stays_as_resolved(chase: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """`latest` is another one by the time the services are up."""
     first = played(chase({}), "first").checkpoint_store()
     pointer, coordinator = first.pointer(), Coordinator
@@ -340,7 +338,7 @@ def digest(checkpoints: CheckpointStore, name: str) -> str:
     return hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()
 
 
-def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:
+def test_matrix_contains_unrated_opponents() -> None:
     """As the one player of three sides' other two is."""
     cell = {"games": 9, "wins": 6, "draws": 0, "rate": 0.67, "low": 0.3, "high": 0.9, "mean_return": 0.3}
     made = _matrix({"players": [{"player": "main", "kind": "current"}]}, {"main": {"random": cell}}, "")
@@ -355,7 +353,7 @@ def test_who_was_met_and_never_rated_is_in_the_matrix_all_the_same() -> None:
         ("dump_config", False),
     ),
 )  # fmt: skip
-def test_a_run_that_was_killed_while_it_was_prepared_continues_as_if_it_had_not_been(
+def test_run_killed_during_preparation_continues_identically(
     chase: MakeConfig, monkeypatch: pytest.MonkeyPatch, step: str, or_resume: bool
 ) -> None:
     """At any step, with weights and a player of another run."""
@@ -383,7 +381,7 @@ def test_a_run_that_was_killed_while_it_was_prepared_continues_as_if_it_had_not_
     assert hunters[0] == hunters[1]
 
 
-def test_a_run_whose_store_was_lost_does_not_begin_anew(chase: MakeConfig) -> None:
+def test_run_without_its_store_is_refused(chase: MakeConfig) -> None:
     run = played(chase({}), "lost")
     for name in ("s3", "redis"):
         shutil.rmtree(run.folder.path / name)

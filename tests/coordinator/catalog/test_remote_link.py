@@ -89,7 +89,7 @@ def _lease(run: Run) -> RunLease:
     return RunLease(open_run_context(run.config, address, "coordinator"))
 
 
-def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_here(
+def test_linked_run_is_known_and_not_resumed_here(
     far: Run, here: Run, servers: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert here.run_id == far.run_id
@@ -107,9 +107,7 @@ def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_
             continue_it()
 
 
-def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
-    far: Run, here: Run, redis_server: RedisServer
-) -> None:
+def test_linked_run_is_live_while_it_beats_and_takes_orders(far: Run, here: Run, redis_server: RedisServer) -> None:
     with pytest.raises(UserError, match="is not live"):
         here.scale(3)
     with _process(_OTHER_MACHINE, redis_server.password, redis_server.url, far.run_id):
@@ -122,7 +120,7 @@ def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
     poll(Wait("its silence to be seen", stretched(30)), lambda: not here.live)
 
 
-def test_a_redis_that_cannot_be_reached_from_here_is_said_and_hides_nothing(
+def test_unreachable_redis_is_reported_and_store_still_shown(
     far: Run, servers: tuple[str, str], tmp_path: Path
 ) -> None:
     place, nowhere = f"s3://stagecoach/{far.run_id}", "redis://127.0.0.1:9"
@@ -151,7 +149,7 @@ def test_wrong_places_are_named(far: Run, servers: tuple[str, str], tmp_path: Pa
     assert not (tmp_path / "here").exists(), "nothing is left behind"
 
 
-def test_a_run_goes_on_where_another_machine_has_left_it(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
+def test_run_continues_on_another_machine(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
     def start(folder: str, **sections: Any) -> Run:
         return Run.start(_config(tmp_path / folder, servers, **sections), far.run_id, inline=True, or_resume=True)
 
@@ -166,9 +164,7 @@ def test_a_run_goes_on_where_another_machine_has_left_it(far: Run, servers: tupl
 
 
 @pytest.mark.parametrize("where", some_quick(["here", "elsewhere"], "here"))
-def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
-    far: Run, tmp_path: Path, servers: tuple[str, str], where: str
-) -> None:
+def test_lease_is_kept_by_live_coordinator_only(far: Run, tmp_path: Path, servers: tuple[str, str], where: str) -> None:
     """Whatever folder of runs it has, and even where containers give all of them one name and one process id."""
     further = _config(tmp_path / "third", servers, stop_at={"updates": 4})
     with (
@@ -181,7 +177,7 @@ def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
 
 
 @pytest.mark.processes
-def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(far: Run) -> None:
+def test_lease_lost_to_another_coordinator_ends_the_first(far: Run) -> None:
     taking = _lease(far)
     with _other_coordinator(far.config, far.run_id, "elsewhere") as other:
         assert other.stdout is not None
@@ -194,9 +190,7 @@ def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(
     assert taking.lost is None
 
 
-def test_a_coordinator_of_this_machine_that_is_silent_and_there_keeps_its_run(
-    far: Run, redis_server: RedisServer
-) -> None:
+def test_lease_is_kept_by_silent_local_coordinator(far: Run, redis_server: RedisServer) -> None:
     """As the one that a copy of the run's folder, with its Redis in it, still names."""
     with _other_coordinator(far.config, far.run_id, "here") as other, redis_server.client() as client:
         other.send_signal(signal.SIGSTOP)
@@ -273,7 +267,7 @@ def _other_coordinator(config: Config, run_id: str, where: str) -> AbstractConte
     return _process(_OTHER_COORDINATOR, json.dumps(told))
 
 
-def test_what_was_submitted_is_remembered(tmp_path: Path) -> None:
+def test_submission_is_recorded(tmp_path: Path) -> None:
     submission = Submission(cluster="http://head:8265", working_dir="/work", command=("train", "x.yaml"))
     known = RemoteLink(redis_url="redis://a", job="j-1", submission=submission)
     known.write(tmp_path)

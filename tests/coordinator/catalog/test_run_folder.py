@@ -43,9 +43,7 @@ def folder(config: Config) -> Iterator[RunFolder]:
     made.unlock()
 
 
-def test_a_new_folder_holds_the_config_and_is_held_by_one_as_others_see(
-    config: Config, folder: RunFolder, runs: Path
-) -> None:
+def test_create_writes_config_and_locks(config: Config, folder: RunFolder, runs: Path) -> None:
     assert (folder.path, folder.config(), folder.live) == (runs / "a", config, True)
     again = RunFolder.find("a", runs)
     assert again.live
@@ -60,9 +58,7 @@ def test_a_new_folder_holds_the_config_and_is_held_by_one_as_others_see(
     again.unlock()
 
 
-def test_a_folder_that_exists_or_cannot_be_made_is_explained_and_nothing_is_changed(
-    config: Config, folder: RunFolder, runs: Path
-) -> None:
+def test_create_explains_existing_or_unwritable_folder(config: Config, folder: RunFolder, runs: Path) -> None:
     folder.unlock()
     before = contents(runs)
     other = Config.model_validate({**config.model_dump(), "seed": 99})
@@ -84,7 +80,7 @@ def test_somebody_who_only_looks_does_not_hold_it(
     folder.lock()
 
 
-def test_the_lock_goes_with_the_process_that_holds_it(folder: RunFolder, runs: Path) -> None:
+def test_lock_ends_with_process(folder: RunFolder, runs: Path) -> None:
     folder.unlock()
     script = (
         "import sys, time; from pathlib import Path; from coordinator.catalog.run_folder import RunFolder\n"
@@ -98,7 +94,7 @@ def test_the_lock_goes_with_the_process_that_holds_it(folder: RunFolder, runs: P
     assert not folder.live
 
 
-def test_what_is_not_there_is_not_found_with_what_is(config: Config, runs: Path) -> None:
+def test_find_lists_existing_runs(config: Config, runs: Path) -> None:
     with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: 0"):
         RunFolder.find("a", runs)
     RunFolder.create(config, "b").unlock()
@@ -140,7 +136,7 @@ def test_there_are_secrets_of_embedded_services_only(folder: RunFolder) -> None:
     assert set(folder.credentials(config)[1]) == {"s3_access_key", "s3_secret_key"}
 
 
-def test_the_address_is_there_while_the_run_is_live(folder: RunFolder, runs: Path) -> None:
+def test_live_address_exists_while_run_is_live(folder: RunFolder, runs: Path) -> None:
     assert folder.live_address() is None, "its services are not up yet"
     folder.write_services(ADDRESS, ("/own/modules",))
     assert RunFolder.find("a", runs).live_address() == ADDRESS
@@ -152,13 +148,13 @@ def test_the_address_is_there_while_the_run_is_live(folder: RunFolder, runs: Pat
     folder.forget_services()
 
 
-def test_an_embedded_store_is_read_offline_as_its_folder(config: Config, folder: RunFolder, runs: Path) -> None:
+def test_embedded_store_is_read_offline_as_folder(config: Config, folder: RunFolder, runs: Path) -> None:
     assert folder.offline_address(config).store_url == f"file://{runs / 'a' / 's3' / BUCKET}"
     own = minimal_config(store={"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"})
     assert folder.offline_address(own) == Address("a", "embedded", "s3://bucket/team", "http://minio:9000")
 
 
-def test_a_run_that_never_started_takes_its_folder_back(config: Config, folder: RunFolder, runs: Path) -> None:
+def test_remove_deletes_folder_of_unstarted_run(config: Config, folder: RunFolder, runs: Path) -> None:
     folder.credentials(config)
     folder.remove()
     assert list(runs.iterdir()) == []

@@ -55,12 +55,12 @@ def test_bins_are_what_numpy_computes_of_all_rows(points: int, parts: list[list[
     assert ("late" in bins.names) == late_name
 
 
-def test_a_metric_that_no_row_has_is_a_key_error() -> None:
+def test_unknown_metric_raises_key_error() -> None:
     with pytest.raises(KeyError):
         Bins(3)["x"]
 
 
-def test_a_million_rows_are_some_thousand_bins() -> None:
+def test_million_rows_fit_in_few_thousand_bins() -> None:
     bins, size = Bins(1000), 1 << 16
     for begin in range(0, 1_000_000, size):
         numbers = np.arange(begin, min(begin + size, 1_000_000), dtype=np.float64)
@@ -105,7 +105,7 @@ def expected(first: int, last: int, value: float = 0.0) -> list[tuple[float, flo
     return [(10.0 * number, value) for number in range(first, last + 1)]
 
 
-def test_the_tail_joins_the_store_without_gap_or_repeat(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_joins_store_without_gap_or_repeat(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     curves = Curves(live.run_id)
     curves.refresh(live.store, live.client)
     assert shown(curves) == []
@@ -134,7 +134,7 @@ def test_rows_that_redis_has_no_more_come_from_the_store(live: Live) -> None:
     assert shown(curves) == expected(1, 12)
 
 
-def test_a_restart_takes_back_what_it_undid(live: Live) -> None:
+def test_curves_drop_rows_voided_by_restart(live: Live) -> None:
     curves = Curves(live.run_id)
     live.record(6)
     live.stream.write()
@@ -158,9 +158,7 @@ def test_a_restart_takes_back_what_it_undid(live: Live) -> None:
     assert sum(map(len, all_rows(live.store, TRAIN, live.client, live.run_id))) == 8
 
 
-def test_a_finished_run_is_read_from_the_store_alone_and_not_at_each_look(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_run_is_read_from_store_at_intervals(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     curves, looks = Curves(live.run_id), 0
     live.record(4)
     live.stream.write()
@@ -180,7 +178,7 @@ def test_a_finished_run_is_read_from_the_store_alone_and_not_at_each_look(
     assert shown(curves) == expected(1, 5) and looks == 2
 
 
-def test_all_rows_are_those_of_the_store_and_then_those_that_only_redis_has(live: Live) -> None:
+def test_all_rows_join_store_and_redis(live: Live) -> None:
     live.record(4)
     live.stream.write()
     live.record(3)
@@ -189,7 +187,7 @@ def test_all_rows_are_those_of_the_store_and_then_those_that_only_redis_has(live
     assert sum(map(len, all_rows(live.store, TRAIN, None, live.run_id))) == 4
 
 
-def test_all_evaluations_are_those_of_the_store_and_then_those_that_only_redis_has(live: Live) -> None:
+def test_all_evaluations_join_store_and_redis(live: Live) -> None:
     stream = MetricStream(live.store, live.run_id, EVALUATIONS, 1, 0, 0)
     stream.append(row(1, **{"eval/ep_rew_mean": 1.0}), "1_Step-10.ckpt")
     stream.write()

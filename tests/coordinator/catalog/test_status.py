@@ -73,18 +73,18 @@ CASES: dict[str, tuple[list[Beat], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_party_that_all_wait_for_is_named(case: str) -> None:
+def test_bottleneck_is_named(case: str) -> None:
     beats, expected = CASES[case]
     assert expected in bottleneck(beats, {})
 
 
-def test_what_the_store_says_is_part_of_it() -> None:
+def test_bottleneck_includes_store_error() -> None:
     assert "which a durable checkpoint frees (SlowDown)" in bottleneck(FULL_LOG, {"error": "SlowDown"})
     last, away = "the last checkpoint to be durable", {"waiting_for": "the store", "error": "connection refused"}
     assert "the store: connection refused" in bottleneck([beat("trainer", waiting_for=last), worker()], away)
 
 
-def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
+def test_live_status_reads_redis(make_role: MakeRole) -> None:
     role = make_role(minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}))
     create_flow(role)
     role.flow.set_desired_workers(3)
@@ -112,7 +112,7 @@ def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
     role.redis.close()
 
 
-def test_a_run_that_redis_does_not_know_is_not_found(make_role: MakeRole) -> None:
+def test_live_status_raises_for_unknown_run(make_role: MakeRole) -> None:
     role = make_role()
     with pytest.raises(RunNotFound, match="nobody"):
         live_status(role.redis, "nobody")
@@ -145,7 +145,7 @@ ENDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ENDED)
-def test_an_ended_run_is_read_from_its_sync_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_ended_status_reads_sync_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A status file that is damaged is as one that is lost: the next checkpoint makes it anew."""
     monkeypatch.setattr("stagecoach.shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     store = CheckpointStore(FileStore(tmp_path, "a"), "a")

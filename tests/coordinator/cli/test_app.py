@@ -52,12 +52,12 @@ def test_train_refuses(stagecoach: Stagecoach, tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.parametrize("run_id", ["a b", "../a", "", "-x y", "a" * 65])
-def test_a_run_id_that_could_be_no_folder(stagecoach: Stagecoach, tmp_path: Path, run_id: str) -> None:
+def test_train_refuses_run_id_that_is_not_a_folder_name(stagecoach: Stagecoach, tmp_path: Path, run_id: str) -> None:
     check_refused(stagecoach("train", "config.yaml", f"--run-id={run_id}"), "run id", "expected 1 to 64")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_exists_is_not_overwritten(stagecoach: Stagecoach, tmp_path: Path) -> None:
+def test_train_refuses_existing_run(stagecoach: Stagecoach, tmp_path: Path) -> None:
     told = stagecoach("train", "config.yaml", "--run-id", "a", "--inline").ok()
     assert "starting the roles …" in told and "Ray" not in told
     before = contents(tmp_path)
@@ -83,7 +83,7 @@ COMMANDS = ["status", "watch", "scale", "stop", "resume", "checkpoints", "evalua
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"checkpoints {command}" for command in CHECKPOINTS)])
-def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
+def test_commands_refuse_unknown_run(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
     rest = {"scale": ["2"], "checkpoints promote": ["latest"], "checkpoints export": ["out"]}.get(command, [])
     check_refused(stagecoach(*command.split(), "nobody", *rest), "no run 'nobody'", "runs there: 0")
     assert not (tmp_path / "runs").exists() and not (tmp_path / "out").exists()
@@ -106,7 +106,7 @@ def test_config_prints_what_is_resolved_and_the_schema(stagecoach: Stagecoach, m
     assert "rollout" in stagecoach("config").json()["properties"]
 
 
-def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagecoach, tmp_path: Path) -> None:
+def test_failing_environment_fails_run_in_one_line(stagecoach: Stagecoach, tmp_path: Path) -> None:
     settings = [f"--set=environment.id={ENVIRONMENTS}:Counting", "--set=environment.kwargs={fails: step, fails_at: 1}"]
     done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *settings)
     assert (done.code, done.err.count("\n")) == (2, 1), done
@@ -122,9 +122,7 @@ def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagec
         assert "Traceback" not in shown.out and shown.err == ""
 
 
-def test_nan_that_comes_only_later_ends_the_run_as_the_environments_fault_and_is_in_no_log(
-    stagecoach: Stagecoach, tmp_path: Path
-) -> None:
+def test_late_nan_fails_run_and_enters_no_log(stagecoach: Stagecoach, tmp_path: Path) -> None:
     settings = [f"--set=environment.id={ENVIRONMENTS}:Spoils", "--set=environment.kwargs.what=observation"]
     done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *settings)
     assert (done.code, done.err.count("\n")) == (2, 1), done

@@ -108,7 +108,7 @@ def test_prune_promote_and_export(stagecoach: Stagecoach, run: Path, tmp_path: P
     assert stagecoach("checkpoints", "promote", "a", "--clear").out == "a: nothing was promoted\n"
 
 
-def test_what_cannot_be_done_says_why(stagecoach: Stagecoach, run: Path) -> None:
+def test_checkpoint_commands_explain_refusals(stagecoach: Stagecoach, run: Path) -> None:
     before = contents(run)
     there = f"there are: {', '.join(NAMES)}; or say {', '.join(MARKS)}"
     for command in (["verify", "a", "x"], ["show", "a", "x"], ["promote", "a", "x"], ["export", "a", "x", "out"]):
@@ -129,7 +129,7 @@ def test_what_cannot_be_done_says_why(stagecoach: Stagecoach, run: Path) -> None
     assert contents(run) == before
 
 
-def test_a_resume_behind_a_damaged_checkpoint_says_plainly_where_it_goes_on(stagecoach: Stagecoach, run: Path) -> None:
+def test_resume_after_damaged_checkpoint_says_where_it_continues(stagecoach: Stagecoach, run: Path) -> None:
     damage(run, LAST)
     told = stagecoach("resume", "a", "--inline", "--set=stop_at.updates=6").ok()
     assert f"{LAST}/{POLICY} was altered: its SHA-256 is not the manifest's; going back to {NAMES[3]}" in told
@@ -138,7 +138,7 @@ def test_a_resume_behind_a_damaged_checkpoint_says_plainly_where_it_goes_on(stag
     assert stagecoach("checkpoints", "verify", "a", "latest").ok()
 
 
-def test_a_resume_over_other_versions_says_so_and_a_strict_one_is_refused(stagecoach: Stagecoach, run: Path) -> None:
+def test_resume_reports_other_versions_and_strict_refuses(stagecoach: Stagecoach, run: Path) -> None:
     for name in NAMES:
         path = upload_in(run / "checkpoints" / name) / "manifest.json"
         manifest = json.loads(path.read_text())

@@ -15,7 +15,7 @@ from tests.support.command_line import Stagecoach, check_refused
 from tests.support.ended_runs import copies
 
 
-def test_the_result_of_a_run_is_what_its_checkpoints_and_rows_say(ended_run: Run) -> None:
+def test_result_matches_checkpoints_and_rows(ended_run: Run) -> None:
     result, entries = result_of(ended_run), ended_run.checkpoints()
     best = next(entry for entry in entries if "best" in entry["marks"])
     assert (result.best_checkpoint, result.best) == (best["name"], best["evaluation"]["confirmation"]["mean_return"])
@@ -57,7 +57,7 @@ def test_seeds_of_one_config_are_a_group(ended_run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(2, 12.7062), (3, 4.3027), (5, 2.7764), (31, 2.0423)])
-def test_the_interval_is_students(count: int, quantile: float) -> None:
+def test_interval_is_students_t(count: int, quantile: float) -> None:
     """The quantiles are those of a printed table."""
     values = np.random.default_rng(count).normal(size=(count, 4))
     mean, half = interval(values)
@@ -65,6 +65,6 @@ def test_the_interval_is_students(count: int, quantile: float) -> None:
     np.testing.assert_allclose(half, quantile * values.std(axis=0, ddof=1) / count**0.5, rtol=1e-4)
 
 
-def test_one_value_has_no_interval() -> None:
+def test_interval_of_one_value_is_nan() -> None:
     mean, half = interval(np.array([3.0]))
     assert mean == 3.0 and np.isnan(half)

@@ -56,7 +56,7 @@ def test_brackets_in_a_reason_are_text(console: PrintableConsole, tmp_path: Path
     assert shown(console).count(NASTY) >= 2
 
 
-def test_a_run_that_has_reached_its_bound_is_completed(console: PrintableConsole, tmp_path: Path) -> None:
+def test_run_at_its_bound_is_completed(console: PrintableConsole, tmp_path: Path) -> None:
     beat = Beat("trainer", "trainer", "1-0", 0.0, 7, "host", "exhausted", None, 0.0, 0.0, {})
     ended = dataclasses.replace(status("exhausted"), roles=[beat], bottleneck=bottleneck([beat], {}))
     print_status(ended, console)
@@ -78,7 +78,7 @@ def fleet_of(count: int, **changed: Beat) -> list[Beat]:
     return [dataclasses.replace(plain, role="trainer", id="trainer"), *(changed.get(each.id, each) for each in workers)]
 
 
-def test_a_fleet_of_a_thousand_stays_readable_and_those_in_trouble_are_shown(console: PrintableConsole) -> None:
+def test_status_of_thousand_workers_shows_those_in_trouble(console: PrintableConsole) -> None:
     gone = dataclasses.replace(fleet_of(1)[1], id="worker-700", age_seconds=77.0, stages={})
     failed = dataclasses.replace(gone, id="worker-800", ended="it raised", failure=FailureKind.OTHER)
     beats = fleet_of(1000, **{"worker-700": gone, "worker-800": failed})
@@ -92,7 +92,7 @@ def test_a_fleet_of_a_thousand_stays_readable_and_those_in_trouble_are_shown(con
     assert len(str(console.file.getvalue()).splitlines()) < 80  # type: ignore[attr-defined]
 
 
-def test_a_small_fleet_is_shown_whole_and_none_where_no_worker_is(console: PrintableConsole) -> None:
+def test_status_of_small_fleet_shows_all_workers(console: PrintableConsole) -> None:
     assert summarize_fleet(fleet_of(0)) is None and summarize_fleet([]) is None
     beats = fleet_of(3, **{"worker-1": dataclasses.replace(fleet_of(2)[2], stages={"start": 3.0}, progress={})})
     summary = summarize_fleet(beats)
@@ -114,7 +114,7 @@ def test_scores_keep_four_digits(value: float | None, text: str) -> None:
     assert figure(value) == text
 
 
-def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last_stands_beside_it() -> None:
+def test_summary_shows_confirmed_best_and_last_score() -> None:
     lucky, held, poor = (
         {"mean_return": mean, "std_return": deviation, "episodes": 20}
         for mean, deviation in ((500.0, 0.0), (481.0, 9.0), (166.0, 3.0))
@@ -152,7 +152,7 @@ def test_accounting_that_do_not_balance_say_so() -> None:
         (AssertionError(), FailureKind.OTHER, "failed: AssertionError"),
     ],
 )
-def test_what_a_role_raised_is_told_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:
+def test_role_failure_is_shown_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:
     error = RuntimeError("Ray's long text")
     error.cause = raised  # type: ignore[attr-defined]
     assert RunEnd.failed(Failure.of(cause(error))) == RunEnd(reason, kind)

@@ -39,11 +39,11 @@ def table(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_the_streams_are_those_of_the_store() -> None:
+def test_streams_match_those_of_the_store() -> None:
     assert tuple(Stream) == STREAMS
 
 
-def test_the_newest_row_is_printed(ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach) -> None:
+def test_metrics_prints_newest_row(ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach) -> None:
     row = stagecoach("metrics", "a", *runs, "--json").json()
     assert row["train/updates"] == ended_run.status().updates
     printed = stagecoach("metrics", "a", *runs, "--metric", "train/updates", "--metric", "policy/version").ok()
@@ -65,7 +65,7 @@ def test_csv_is_what_the_trainer_wrote_beside_it(ended_run: Run, runs: tuple[str
     assert len(names) == len(set(names)) == len(ended_run.checkpoints())
 
 
-def test_a_copy_of_an_embedded_store_is_enough(ended_run: Run, tmp_path: Path, stagecoach: Stagecoach) -> None:
+def test_metrics_reads_copy_of_embedded_store(ended_run: Run, tmp_path: Path, stagecoach: Stagecoach) -> None:
     shutil.copytree(ended_run.store_location, tmp_path / "copied" / "a")
     rows = table(stagecoach("metrics", f"file://{tmp_path}/copied/a", "--csv", "-").ok())
     assert len(rows) == ended_run.status().updates
@@ -109,15 +109,13 @@ def test_tensorboard_has_the_rows_at_their_own_times(
         (["--tensorboard", "config.yaml"], ["cannot write to config.yaml"]),
     ],
 )
-def test_what_there_is_not_is_said_in_one_line(
+def test_metrics_explains_missing_data_in_one_line(
     runs: tuple[str, ...], stagecoach: Stagecoach, arguments: list[str], words: list[str]
 ) -> None:
     check_refused(stagecoach("metrics", "a", *runs, *arguments), *words)
 
 
-def test_a_run_that_is_over_shows_its_last_metrics(
-    ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach
-) -> None:
+def test_status_of_ended_run_shows_last_metrics(ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach) -> None:
     metrics = ended_run.status().metrics
     assert metrics == ended_run.last_metrics()[1] and metrics["train/updates"] == ended_run.status().updates
     speed = f"{metrics['time/fps']:,.0f} env steps/s"
@@ -125,7 +123,7 @@ def test_a_run_that_is_over_shows_its_last_metrics(
     assert speed in stagecoach("watch", "a", *runs).ok()
 
 
-def test_a_live_run_has_the_rows_that_are_not_in_its_store_yet(
+def test_metrics_of_live_run_include_unstored_rows(
     config: Callable[..., Config], stagecoach: Stagecoach, tmp_path: Path
 ) -> None:
     run = Run.start(config(stop_at={"updates": 10**6}, checkpoint={"every": "100000 updates"}), "live", inline=True)
@@ -141,9 +139,7 @@ def test_a_live_run_has_the_rows_that_are_not_in_its_store_yet(
 
 
 @pytest.mark.parametrize(("resumed_at", "newest"), [(8, 8.0), (6, 6.0), (0, None)])
-def test_the_newest_row_is_that_of_an_older_trainer_where_the_last_has_recorded_none(
-    tmp_path: Path, resumed_at: int, newest: float | None
-) -> None:
+def test_newest_row_may_be_of_an_older_trainer(tmp_path: Path, resumed_at: int, newest: float | None) -> None:
     store = FileStore(tmp_path, "a")
     stream = MetricStream(store, "a", TRAIN, 1, 0, 0)
     for version in range(1, 9):  # which become one segment
@@ -153,7 +149,7 @@ def test_the_newest_row_is_that_of_an_older_trainer_where_the_last_has_recorded_
     assert last_row(store, TRAIN)[1].get("policy/version") == newest
 
 
-def test_the_newest_row_is_found_without_reading_the_others(tmp_path: Path) -> None:
+def test_newest_row_is_read_without_the_others(tmp_path: Path) -> None:
     class Counting(FileStore):
         read: list[str] = []
 

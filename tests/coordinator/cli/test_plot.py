@@ -46,7 +46,7 @@ def rows(run: Run, stream: str, name: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_run_is_a_line_and_its_evaluations_are_dots(
+def test_plot_draws_line_and_evaluation_dots(
     ended_run: Run, stagecoach: Stagecoach, drawn: list[Figure], ending: str
 ) -> None:
     path = Path(f"curve.{ending}")
@@ -61,7 +61,7 @@ def test_a_run_is_a_line_and_its_evaluations_are_dots(
     assert (place.get_xlabel(), place.get_ylabel()) == ("env steps", "rollout/ep_rew_mean")
 
 
-def test_of_seeds_mean_and_interval_are_drawn_and_other_runs_stay_apart(
+def test_plot_draws_mean_and_interval_over_seeds(
     ended_run: Run, tmp_path: Path, stagecoach: Stagecoach, drawn: list[Figure]
 ) -> None:
     made: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def extended(run: Run) -> None:
     stream.write()
 
 
-def test_time_and_updates_are_axes_and_several_metrics_are_charts(
+def test_plot_supports_time_and_updates_and_several_metrics(
     ended_run: Run, stagecoach: Stagecoach, drawn: list[Figure]
 ) -> None:
     runs = "--runs-dir", str(ended_run.config.runs_dir)
@@ -113,7 +113,9 @@ def test_time_and_updates_are_axes_and_several_metrics_are_charts(
     assert hours[0] == 0.0 and 0 < hours[-1] < 1
 
 
-def test_what_cannot_be_drawn_is_said(ended_run: Run, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_explains_what_it_cannot_draw(
+    ended_run: Run, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = "--runs-dir", str(ended_run.config.runs_dir)
     check_refused(stagecoach("plot", "a", *runs, "--metric", "train/los"), "no 'train/los'", "train/loss")
     check_refused(stagecoach("plot", "a", *runs, "--output", "a.gif"), "a.gif", ".png or .svg")

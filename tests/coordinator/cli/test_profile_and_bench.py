@@ -31,9 +31,7 @@ def test_each_process_has_left_its_stages(ended_run: Run) -> None:
     assert sum((event["ph"], event["name"]) == ("X", "update") for event in events) == 4
 
 
-def test_the_command_writes_the_timeline_and_tells_the_shares(
-    ended_run: Run, stagecoach: Stagecoach, tmp_path: Path
-) -> None:
+def test_profile_writes_timeline_and_prints_shares(ended_run: Run, stagecoach: Stagecoach, tmp_path: Path) -> None:
     shutil.copytree(ended_run.config.runs_dir, tmp_path / "runs")
     shown = stagecoach("profile", "a", "--out", "timeline.json").ok()
     assert "trainer / training" in shown and "update" in shown
@@ -42,7 +40,7 @@ def test_the_command_writes_the_timeline_and_tells_the_shares(
     assert (tmp_path / "runs" / "a" / "profile.json").is_file()
 
 
-def test_a_profile_that_is_not_there_or_was_cut_off_is_told(tmp_path: Path) -> None:
+def test_profile_explains_missing_or_cut_off_file(tmp_path: Path) -> None:
     store = CheckpointStore(FileStore(tmp_path, "profiled"), "profiled")
     with pytest.raises(UserError, match="train --profile"):
         read_profile(store)
@@ -51,7 +49,7 @@ def test_a_profile_that_is_not_there_or_was_cut_off_is_told(tmp_path: Path) -> N
         read_profile(store)
 
 
-def test_one_line_has_the_largest_shares_of_the_time_after_the_start() -> None:
+def test_largest_stages_fit_in_one_line() -> None:
     stages = {"start": 100.0, "update": 6.0, "publish": 3.0, "look": 1.0, "observe": 0.01}
     assert in_one_line(stages) == "update 60%, publish 30%, look 10%"
     assert in_one_line({"start": 3.0}) == ""

@@ -77,7 +77,7 @@ def recorded(path: Path) -> list[Episode]:
     return list(read_dataset(demonstrations, describe_environment(config))["default"].episodes())
 
 
-def test_what_a_person_does_is_what_demonstrations_have(stagecoach: Stagecoach, folder: Path) -> None:
+def test_recorded_play_equals_demonstrations(stagecoach: Stagecoach, folder: Path) -> None:
     """Held from the first picture on; the first step comes before the keys are looked at, and stands still."""
     path = write_config(folder, "corridor_held", HELD.replace("THIS", "right"), start=3)
     play = ("play", str(path), "--record", str(folder / "played"), "--keys", "left=3,right=5", "--idle", "4")
@@ -97,9 +97,7 @@ def test_what_a_person_does_is_what_demonstrations_have(stagecoach: Stagecoach, 
     assert len(begun) == 3
 
 
-def test_an_episode_that_is_left_is_not_written_and_a_time_limit_is_a_truncation(
-    stagecoach: Stagecoach, folder: Path
-) -> None:
+def test_recorded_play_drops_unfinished_and_truncates_at_limit(stagecoach: Stagecoach, folder: Path) -> None:
     path = write_config(folder, "corridor_waits", HELD.replace("THIS", "1"))  # stands still: 0 left, 1 still, 2 right
     stagecoach("play", str(path), "--record", str(folder / "played"), "--wait").ok()
     (episode,) = recorded(path)
@@ -120,14 +118,14 @@ def test_an_episode_that_is_left_is_not_written_and_a_time_limit_is_a_truncation
         ({}, ("--idle", "3"), "actions are 0 to 2, found {'--idle': 3}"),
     ],
 )
-def test_what_cannot_be_played_is_told_in_one_line(
+def test_recorded_play_explains_refusals_in_one_line(
     stagecoach: Stagecoach, folder: Path, kwargs: dict[str, bool], arguments: tuple[str, ...], said: str
 ) -> None:
     path = write_config(folder, f"corridor_{'boxes' if kwargs else 'keys'}", "", **kwargs)
     check_refused(stagecoach("play", str(path), "--record", "played", *arguments), said)
 
 
-def test_a_hierarchy_is_not_for_one_person(stagecoach: Stagecoach, folder: Path) -> None:
+def test_recorded_play_refuses_hierarchy(stagecoach: Stagecoach, folder: Path) -> None:
     path = write_config(folder, "corridor_options", "\ndef own(before, action, after, info): return 1.0\n")
     data = yaml.safe_load(path.read_text())
     data["environment"]["hierarchy"] = {"options": {"rewards": ["environment", "corridor_options:own"], "lengths": [1]}}
@@ -136,7 +134,7 @@ def test_a_hierarchy_is_not_for_one_person(stagecoach: Stagecoach, folder: Path)
     check_refused(stagecoach("play", str(path), "--record", "played"), said)
 
 
-def test_a_folder_of_another_environment_and_options_without_a_record(stagecoach: Stagecoach, folder: Path) -> None:
+def test_recorded_play_refuses_other_environment_or_options(stagecoach: Stagecoach, folder: Path) -> None:
     (folder / "played").mkdir()
     (folder / "played" / "played.csv").write_text("obs.0,action,reward,terminated\n")
     path = write_config(folder, "corridor_other", "")

@@ -52,7 +52,7 @@ def folder(ended_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
+def test_list_runs_from_files_equals_status(folder: Path) -> None:
     rows = {row.run_id: row for row in list_runs(folder / "runs")}
     assert (rows["a"].state, rows["cut-off"].state) == ("finished", "interrupted")
     assert rows["a"].best is not None and rows["a"].env_steps > 0
@@ -82,7 +82,7 @@ COMPLETED = {
 """What is typed after `stagecoach`, and what a shell offers."""
 
 
-def test_what_needs_nothing_imports_nothing_as_when_a_shell_completes_options_runs_presets_and_config_files(
+def test_light_commands_import_nothing_heavy(
     folder: Path,
 ) -> None:
     there = "my-config.yaml my-folder/deep.yml my-folder/notes.txt my-notes.txt others/another/config.yaml"
@@ -103,7 +103,7 @@ def test_what_needs_nothing_imports_nothing_as_when_a_shell_completes_options_ru
     assert dict(zip(COMPLETED, printed[4:], strict=True)) == COMPLETED
 
 
-def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Path) -> None:
+def test_list_runs_explains_damaged_run_and_keeps_others(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "runs", tmp_path / "runs")
     (tmp_path / "runs" / "a" / "config.yaml").write_text("[1, 2")
     rows = {row.run_id: row for row in list_runs(tmp_path / "runs")}
@@ -111,7 +111,7 @@ def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["watch", "status", "resume", "evaluate", "checkpoints"])
-def test_a_folder_of_another_name_than_its_runs_is_told_as_such(
+def test_renamed_folder_of_a_run_is_reported(
     folder: Path, tmp_path: Path, stagecoach: Stagecoach, command: str
 ) -> None:
     runs = tmp_path / "others"
@@ -185,7 +185,7 @@ def test_version_is_the_projects(stagecoach: Stagecoach) -> None:
     assert stagecoach("--version").out == f"stagecoach {content['project']['version']}\n"
 
 
-def test_of_two_that_attach_to_an_interrupted_run_the_slower_one_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_of_two_attaches_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The race cannot be made to order: the other one has the run at the moment that it is taken up."""
     watched: list[object] = []
 

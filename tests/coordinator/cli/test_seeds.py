@@ -25,12 +25,12 @@ def test_seeds_are_a_number_or_a_list() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1,x", "0", "1,1", "1000000000000", "1.5", ","])
-def test_what_are_no_seeds_is_said(text: str) -> None:
+def test_parse_seeds_refuses_invalid_seeds(text: str) -> None:
     with pytest.raises(UserError, match="--seeds "):
         parse_seeds(text, 1)
 
 
-def test_what_cannot_go_together_is_refused(stagecoach: Stagecoach, tmp_path: Path) -> None:
+def test_seeds_refuse_conflicting_options(stagecoach: Stagecoach, tmp_path: Path) -> None:
     check_refused(stagecoach("train", "config.yaml", "--parallel", "2"), "--seeds")
     check_refused(stagecoach("train", "config.yaml", "--seeds", "2", "--detach"), "--detach")
     check_refused(stagecoach("train", "config.yaml", "--seeds", "2", "--set", "seed=x"), "seed")
@@ -75,7 +75,7 @@ def children(monkeypatch: pytest.MonkeyPatch, ended_run: Run, tmp_path: Path) ->
     return begun
 
 
-def test_each_seed_is_a_run_and_the_worst_exit_code_is_that_of_all(
+def test_seeds_start_a_run_each_and_exit_with_worst_code(
     stagecoach: Stagecoach, children: list[Child], ended_run: Run
 ) -> None:
     done = stagecoach(
@@ -100,7 +100,7 @@ def test_each_seed_is_a_run_and_the_worst_exit_code_is_that_of_all(
     assert f"{ended_run.last_metrics()[1]['rollout/ep_rew_mean']:.4g}" in mean and "0" in deviation
 
 
-def test_a_signal_ends_those_at_work_and_no_others_begin(stagecoach: Stagecoach, children: list[Child]) -> None:
+def test_seeds_pass_on_signal_and_start_no_more(stagecoach: Stagecoach, children: list[Child]) -> None:
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     done = stagecoach("train", "config.yaml", "--seeds", "4,5,6", "--parallel", "2", "--run-id", "x")

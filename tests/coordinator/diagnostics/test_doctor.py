@@ -67,7 +67,7 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_one_failure_does_not_hide_the_rest_and_what_cannot_be_reached_is_not_looked_at(tmp_path: Path) -> None:
+def test_doctor_continues_after_failure_and_skips_unreachable(tmp_path: Path) -> None:
     found = examined(
         minimal_config(
             environment={"id": f"{MODULE}:broken_factory"}, redis={"url": f"redis://127.0.0.1:{free_port()}"},
@@ -79,7 +79,7 @@ def test_one_failure_does_not_hide_the_rest_and_what_cannot_be_reached_is_not_lo
     assert "does not answer" in found["Redis"].text and "access to Redis" not in found
 
 
-def test_a_redis_with_one_password_for_everything(
+def test_doctor_warns_of_redis_with_single_password(
     own_redis: tuple[Config, redis.Redis], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, admin = own_redis
@@ -101,7 +101,7 @@ def test_a_redis_with_one_password_for_everything(
     assert said.startswith("the user team and the user default may do everything")
 
 
-def test_the_redis_that_we_ship_is_nothing_to_warn_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_accepts_shipped_redis_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with acl_server(tmp_path) as server:
         for name, value in server.variables(*ROLES).items():
             monkeypatch.setenv(name, value)
@@ -187,7 +187,7 @@ def test_missing_fixes_knows_each_release_line(kind: str, version: str, advice: 
     assert said.startswith(advice) and bool(said) == bool(advice)
 
 
-def test_a_store_of_ones_own(servers: tuple[str, str], tmp_path: Path) -> None:
+def test_doctor_checks_external_store(servers: tuple[str, str], tmp_path: Path) -> None:
     def store(url: str, at: str | None = servers[1]) -> Finding:
         store = {"url": url, "endpoint_url": at, "retries": 0}
         return first("store", minimal_config(store=store, runs_dir=str(tmp_path / "runs")))
@@ -201,7 +201,7 @@ def test_a_store_of_ones_own(servers: tuple[str, str], tmp_path: Path) -> None:
     assert not store(f"file://{tmp_path / 'nowhere'}", None).ok
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:  # root may write everywhere, so the answer is given for it
         monkeypatch.setattr(os, "access", lambda path, mode: False)
     tmp_path.chmod(0o500)
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "choose another folder" in found.text
 
 
-def test_a_finding_is_plain_data() -> None:
+def test_finding_is_plain_data() -> None:
     told = Finding("Redis", False, "why").as_dict()
     assert told == {"name": "Redis", "ok": False, "outcome": "fail", "text": "why"}
     assert Finding("Redis", False, "why", warning=True).outcome == "fail"
@@ -230,7 +230,7 @@ def test_a_finding_is_plain_data() -> None:
         ({}, []),
     ],
 )
-def test_what_goes_over_the_network_in_plain_text(sections: dict[str, Any], words: list[str]) -> None:
+def test_doctor_warns_of_plain_text_over_network(sections: dict[str, Any], words: list[str]) -> None:
     found = in_the_clear(minimal_config(**sections))
     assert len(found) == (1 if words else 0)
     assert all(word in found[0] for word in words)
@@ -240,7 +240,7 @@ def bucket(endpoint: str) -> Config:
     return minimal_config(store={"url": f"s3://{BUCKET}/team", "endpoint_url": endpoint, "retries": 0})
 
 
-def test_a_bucket_of_a_server_with_keys(tmp_path: Path) -> None:
+def test_doctor_accepts_bucket_with_keys(tmp_path: Path) -> None:
     service = start_s3(tmp_path / "closed", tmp_path / "closed.log", ACCESS, SECRET)
     try:
         assert open_bucket(bucket(f"http://127.0.0.1:{service.port}")) == []
@@ -249,7 +249,7 @@ def test_a_bucket_of_a_server_with_keys(tmp_path: Path) -> None:
         service.stop()
 
 
-def test_a_public_bucket(s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> None:
+def test_doctor_warns_of_public_bucket(s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> None:
     """moto asks nobody for credentials, but for an object that no policy gives away."""
     client = boto3.client("s3", endpoint_url=s3_servers["moto"][0], region_name="us-east-1")
     client.create_bucket(Bucket=BUCKET)
@@ -269,7 +269,7 @@ def test_a_public_bucket(s3_servers: dict[str, tuple[str, str, str]], tmp_path: 
 
 @pytest.mark.ray
 @pytest.mark.timeout(240)
-def test_a_ray_without_token(
+def test_doctor_warns_of_ray_without_token(
     terminal: CommandLine, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tests/end_to_end/test_job.py has one with a token."""

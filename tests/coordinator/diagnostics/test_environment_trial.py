@@ -120,7 +120,7 @@ def test_everything_that_is_wrong_is_told_and_nothing_else(case: str) -> None:
     assert ("hangs" in case) == bool(found.stack)
 
 
-def test_it_prints_a_list_or_json_and_its_exit_code_says_whether_all_is_well(stagecoach: Stagecoach) -> None:
+def test_check_prints_list_or_json_and_sets_exit_code(stagecoach: Stagecoach) -> None:
     fine = stagecoach("check", "CartPole-v1", "--steps", "20")
     assert (fine.code, fine.err) == (0, "")
     assert "CartPole-v1: nothing is wrong in 20 steps" in fine.out
@@ -190,7 +190,7 @@ def test_train_and_doctor_refuse_it_before_anything_starts(stagecoach: Stagecoac
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_raises_now_and_then_may_train_and_doctor_tells() -> None:
+def test_occasional_failures_may_train_and_doctor_reports_them() -> None:
     raises = minimal_config(environment={"id": f"{MODULE}:Raises", "num_envs": 4})
     found = try_environment(raises)
     assert found.refuse(raises, strict=False).agents == {"default": "default"}
@@ -247,7 +247,7 @@ def test_check_refuses_what_training_refuses(stagecoach: Stagecoach, name: str, 
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_one_element_rewards_are_numbers(vectorization: str) -> None:
+def test_rewards_of_one_element_are_numbers(vectorization: str) -> None:
     environment = {"id": f"{MODULE}:PaysAnArray", "num_envs": 2, "vectorization": vectorization}
     config = minimal_config(environment=environment)
     with closing(make_vector(config.environment, describe_environment(config))) as vector:

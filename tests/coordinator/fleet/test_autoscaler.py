@@ -85,7 +85,7 @@ class Model:
 
 @pytest.mark.parametrize("needed", [0.4, 0.97, 1.05, 1.2, 2.0, 2.5, 3.3, 7.1, 12.0, 19.9])
 @pytest.mark.parametrize("begin", [1, 2, 5, 16, 40])
-def test_it_comes_to_what_the_trainer_needs_and_stays_there(needed: float, begin: int) -> None:
+def test_autoscale_converges_to_demand(needed: float, begin: int) -> None:
     model = Model(act=0.05 * needed, learn=0.2, workers=begin)  # `needed` workers keep the trainer just busy
     model.run(400)
     assert needed * 0.9 <= model.workers <= max(math.ceil(needed * 1.05), 1), model.history
@@ -108,7 +108,7 @@ def test_each_step_is_bounded_and_says_why(model: Model, decided: list[int], why
     assert model.decisions[0].why.startswith(why)
 
 
-def test_what_changes_is_followed() -> None:
+def test_autoscale_follows_changed_demand() -> None:
     model = Model(act=0.2, learn=0.2, lag=3)
     model.run(200)
     assert model.workers == 4
@@ -131,7 +131,7 @@ def test_lockstep_takes_as_many_as_make_an_update_faster(learn: float, expected:
     assert model.workers <= 8, "more than K can never hold a claim"
 
 
-def test_the_bounds_are_kept_and_what_was_wanted_is_told() -> None:
+def test_autoscale_keeps_bounds_and_reports_wish() -> None:
     model = Model(act=0.8, learn=0.2)
     model.run(100, least=2, most=6)
     assert max(model.history) == model.workers == 6
@@ -140,7 +140,7 @@ def test_the_bounds_are_kept_and_what_was_wanted_is_told() -> None:
     assert model.workers == 2
 
 
-def test_workers_that_bring_nothing_are_taken_back_and_not_tried_again_for_long() -> None:
+def test_autoscale_removes_useless_workers_and_waits() -> None:
     model = Model(act=0.4, learn=0.2, cores=2)
     model.run(250)
     assert model.history.count(4) < 40
@@ -155,7 +155,7 @@ def test_workers_that_bring_nothing_are_taken_back_and_not_tried_again_for_long(
     ), held[0]  # fmt: skip
 
 
-def test_while_the_store_is_what_the_trainer_waits_for_nothing_is_done() -> None:
+def test_autoscale_holds_while_trainer_waits_for_store() -> None:
     model = Model(act=0.05, learn=0.2, workers=8)
     model.elsewhere = 0.6
     model.run(100)
@@ -165,7 +165,7 @@ def test_while_the_store_is_what_the_trainer_waits_for_nothing_is_done() -> None
     assert text.startswith("4 workers would do (workers waited ") and "waited 60 % of that time" in text, text
 
 
-def test_a_window_begins_anew_with_whoever_joins_leaves_or_is_replaced() -> None:
+def test_window_restarts_when_workers_change() -> None:
     window = Window(3.0)
 
     def look(at: float, crew: list[tuple[int, int]]) -> bool:
@@ -178,7 +178,7 @@ def test_a_window_begins_anew_with_whoever_joins_leaves_or_is_replaced() -> None
     assert not look(404.0, [(1, 2)])
 
 
-def test_a_window_lasts_until_there_have_been_some_updates() -> None:
+def test_window_lasts_some_updates() -> None:
     window = Window(3.0)
     full = []
     for second in range(100):
@@ -191,7 +191,7 @@ def test_a_window_lasts_until_there_have_been_some_updates() -> None:
     assert 40 <= shares.seconds <= 51
 
 
-def test_one_long_wait_that_goes_on_is_seen() -> None:
+def test_window_counts_a_wait_in_progress() -> None:
     window, shares = Window(3.0), None
     for second in range(20):
         told = beat("trainer", 0, 50.0 + second, {"experience": float(second)}, version=second)
@@ -248,7 +248,7 @@ class Crew:
         return [event.data for event in read_events(self.role.redis, self.role.run_id) if event.kind == "scaling"]
 
 
-def test_it_grows_and_shrinks_writes_what_it_decides_and_says_why(role: RunContext) -> None:
+def test_scaling_writes_and_explains_decisions(role: RunContext) -> None:
     crew = Crew(role)
     assert crew.after(2, experience=0.5) == 2, "too little seen"
     assert crew.after(1, experience=0.5) == 4
@@ -277,7 +277,7 @@ def test_fewer_than_the_bound_are_wanted_and_the_step_says_so(role: RunContext) 
     assert crew.told() == [f"scaled 8 → 6: {waited}; {fewest}"]
 
 
-def test_what_holds_a_step_back_is_told_once_until_it_changes(role: RunContext) -> None:
+def test_scaling_reports_an_obstacle_once(role: RunContext) -> None:
     crew = Crew(role)
     assert crew.after(20, experience=0.5, others=0.3) == 2
     assert crew.after(20, experience=0.5, others=0.3, room=2) == 2, "that of the store comes first"
@@ -292,7 +292,7 @@ def test_what_holds_a_step_back_is_told_once_until_it_changes(role: RunContext) 
     assert crew.data()[0]["waited_for_others"] == 0.3
 
 
-def test_a_fixed_number_is_left_alone(role: RunContext) -> None:
+def test_scaling_leaves_fixed_number(role: RunContext) -> None:
     crew = Crew(role)
     role.flow.set_scaling("fixed", 1, 8, 5)
     crew.workers = 5
@@ -305,7 +305,7 @@ def test_a_fixed_number_is_left_alone(role: RunContext) -> None:
     assert crew.told() == ["scaled 5 → 6: the bounds are 6 and 8", "scaled 6 → 1: the bounds are 1 and 1"]
 
 
-def test_an_order_that_came_meanwhile_stands(role: RunContext) -> None:
+def test_scaling_keeps_concurrent_order(role: RunContext) -> None:
     crew = Crew(role)
     crew.after(2, experience=0.5)
     flow = role.flow.read()
@@ -315,7 +315,7 @@ def test_an_order_that_came_meanwhile_stands(role: RunContext) -> None:
     assert crew.look(experience=0.5) == 7
 
 
-def test_nothing_is_decided_while_workers_start_or_the_trainer_reads_again_or_in_heatup(role: RunContext) -> None:
+def test_scaling_waits_for_start_reread_and_warmup(role: RunContext) -> None:
     crew = Crew(role)
     crew.starting = {"worker-1"}
     assert crew.after(6, experience=1.0) == 2
@@ -327,7 +327,7 @@ def test_nothing_is_decided_while_workers_start_or_the_trainer_reads_again_or_in
     assert crew.told() == []
 
 
-def test_what_is_wanted_and_cannot_be_is_said_once(role: RunContext) -> None:
+def test_scaling_reports_unmet_wish_once(role: RunContext) -> None:
     crew = Crew(role)
     assert crew.after(20, experience=0.5, room=2) == 2
     role.flow.set_scaling("auto", 1, 2)
@@ -338,7 +338,7 @@ def test_what_is_wanted_and_cannot_be_is_said_once(role: RunContext) -> None:
     ]
 
 
-def test_workers_without_a_place_stop_the_growth_and_go_when_they_are_not_needed(role: RunContext) -> None:
+def test_scaling_stops_growth_for_unplaced_workers(role: RunContext) -> None:
     crew = Crew(role)
     role.flow.set_desired_workers(4)
     crew.unplaced = 2
@@ -351,7 +351,7 @@ def test_workers_without_a_place_stop_the_growth_and_go_when_they_are_not_needed
     ]
 
 
-def test_without_a_bound_one_machine_grows_to_its_cores_and_what_is_more_already_may_stay(role: RunContext) -> None:
+def test_scaling_without_bound_grows_to_cores(role: RunContext) -> None:
     crew = Crew(role)
     crew.scaling = Scaling(role, cores=3)
     role.flow.set_scaling("auto", 1, None)

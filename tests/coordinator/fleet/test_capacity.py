@@ -86,7 +86,7 @@ CLUSTER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_cluster_file_says_how_far_its_autoscaler_goes() -> None:
+def test_additions_come_from_cluster_file() -> None:
     found = parse_additions(yaml.safe_dump(CLUSTER), True)
     assert found == Additions((Machines({"CPU": 16, "memory": 10**10}, 3), Machines({"CPU": 2}, 5)), 5)
     kinds = {"local.cluster.node": {"resources": {}, "node_config": {}, "min_workers": 2, "max_workers": 2}}
@@ -98,7 +98,7 @@ def test_a_cluster_file_says_how_far_its_autoscaler_goes() -> None:
 
 
 @pytest.mark.parametrize("version", ["_private", "v2"])
-def test_the_config_is_that_of_the_running_monitor(tmp_path: Path, version: str) -> None:
+def test_additions_come_from_running_monitor(tmp_path: Path, version: str) -> None:
     """A process that looks like Ray's, since a real one comes only with a cluster launcher."""
     monitor = tmp_path / "ray" / "autoscaler" / version / "monitor.py"
     monitor.parent.mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_the_config_is_that_of_the_running_monitor(tmp_path: Path, version: str)
     assert text is not None and yaml.safe_load(text) == CLUSTER
 
 
-def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
+def test_capacity_refuses_with_number_that_fits() -> None:
     room = WorkerCapacity(6, 6, "1 CPU", "the cluster (2 machines, 8 CPUs; the trainer takes 1 CPU)")
     room.refuse(6, "--set rollout.workers=", "add machines")
     with pytest.raises(UserError) as refused:

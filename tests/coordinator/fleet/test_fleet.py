@@ -94,7 +94,7 @@ def counting(fails: str, **more: Any) -> dict[str, Any]:
         ("Hangs", 1, {"step_deadline_seconds": 3.0}, "environment: worker-0 hangs in step of its environments, at "),
     ],
 )
-def test_a_worker_whose_environment_raises_or_hangs_is_replaced_and_the_run_reaches_its_goal(
+def test_worker_that_raises_or_hangs_is_replaced(
     config: MakeConfig, tmp_path: Path, running: ExitStack, name: str, times: int, more: dict[str, float], told: str
 ) -> None:
     kwargs = {"tally": str(tmp_path / "tally"), "times": times}
@@ -106,9 +106,7 @@ def test_a_worker_whose_environment_raises_or_hangs_is_replaced_and_the_run_reac
     assert outcome.status.ledger["total"]["balances"]
 
 
-def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_clock_says(
-    config: MakeConfig, running: ExitStack
-) -> None:
+def test_environment_that_exits_is_given_up_by_name(config: MakeConfig, running: ExitStack) -> None:
     """A bound by seconds let it be started again without end on a slow machine, and no event said why it ended."""
     evaluation = {"episodes": 1, "kwargs": {"fails": ""}}
     run = start(config(environment=counting("crash"), evaluation=evaluation, rollout={"restarts_allowed": 2}), running)
@@ -124,16 +122,14 @@ def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_c
     assert outcome.status.state == "finished"
 
 
-def test_an_evaluator_that_fails_does_not_end_a_run_with_another_bound(config: MakeConfig, running: ExitStack) -> None:
+def test_failing_evaluator_does_not_end_bounded_run(config: MakeConfig, running: ExitStack) -> None:
     evaluation = {"episodes": 1, "kwargs": {"fails": "exit", "fails_at": 0}, "final_wait_seconds": 5}
     run = start(config(environment=counting(""), evaluation=evaluation, rollout={"restarts_allowed": 1}), running)
     outcome = run.wait(120)
     assert (outcome.reason, outcome.status.evaluation) == ("exhausted", None)
 
 
-def test_a_silent_worker_is_replaced_and_one_that_beats_in_turns_with_its_successor_is_no_death(
-    config: MakeConfig, running: ExitStack
-) -> None:
+def test_silent_worker_is_replaced_and_old_process_ignored(config: MakeConfig, running: ExitStack) -> None:
     """As after its machine was cut off and came back: for some seconds both are there, under one name."""
     run = start(config(stop_at=FOR_EVER, rollout={"silent_seconds": 10.5, "restarts_allowed": 2}), running)
     until(run, lambda status: status.version > 2)
@@ -179,7 +175,7 @@ def test_forged_heartbeat_kills_no_other_process(config: MakeConfig, running: Ex
     check_stopped(run, failures=True)
 
 
-def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
+def test_trainer_without_progress_ends_the_run(config: MakeConfig, running: ExitStack) -> None:
     policies = {"default": {"transform": f"{MODULE}:end_this_process"}}
     run = start(config(stop_at=FOR_EVER, policies=policies, rollout={"restarts_allowed": 1}), running)
     outcome = run.wait(150)
@@ -189,9 +185,7 @@ def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConf
     assert outcome.status.state == "finished"
 
 
-def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
-    config: MakeConfig, tmp_path: Path, running: ExitStack
-) -> None:
+def test_progress_and_outages_excuse_deaths(config: MakeConfig, tmp_path: Path, running: ExitStack) -> None:
     store = tmp_path / "store"
     store.mkdir()
     run = start(config(stop_at=FOR_EVER, store={"url": f"file://{store}"}, rollout={"restarts_allowed": 0}), running)
@@ -222,7 +216,7 @@ def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
     check_stopped(run, failures=True)
 
 
-def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or_they_are_called_back(
+def test_roles_start_in_order_and_survive_eviction(
     config: MakeConfig, running: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagecoach.coordinator.fleet.fleet._OTHERS_FIRST_SECONDS", 120.0)
@@ -274,7 +268,7 @@ def slow(seconds: float) -> dict[str, Any]:
     }
 
 
-def test_auto_grows_while_the_trainer_waits_for_experience_and_says_why(config: MakeConfig, running: ExitStack) -> None:
+def test_auto_grows_while_trainer_waits(config: MakeConfig, running: ExitStack) -> None:
     rollout = {"scaling": "auto", "max_workers": 2, "scaling_window_seconds": 2, "max_policy_lag": 2}
     run = start(config(**slow(0.03), rollout=rollout), running)
     two = until(run, lambda status: at_work(status) == names(2))
@@ -293,7 +287,7 @@ def pending() -> int:
     return sum(actor["State"] in waiting for actor in ray_head.actors().values())
 
 
-def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: MakeConfig, running: ExitStack) -> None:
+def test_scale_refuses_excess_and_removes_unplaced_worker(config: MakeConfig, running: ExitStack) -> None:
     big = {"num_cpus": 30, "max_policy_lag": 1}
     with pytest.raises(UserError) as refused:
         start(config(rollout=big | {"workers": 3}), running)

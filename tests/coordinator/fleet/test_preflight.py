@@ -28,11 +28,11 @@ def away(launch: RoleLaunch, **changes: str) -> RoleLaunch:
     return dataclasses.replace(launch, address=dataclasses.replace(launch.address, **changes))
 
 
-def test_a_machine_that_has_everything_has_no_problem(launch: RoleLaunch) -> None:
+def test_examine_machine_finds_no_problem(launch: RoleLaunch) -> None:
     assert examine_machine(launch) == (versions(), None)
 
 
-def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examine_machine_reports_unreachable_or_missing(launch: RoleLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(launch: RoleLaunch) -> str:
         return str(examine_machine(launch)[1])
 
@@ -48,7 +48,7 @@ def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monke
     assert "refuses the credentials" in problem(launch)
 
 
-def test_the_user_s_modules_are_found_where_the_launch_says(launch: RoleLaunch, tmp_path: Path) -> None:
+def test_examine_machine_imports_from_launch_path(launch: RoleLaunch, tmp_path: Path) -> None:
     (tmp_path / "preflight_game.py").write_text("import gymnasium\nmake = lambda: gymnasium.make('CartPole-v1')\n")
     game = minimal_config(environment={"id": "preflight_game:make"})
     launch = dataclasses.replace(launch, config=game.model_dump(mode="json"), import_path=(str(tmp_path),))
@@ -74,7 +74,7 @@ def test_code_that_was_changed_has_another_digest(tmp_path: Path) -> None:
     assert versions(tmp_path)["Stagecoach's code"] != before
 
 
-def test_what_no_value_of_redis_holds_is_refused_and_the_store_takes_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_refuses_values_too_large_for_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_width(width: int, **sections: Any) -> None:
         check(minimal_config(policies={"default": {"hidden_sizes": [width]}}, **sections))
 
@@ -89,7 +89,7 @@ def test_what_no_value_of_redis_holds_is_refused_and_the_store_takes_a_version(m
 
 
 @pytest.mark.parametrize("transport", ["redis", "object_store"])
-def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(transport: str) -> None:
+def test_check_refuses_network_too_large_without_building_it(transport: str) -> None:
     policies = {"default": {"hidden_sizes": [65536] * 100}}
     with pytest.raises(
         ConfigError, match=r"the policies take [\d,.]+ GB, to train .* a process on this machine has .*hidden_sizes"
@@ -97,7 +97,7 @@ def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(tr
         check(minimal_config(policies=policies, policy_versions={"transport": transport}))
 
 
-def test_an_evaluation_with_other_spaces_is_refused() -> None:
+def test_check_refuses_evaluation_with_other_spaces() -> None:
     wrapper = {"path": "stagecoach.rollout_worker.environments.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
     check(minimal_config(evaluation={"wrappers": [wrapper]}))
     for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):

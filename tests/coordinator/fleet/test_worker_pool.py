@@ -75,9 +75,7 @@ def place(count: int, **rollout: Any) -> list[str]:
     return [str(node) for node in nodes]
 
 
-def test_workers_are_spread_packed_and_kept_off_a_machine_and_make_way_for_the_trainer(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_placement_spreads_packs_and_avoids_trainer(cluster: Cluster, tmp_path: Path) -> None:
     head = ray.get_runtime_context().get_node_id()
     spread = place(6)
     assert [spread.count(node) for node in set(spread)] == [2, 2, 2]

@@ -75,7 +75,7 @@ def marker(run: Run, name: str) -> Any:
     return json.loads((objects(run) / name).read_text())
 
 
-def test_a_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
     every = {"transport": "object_store"}  # each version is a checkpoint; else one that still waits may be passed over
@@ -101,7 +101,7 @@ def test_a_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyP
         again.load_policy(policy_id="nobody")
 
 
-def test_a_live_run_is_scaled_and_stopped_and_its_events_tell_what_happened(config: MakeConfig) -> None:
+def test_live_run_is_scaled_stopped_and_emits_events(config: MakeConfig) -> None:
     run = Run.start(config(stop_at=FOR_EVER, rollout={"fragments_per_update": 4}), "a", inline=True)
     other = Run.attach("a", run.config.runs_dir)
     with pytest.raises(WaitTimeout, match="run a to end"):
@@ -130,7 +130,7 @@ def test_a_live_run_is_scaled_and_stopped_and_its_events_tell_what_happened(conf
     assert other.events() == []
 
 
-def test_a_run_that_evaluates_nothing_has_no_evaluator_and_says_so(config: MakeConfig) -> None:
+def test_run_without_evaluation_has_no_evaluator(config: MakeConfig) -> None:
     run = Run.start(config(evaluation={"episodes": 0}, stop_at={"updates": 2}), "a", inline=True)
     outcome = finish(run)
     screen = PrintableConsole(file=io.StringIO(), width=200)
@@ -168,7 +168,7 @@ def test_inline_all_that_is_due_is_played_before_the_end(
     assert not [event for event in run.events() if "had not been played" in event.text]
 
 
-def test_a_checkpoint_is_made_when_a_person_asks_for_it_and_a_note_is_kept(config: MakeConfig) -> None:
+def test_checkpoint_order_and_note_are_recorded(config: MakeConfig) -> None:
     run = Run.start(config(checkpoint={"every": "100000 updates"}, stop_at=FOR_EVER), "a", inline=True)
     until(run, lambda status: status.version >= 1)
     before = run.status().latest
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_made_when_a_person_asks_for_it_and_a_note_is_kept(confi
     assert notes == ["note\ta better idea"]
 
 
-def test_one_process_cannot_be_several_ranks(config: MakeConfig, tmp_path: Path) -> None:
+def test_inline_refuses_several_ranks(config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"trainer.ranks=2 needs as many; leave --inline out"):
         Run.start(config(trainer={"ranks": 2}), "a", inline=True)
     assert not (tmp_path / "runs" / "a").exists()
@@ -199,7 +199,7 @@ def test_one_process_cannot_be_several_ranks(config: MakeConfig, tmp_path: Path)
         ({"id": f"{MODULE}:Nim", "api": "pettingzoo"}, "an action_mask without a legal action in 1 of 1 steps"),
     ],
 )
-def test_a_mask_that_is_wrong_from_the_first_is_told_before_anything_starts(
+def test_missing_mask_is_refused_before_start(
     config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(Nim, "legal", lambda self: np.zeros(3, np.int8))
@@ -208,7 +208,7 @@ def test_a_mask_that_is_wrong_from_the_first_is_told_before_anything_starts(
     assert not (tmp_path / "runs" / "a").exists()
 
 
-def test_what_is_learned_depends_on_the_seed_and_not_on_the_transport(config: MakeConfig) -> None:
+def test_weights_depend_on_seed_not_transport(config: MakeConfig) -> None:
     cases: dict[str | None, dict[str, Any]] = {
         "a": {"seed": 3}, "b": {"seed": 3}, "c": {"seed": 3, "policy_versions": {"transport": "object_store"}},
         None: {"seed": 4},
@@ -223,7 +223,7 @@ def test_what_is_learned_depends_on_the_seed_and_not_on_the_transport(config: Ma
     assert run.run_id.startswith("cartpole-v1-") and run.folder.path.is_dir(), "without a name it gets one"
 
 
-def test_a_run_that_is_interrupted_reads_all_again_and_arrives_at_the_same_weights(config: MakeConfig) -> None:
+def test_interrupted_run_rereads_to_same_weights(config: MakeConfig) -> None:
     """Most of what was learned lies in the log only; it is read before the run ends, although its goal is passed."""
     broken = Run.start(config(checkpoint={"every": "1000 updates"}, stop_at=FOR_EVER), "broken", inline=True)
     until(broken, lambda status: status.version >= 6)
@@ -242,7 +242,7 @@ def test_a_run_that_is_interrupted_reads_all_again_and_arrives_at_the_same_weigh
     assert weights(resumed, finished["final"]) == weights(whole, finished["final"])
 
 
-def test_a_stopped_run_goes_on_where_it_was(config: MakeConfig) -> None:
+def test_stopped_run_resumes(config: MakeConfig) -> None:
     first = Run.start(config(stop_at={"updates": 3}), "a", inline=True)
     before = finish(first).status
     with pytest.raises(UserError, match=r"3 updates and stop_at\.updates=3, so it would end at once"):
@@ -281,7 +281,7 @@ def test_ctrl_c_is_said_to_end_the_watching_where_it_does(
     assert run.live
 
 
-def test_an_interrupted_run_is_not_resumed_for_a_goal_that_it_has_passed(config: MakeConfig) -> None:
+def test_resume_refuses_reached_goal(config: MakeConfig) -> None:
     made = config(stop_at=FOR_EVER, checkpoint={"every": "2 updates"})
     run = Run.start(made, "a", inline=True)
     until(run, lambda status: status.updates > 6 and status.latest not in (None, "0_Step-0.ckpt"))
@@ -298,9 +298,7 @@ def curve(run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("archive", some_quick(["all", "off"], "all"))
-def test_an_older_checkpoint_is_gone_back_to_with_its_whole_replay_buffer_or_not_at_all(
-    config: MakeConfig, archive: str
-) -> None:
+def test_rollback_restores_whole_replay_buffer_or_nothing(config: MakeConfig, archive: str) -> None:
     """The buffer of four fragments has long forgotten what it held at version 5."""
     old = checkpoint_name(5, 80)
     made = config(

@@ -31,7 +31,7 @@ def learning_from(section: str, config: MakeConfig, **dataset: Any) -> MakeConfi
 
 
 @pytest.mark.parametrize("section", ALGORITHMS)
-def test_the_hash_of_what_was_recorded_is_part_of_the_run(tmp_path: Path, section: str, config: MakeConfig) -> None:
+def test_recorded_data_hash_is_part_of_run(tmp_path: Path, section: str, config: MakeConfig) -> None:
     make = learning_from(section, config, path=str(tmp_path / "balanced.csv"))
     write_played(tmp_path / "balanced.csv", played(4, steps=40))
     run = Run.start(make(), "a", inline=True)
@@ -63,7 +63,7 @@ ODD = "obs.0,action,reward,terminated\n0,1,1,1\n"
         ("demonstrations", {"min_return": 400.0}, ["demonstrations.min_return=400", "returned 40"]),
     ],
 )
-def test_what_cannot_be_learned_from_is_refused_before_anything_is_written(
+def test_unusable_recording_is_refused_before_writing(
     stagecoach: Stagecoach, tmp_path: Path, config: MakeConfig, section: str, changes: dict[str, Any], words: list[str]
 ) -> None:
     write_played(tmp_path / "balanced.csv", played(4, steps=40))

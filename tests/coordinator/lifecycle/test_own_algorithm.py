@@ -65,7 +65,7 @@ def final_policy(run_id: str) -> bytes:
 
 
 @pytest.mark.exhaustive
-def test_it_trains_resumes_exactly_and_is_evaluated(stagecoach: Stagecoach, code: Path) -> None:
+def test_own_algorithm_trains_resumes_exactly_and_evaluates(stagecoach: Stagecoach, code: Path) -> None:
     write_config(code.parent.parent, BANDIT)
     check_exact(partial(stagecoach, "train", "own.yaml", "--set=checkpoint.every=2 updates"), stagecoach, 3, 6)
     assert Path("runs/whole/metrics/train.csv").read_text().count("train/seen") == 1
@@ -74,7 +74,7 @@ def test_it_trains_resumes_exactly_and_is_evaluated(stagecoach: Stagecoach, code
 
 
 @pytest.mark.exhaustive
-def test_the_hooks_of_a_built_in_algorithm_are_exact_too(stagecoach: Stagecoach, tmp_path: Path) -> None:
+def test_builtin_algorithm_with_hooks_resumes_exactly(stagecoach: Stagecoach, tmp_path: Path) -> None:
     for name in ("count_bonus.py", "count_bonus.yaml"):
         shutil.copy(SOURCE / "examples" / name, tmp_path)
     settings = (
@@ -89,7 +89,7 @@ def test_the_hooks_of_a_built_in_algorithm_are_exact_too(stagecoach: Stagecoach,
 
 
 @pytest.mark.exhaustive
-def test_an_exploration_and_a_replay_buffer_of_ones_own_are_exact_too(stagecoach: Stagecoach, tmp_path: Path) -> None:
+def test_own_exploration_and_replay_buffer_resume_exactly(stagecoach: Stagecoach, tmp_path: Path) -> None:
     for name in ("own_exploration.py", "own_exploration.yaml"):
         shutil.copy(SOURCE / "examples" / name, tmp_path)
     settings = (
@@ -122,7 +122,7 @@ def test_an_exploration_and_a_replay_buffer_of_ones_own_are_exact_too(stagecoach
     ],
     ids=str,
 )
-def test_a_class_that_cannot_explore_or_remember_is_told_before_anything_starts(
+def test_unusable_own_class_is_refused_before_start(
     stagecoach: Stagecoach, tmp_path: Path, part: str, section: Any, said: str
 ) -> None:
     (tmp_path / "theirs.py").write_text(
@@ -187,7 +187,7 @@ class Draws(ReplayBuffer):
         ("replay_buffer", "far", "draw gave row -"),
     ],
 )
-def test_what_a_class_of_ones_own_does_wrong_is_told_by_its_field(
+def test_own_class_errors_name_the_field(
     stagecoach: Stagecoach, tmp_path: Path, part: str, gives: str, said: str
 ) -> None:
     (tmp_path / "bad.py").write_text(BAD)
@@ -200,7 +200,7 @@ def test_what_a_class_of_ones_own_does_wrong_is_told_by_its_field(
     assert f"algorithm.{part}.kind={kind}: {said}" in " ".join(done.err.split()), done.err
 
 
-def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, code: Path) -> None:
+def test_own_update_error_names_its_line(stagecoach: Stagecoach, code: Path) -> None:
     code.write_text(TEXT.replace("self._seen += ", "self._sene += "))
     write_config(code.parent.parent, BANDIT)
     done = stagecoach("train", "own.yaml", "--run-id", "odd", "--inline")
@@ -221,7 +221,7 @@ def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, co
         ("pop", {}, ["one of a2c,", "vdn, package.module:Class", "found 'pop'; did you mean ppo?"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(
+def test_own_algorithm_refusals_are_one_line(
     code: Path, algorithm: Any, more: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = code.parent.parent

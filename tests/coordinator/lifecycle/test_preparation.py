@@ -97,7 +97,7 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("spoil", [of_another_type, full_of_garbage])
 @pytest.mark.parametrize("name", [*NAMES, "action_trace", "heartbeats"])
-def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
+def test_damaged_key_is_survived_or_named(
     redis_server: RedisServer, tmp_path: Path, name: str, spoil: Callable[[Any, str], None]
 ) -> None:
     game = make_game(redis_server, tmp_path, small())
@@ -128,7 +128,7 @@ def test_each_key_has_its_type_and_what_it_holds_is_named() -> None:
     [("epoch", "x"), ("version", ""), ("state", "resting"), ("committed_id", "here"), ("claimed", "1e400"),
      ("max_workers", "many"), ("fragments_per_update", "0"), ("consumed", None)],
 )  # fmt: skip
-def test_a_field_of_the_flow_is_named_with_what_it_holds(
+def test_damaged_flow_field_is_named_with_value(
     make_role: Callable[..., RunContext], field: str, value: str | None
 ) -> None:
     role = make_role(small())
@@ -145,7 +145,7 @@ def test_a_field_of_the_flow_is_named_with_what_it_holds(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_the_command_line_names_a_damaged_key_in_one_line(terminal: CommandLine, tmp_path: Path) -> None:
+def test_command_line_names_damaged_key_in_one_line(terminal: CommandLine, tmp_path: Path) -> None:
     """And the way out that it names is one."""
     process = terminal.start("train", terminal.write_config(stop_at={"updates": 10**6}), "--run-id", "run", "--inline")
     terminal.until("run", "something learned", lambda status: status.version > 25)

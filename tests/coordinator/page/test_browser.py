@@ -86,7 +86,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
 
 
-def test_the_page_of_a_live_run_updates(live: Run, visitor: Visitor) -> None:
+def test_page_of_live_run_updates(live: Run, visitor: Visitor) -> None:
     with serve(live.config.runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/live")
         page.locator("#panel-return canvas").wait_for()
@@ -108,7 +108,7 @@ def test_the_page_of_a_live_run_updates(live: Run, visitor: Visitor) -> None:
         assert live.live
 
 
-def test_it_shows_a_banner_while_its_server_is_away_and_goes_on(live: Run, visitor: Visitor) -> None:
+def test_page_shows_banner_while_server_is_away(live: Run, visitor: Visitor) -> None:
     with serve(live.config.runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/live")
         page.locator("#panel-return canvas").wait_for()
@@ -121,7 +121,7 @@ def test_it_shows_a_banner_while_its_server_is_away_and_goes_on(live: Run, visit
         page.locator("#panel-return canvas").wait_for()
 
 
-def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Visitor) -> None:
+def test_page_shows_ended_run_from_store(runs_dir: Path, visitor: Visitor) -> None:
     with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url)
         page.get_by_role("link", name="a", exact=True).click()
@@ -144,7 +144,7 @@ def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Vis
         page.locator("#panel-timeline .mark.promoted").wait_for()
 
 
-def test_a_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> None:
+def test_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> None:
     with serve(runs_dir, TOKEN, read_only=True) as url:
         page = visitor.enter(url, "/runs/a")
         page.locator("#panel-timeline .mark.best").wait_for(state="attached")
@@ -155,7 +155,7 @@ def test_a_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> 
         assert all(button.is_disabled() for button in promote.all())
 
 
-def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path, visitor: Visitor) -> None:
+def test_page_shows_league_and_win_rates(tmp_path: Path, visitor: Visitor) -> None:
     environment = CHASE | {"kwargs": {"counts": False}}
     league = {"fixed": {"dice": "random"}, "opponents": {"latest": 0.3, "past": 0.3, "fixed": 0.4}}
     config = minimal_config(
@@ -196,7 +196,7 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         page.locator("td", has_text="(rating of ").wait_for()
 
 
-def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:
+def test_page_works_by_keyboard_and_charts_have_tables(runs_dir: Path, visitor: Visitor) -> None:
     with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/a")
         page.locator("#panel-return canvas").wait_for()
@@ -238,7 +238,7 @@ def test_nothing_is_wider_than_the_screen(runs_dir: Path, visitor: Visitor, widt
             assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_run_that_is_none_and_a_page_without_its_token(runs_dir: Path, visitor: Visitor) -> None:
+def test_page_explains_unknown_run_and_missing_token(runs_dir: Path, visitor: Visitor) -> None:
     visitor.expected += ["status of 404", "status of 401"]
     with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/none")
@@ -250,7 +250,7 @@ def test_a_run_that_is_none_and_a_page_without_its_token(runs_dir: Path, visitor
         assert refused.status == 401
 
 
-def test_a_million_rows_are_reduced_before_they_are_sent(runs_dir: Path, visitor: Visitor) -> None:
+def test_page_sends_reduced_rows(runs_dir: Path, visitor: Visitor) -> None:
     rows, parts = 1_000_000, 20
     store = Run.attach("a", runs_dir).checkpoint_store().store
     for part in range(parts):
@@ -269,9 +269,7 @@ def test_a_million_rows_are_reduced_before_they_are_sent(runs_dir: Path, visitor
         assert page.locator("#panel-return tbody tr").count() <= 50
 
 
-def test_a_thousand_workers_are_a_page_of_rows(
-    runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_shows_thousand_workers(runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = RunView.snapshot
 
     def with_workers(view: RunView) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def value(samples: Samples, name: str, run: str, /, **labels: str) -> float:
     return samples[f"stagecoach_{name}", frozenset({"run": run, **labels}.items())]
 
 
-def test_an_ended_run_and_a_live_one_tell_what_their_status_tells(ended_run: Run, config: MakeConfig) -> None:
+def test_metrics_equal_status_of_ended_and_live_run(ended_run: Run, config: MakeConfig) -> None:
     rollout = {"workers": 2, "fragments_per_update": 4, "max_policy_lag": 2}
     run = Run.start(config(stop_at={"updates": 10**6}, rollout=rollout), "b", inline=True)
     until(run, lambda status: status.updates > 3 and status.evaluation is not None)
@@ -143,7 +143,7 @@ def test_counters_never_fall_while_processes_are_replaced() -> None:
     assert sum(value for key, value in totals.highest.items() if key[0] == "incarnation") == 2
 
 
-def test_numbers_that_outlive_a_trainer_stand_still_while_it_reads_again() -> None:
+def test_counters_stand_still_while_trainer_rereads() -> None:
     totals, total = Totals(), {"produced": {"transitions": 64}, "consumed": {"transitions": 32}}
     lags = [1, 2, 2, 2, 2, 2, 2, 2, 2, 1]
     trainer = beat("trainer", "trainer", "1", {}, progress={"lags": lags})
@@ -166,7 +166,7 @@ def test_labels_are_bounded_whatever_heartbeats_hold() -> None:
     assert {key.role for key in totals.spent} == {"worker", "other"}
 
 
-def test_what_is_away_is_told(ended_run: Run) -> None:
+def test_metrics_report_outages(ended_run: Run) -> None:
     view = RunView(ended_run)
     view.refresh()
     waits = {"ended": None, "alive": True, "age_seconds": 1.0, "outage": True, "waiting_for": "the store"}
@@ -191,7 +191,7 @@ def test_what_is_away_is_told(ended_run: Run) -> None:
     assert value(parsed(view), "ledger_unbalanced", "a") == 1
 
 
-def test_what_is_of_a_policy_has_its_name(ended_run: Run) -> None:
+def test_metrics_of_policies_are_labeled(ended_run: Run) -> None:
     view = RunView(ended_run)
     view.refresh()
     view.state["metrics"] |= {
@@ -205,13 +205,13 @@ def test_what_is_of_a_policy_has_its_name(ended_run: Run) -> None:
     assert "league/elo" not in str(found), "it is not drawn"
 
 
-def test_a_view_that_knows_nothing_yet_is_no_failure(ended_run: Run) -> None:
+def test_empty_view_is_not_an_error(ended_run: Run) -> None:
     found = parsed(RunView(ended_run))
     assert {name for name, _ in found} == {"stagecoach_build_info", "stagecoach_run_info"}
     assert {name for name, _ in parsed()} == {"stagecoach_build_info"}
 
 
-def test_a_run_tells_the_algorithms_of_its_policies_without_a_user_s_code(ended_run: Run) -> None:
+def test_metrics_name_algorithms_without_importing_user_code(ended_run: Run) -> None:
     policies = {"wolf": {"algorithm": {"name": "dqn"}}, "sheep": {"algorithm": {"name": "not.here:Own"}}}
     config = minimal_config(environment=CHASE, policies=policies, agents={"cat": "wolf", "mouse": "sheep"})
     found = parsed(RunView(Run(ended_run.folder, config)))
@@ -240,7 +240,7 @@ def promtool(*arguments: str, given: bytes = b"") -> None:
     assert (done.returncode, done.stderr) == (0, b""), (done.stdout + done.stderr).decode()
 
 
-def test_alerts_are_of_metrics_that_exist_and_each_is_seen_to_fire_and_not_to_fire() -> None:
+def test_alerts_use_existing_metrics_and_fire() -> None:
     text = (PROMETHEUS / "alerts.yml").read_text()
     known = {*METRICS, *(f"stagecoach_policy_lag_versions_{part}" for part in ("sum", "count"))}
     assert set(re.findall(r"stagecoach_\w+", text)) <= known
@@ -263,9 +263,7 @@ EMPTY_FOR_PPO_ON_CARTPOLE = {
 @needs_prometheus
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-def test_prometheus_scrapes_a_live_run_and_each_query_of_each_panel_gives_data(
-    config: MakeConfig, tmp_path: Path
-) -> None:
+def test_prometheus_scrapes_live_run_and_queries_return_data(config: MakeConfig, tmp_path: Path) -> None:
     run = Run.start(config(stop_at={"updates": 10**6}, rollout={"workers": 2, "max_policy_lag": 2}), "b", inline=True)
     with serve(run.config.runs_dir, "secret") as url, prometheus(url, "secret", tmp_path) as query:
         until(run, lambda status: status.updates > 3 and status.evaluation is not None)
@@ -326,7 +324,7 @@ def prometheus(url: str, token: str, folder: Path) -> Iterator[Callable[[str], l
 # Grafana
 
 
-def test_the_dashboard_is_made_of_the_panels() -> None:
+def test_dashboard_matches_panels() -> None:
     written = json.loads((ROOT / "deploy" / "grafana" / "stagecoach.json").read_text())
     assert written == dashboard(), "python deploy/make_dashboard.py > deploy/grafana/stagecoach.json"
     panels = written["panels"]
@@ -352,7 +350,7 @@ def test_the_dashboard_is_made_of_the_panels() -> None:
     assert max(x for x, _ in cells) < 24
 
 
-def test_the_page_on_monitoring_names_every_metric_and_alert_and_nothing_else() -> None:
+def test_monitoring_docs_name_every_metric_and_alert() -> None:
     text = (ROOT / "docs" / "MONITORING.md").read_text()
     rows = dict(re.findall(r"^\| `(stagecoach_\w+)` \| ([^|]*) \|", text, re.MULTILINE))
     said = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows.items()}

@@ -79,7 +79,7 @@ def test_without_the_token_nothing_is_told(page: Visitor, path: str) -> None:
         stranger.order("a", verb).refused(401)
 
 
-def test_the_url_with_the_token_leaves_a_cookie_that_is_not_the_token(page: Visitor) -> None:
+def test_url_token_sets_cookie_that_is_not_the_token(page: Visitor) -> None:
     entered = page.as_().ask(f"/runs/a?token={TOKEN}")
     assert (entered.status, entered.headers["Location"]) == (303, "/runs/a")
     cookie, *attributes = entered.headers["Set-Cookie"].split("; ")
@@ -112,7 +112,7 @@ def test_orders_come_from_the_pages_own_origin(page: Visitor) -> None:
 
 
 @pytest.mark.parametrize("token", [TOKEN, None])
-def test_a_page_that_is_read_only_or_has_no_token_takes_no_orders(runs_dir: Path, token: str | None) -> None:
+def test_read_only_or_tokenless_page_takes_no_orders(runs_dir: Path, token: str | None) -> None:
     with serve(runs_dir, token, read_only=token is not None) as url:
         visitor = Visitor(url)
         assert visitor.ask("/api/page").json == {"can_order": False}
@@ -121,12 +121,12 @@ def test_a_page_that_is_read_only_or_has_no_token_takes_no_orders(runs_dir: Path
             visitor.order("a", verb).refused(403, "no orders" if token is None else "read-only")
 
 
-def test_a_page_without_a_token_tells_nothing_to_a_site_whose_name_leads_here(runs_dir: Path) -> None:
+def test_tokenless_page_refuses_foreign_host_names(runs_dir: Path) -> None:
     with serve(runs_dir, None) as url:
         visitor = Visitor(url, {})
         assert visitor.ask("/api/runs", Host="localhost:1234").status == 200, "by ssh -L"
         for host in ("elsewhere.example", "[", ""):
-            visitor.ask("/api/runs", Host=host).refused(403, "127.0.0.1 and localhost alone")
+            visitor.ask("/api/runs", Host=host).refused(403, "only at 127.0.0.1 and localhost")
 
 
 def test_every_response_says_what_a_browser_may_do_with_it(page: Visitor) -> None:
@@ -141,7 +141,7 @@ def test_every_response_says_what_a_browser_may_do_with_it(page: Visitor) -> Non
 # What it tells
 
 
-def test_the_files_of_the_page(page: Visitor) -> None:
+def test_page_serves_its_files(page: Visitor) -> None:
     for path in ("/", "/runs/a", "/runs/nobody"):
         assert b"the page" in page.ask(path).body
         assert page.ask(path).headers["Content-Type"].startswith("text/html")
@@ -149,7 +149,7 @@ def test_the_files_of_the_page(page: Visitor) -> None:
     page.ask("/static/..%2fruns%2fa%2fconfig.yaml").refused(404)
 
 
-def test_an_ended_run_is_told_from_its_store(page: Visitor, runs_dir: Path) -> None:
+def test_ended_run_is_served_from_store(page: Visitor, runs_dir: Path) -> None:
     shutil.copytree(runs_dir / "a", runs_dir / "broken")
     rows = {row["run_id"]: row for row in page.ask("/api/runs").json}
     assert (rows["a"]["state"], rows["a"]["reason"]) == ("finished", "completed, it has reached stop_at")
@@ -203,11 +203,11 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/a/stop", 405, ()),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_said_in_one_line(page: Visitor, path: str, status: int, words: tuple[str, ...]) -> None:
+def test_missing_things_are_one_line(page: Visitor, path: str, status: int, words: tuple[str, ...]) -> None:
     page.ask(path).refused(status, *words)
 
 
-def test_a_run_that_is_over_takes_no_orders_but_a_promotion(page: Visitor) -> None:
+def test_ended_run_takes_only_promotion(page: Visitor) -> None:
     for verb, order in (("stop", {}), ("checkpoint", {}), ("scale", {"workers": 2}), ("note", {"text": "hello"})):
         page.order("a", verb, order).refused(409, "run 'a' is not live")
         page.order("b", verb, order).refused(404, "no run 'b'")
@@ -271,7 +271,7 @@ def test_bodies_are_bounded_and_json(live_page: Visitor) -> None:
         Reply(reply.status, reply.headers, reply.read()).refused(400, "Invalid JSON")
 
 
-def test_the_command_line_gives_the_same_orders(live: Run, ended_run: Run, stagecoach: Stagecoach) -> None:
+def test_command_line_gives_same_orders(live: Run, ended_run: Run, stagecoach: Stagecoach) -> None:
     here = ("--runs-dir", str(live.config.runs_dir))
     before = live.status().latest
     assert "a checkpoint is written" in stagecoach("checkpoints", "save", "live", *here).ok()
@@ -284,9 +284,7 @@ def test_the_command_line_gives_the_same_orders(live: Run, ended_run: Run, stage
     check_refused(stagecoach("checkpoints", "save", "a", *ended), "run 'a' is not live")
 
 
-def test_updates_come_while_somebody_listens_and_nobody_reads_for_no_one(
-    live_page: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_stream_only_while_somebody_listens(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     def kept() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "page of live"]
 
@@ -306,7 +304,7 @@ def test_updates_come_while_somebody_listens_and_nobody_reads_for_no_one(
     soon("the view to be forgotten", lambda: not kept())
 
 
-def test_the_end_of_the_server_ends_what_it_sends(runs_dir: Path) -> None:
+def test_server_end_closes_streams(runs_dir: Path) -> None:
     with contextlib.ExitStack() as stack:
         with serve(runs_dir, TOKEN) as url:
             stream = stack.enter_context(Visitor(url).updates("a"))
@@ -316,9 +314,7 @@ def test_the_end_of_the_server_ends_what_it_sends(runs_dir: Path) -> None:
         Visitor(url).ask("/")
 
 
-def test_a_store_that_goes_away_is_a_banner_and_what_was_known_stays(
-    servers: tuple[str, str], tmp_path: Path, unique_run_id: str
-) -> None:
+def test_store_outage_shows_banner_and_keeps_data(servers: tuple[str, str], tmp_path: Path, unique_run_id: str) -> None:
     with contextlib.closing(FaultProxy(int(servers[1].rpartition(":")[2]))) as proxy:
         config = minimal_config(
             runs_dir=str(tmp_path / "far"), stop_at={"updates": 2}, redis={"url": servers[0]},
@@ -365,7 +361,7 @@ def test_silent_redis_of_one_run_holds_up_no_scrape(live_page: Visitor, monkeypa
         answers.set()
 
 
-def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_view_is_reported_and_retried(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(view: RunView) -> None:
         raise ValueError("a fault of ours")
 
@@ -378,9 +374,7 @@ def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch:
 # The command
 
 
-def test_a_port_that_is_taken_and_tokens_that_cannot_be_are_one_line(
-    page: Visitor, stagecoach: Stagecoach, tmp_path: Path
-) -> None:
+def test_taken_port_and_invalid_tokens_are_one_line(page: Visitor, stagecoach: Stagecoach, tmp_path: Path) -> None:
     port = page.url.rpartition(":")[2]
     check_refused(stagecoach("page", "--port", port), f"port {port} of 127.0.0.1 is taken")
     check_refused(stagecoach("page", "--host", "no.such.host.invalid"), "cannot listen")
@@ -400,7 +394,7 @@ def test_a_port_that_is_taken_and_tokens_that_cannot_be_are_one_line(
         pass
 
 
-def test_the_command_shows_runs_until_it_is_interrupted(terminal: CommandLine, runs_dir: Path) -> None:
+def test_page_command_serves_until_interrupted(terminal: CommandLine, runs_dir: Path) -> None:
     (terminal.folder / "token").write_text(f"{TOKEN}\n")
     process = terminal.start("page", "a", "--port", "0", "--token-file", "token")
     terminal.wait_until("the URL", lambda: "first line of token" in terminal.output(process))
@@ -412,7 +406,7 @@ def test_the_command_shows_runs_until_it_is_interrupted(terminal: CommandLine, r
     assert "its runs continue" in terminal.ended(process).ok()
 
 
-def test_the_page_of_train_lives_as_long_as_the_run(terminal: CommandLine) -> None:
+def test_train_page_lives_as_long_as_run(terminal: CommandLine) -> None:
     config = terminal.write_config(stop_at={"updates": 10**6})
     process = terminal.start("train", config, "--inline", "--page", "--run-id", "a")
     terminal.wait_until("the URL", lambda: "?token=" in terminal.output(process))

@@ -55,9 +55,7 @@ def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path) -> None:
     second.stop()
 
 
-def test_s3_keeps_plain_files_and_no_service_has_its_secrets_in_its_arguments_or_inherits_those_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_keep_plain_files_and_hide_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "STAGECOACH_REDIS_PASSWORD", "RCLONE_S3_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "of another")
     with own_servers(tmp_path) as servers:
@@ -106,7 +104,7 @@ time.sleep(600)
 """
 
 
-def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_services_end_when_parent_is_killed(tmp_path: Path) -> None:
     with started(STARTER, str(tmp_path)) as parent:
         assert parent.stdout is not None
         children = [int(parent.stdout.readline()) for _ in range(2)]
@@ -143,9 +141,7 @@ except PermissionError:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a moment")
 @pytest.mark.ray
-def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_its_logs_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_sockets_are_private_and_logs_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as open_to_all:
         os.chmod(open_to_all, 0o1777)  # as /tmp is
         monkeypatch.setenv("TMPDIR", open_to_all)
@@ -177,9 +173,7 @@ def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_it
         assert list(Path(open_to_all).glob("sc-*")) == [fake]
 
 
-def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_spawn_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nobody knows of the process, and a Redis that has half of its settings takes defaults for the others."""
     made: list[subprocess.Popen[bytes]] = []
 
@@ -208,7 +202,7 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
         ("echo loading a lot of data\nexec sleep 600", r"Redis was not ready within 8 s; .*loading a lot"),
     ],
 )
-def test_a_server_that_does_not_come_up_is_ended_and_reported_with_its_log(
+def test_failed_server_is_ended_and_reported_with_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
     broken = tmp_path / "broken-server"

@@ -49,9 +49,7 @@ head.stop()
 
 
 @pytest.mark.parametrize(("how", "fate"), [("killed", "Ray has died"), ("folder", "Ray's folder was removed")])
-def test_a_driver_outlives_its_dead_ray_although_the_collector_finds_references_of_it(
-    tmp_path: Path, how: str, fate: str
-) -> None:
+def test_driver_survives_dead_ray_despite_collector(tmp_path: Path, how: str, fate: str) -> None:
     environ = {**os.environ, "RAY_enable_metrics_collection": "1"}  # leaving takes ten seconds then
     done = subprocess.run([sys.executable, "-c", DIES, tmp_path, how], capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["joined another one True"]), done

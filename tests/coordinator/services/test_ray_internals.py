@@ -35,7 +35,7 @@ def test_ray_still_has_what_stagecoach_uses(name: str) -> None:
         found = getattr(found, part, None)
 
 
-def test_the_autoscaler_still_runs_in_these_files() -> None:
+def test_autoscaler_runs_in_known_files() -> None:
     assert [name for name in MONITORS if not (Path(ray.__file__).parent / name).is_file()] == []
 
 

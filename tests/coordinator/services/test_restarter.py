@@ -95,7 +95,7 @@ def test_services_that_are_killed_come_back_with_their_data(keep: Callable[..., 
 
 
 @pytest.mark.parametrize("which", ["redis", "s3"])
-def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) -> None:
+def test_hung_service_is_restarted(keep: Callable[..., Kept], which: str) -> None:
     kept = keep(service_silent_seconds=3)
     service: Service = getattr(kept, which)
     kept.role.checkpoints.store.put("before", b"1")
@@ -108,7 +108,7 @@ def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) 
     assert kept.restarter.failure is None
 
 
-def test_one_that_is_stopped_for_a_moment_is_not_taken_for_hung(keep: Callable[..., Kept]) -> None:
+def test_briefly_stopped_service_is_not_restarted(keep: Callable[..., Kept]) -> None:
     kept = keep(service_silent_seconds=30)
     before = kept.redis.process.pid
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_one_that_is_stopped_for_a_moment_is_not_taken_for_hung(keep: Callable[.
     assert kept.redis.process.pid == before
 
 
-def test_what_dies_again_and_again_while_the_run_makes_progress_is_started_again(keep: Callable[..., Kept]) -> None:
+def test_service_is_restarted_while_run_progresses(keep: Callable[..., Kept]) -> None:
     kept = keep(restarts_allowed=0)
     for number in range(4):
         kept.role.redis.hset(RunKeys("kept").flow, "committed_id", f"{number}-0")  # a fragment was learned from
@@ -129,7 +129,7 @@ def test_what_dies_again_and_again_while_the_run_makes_progress_is_started_again
     assert kept.restarter.failure is None
 
 
-def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Callable[..., Kept]) -> None:
+def test_dying_service_is_given_up_with_diagnostics(keep: Callable[..., Kept]) -> None:
     kept = keep(restarts_allowed=1)
     kill(kept.s3)
     assert kept.restarter.failure is None
@@ -141,7 +141,7 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Cal
     assert kept.redis.alive
 
 
-def test_the_log_of_a_service_is_rotated_while_it_writes(
+def test_service_log_is_rotated_while_written(
     keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagecoach.shared.runtime.launch._LOG_BYTES", 4000)
@@ -158,7 +158,7 @@ def test_the_log_of_a_service_is_rotated_while_it_writes(
     assert kept.redis.log.stat().st_size > before and "bye bye" in kept.redis.log.read_text(errors="replace")
 
 
-def test_one_that_is_stopped_starts_nothing(keep: Callable[..., Kept]) -> None:
+def test_stopped_restarter_starts_nothing(keep: Callable[..., Kept]) -> None:
     kept = keep()
     kept.restarter.stop()
     kept.redis.stop()
