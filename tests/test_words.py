@@ -27,7 +27,7 @@ BOUNDS = {
     "rollout_worker": (157, 133, 8, 0, 0),
     "shared": (379, 221, 8, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (234, 152, 7, 0, 0),
+    "trainer_node": (146, 135, 7, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),

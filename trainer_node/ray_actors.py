@@ -18,7 +18,7 @@ class TrainerProcess:
 
     @ray.method
     def run(self) -> str:
-        """As `run_rank` in trainer_node/process.py."""
+        """Runs a rank: see `run_rank` in trainer_node/process.py."""
         return self._run_rank(self._launch, self._rank)
 
 

@@ -26,7 +26,7 @@ from stagecoach.trainer_node.state.log_consumer import LogConsumer
 from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 
 BEGINNING = "start"
-"""In place of a checkpoint: the untrained policy, which config and seed decide."""
+"""Name of the untrained policy, which config and seed decide, in place of a checkpoint's."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Replayed:
     sha256: dict[str, str]
     """Object → what came out."""
     unlike: tuple[str, ...]
-    """What was another then than it is here, where something is different: code, PyTorch, device, threads."""
+    """Differences of code, PyTorch, device and threads, if an object is different."""
 
     @property
     def equal(self) -> bool:
-        """Whether every object came out the same."""
+        """Returns whether every object is equal."""
         return not self.different
 
 

@@ -28,11 +28,11 @@ from stagecoach.trainer_node.recovery.recovery import Recovery, held
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
-"""How often a trainer that waits for experience asks whether the run is to end."""
+"""Seconds between two looks at the run's state while the trainer waits for experience."""
 _WRITERS_SECONDS = 60.0
-"""For metric writers that are slow; one that hangs delays the end of a run by this much."""
+"""Seconds that the end of a run waits for slow metric writers."""
 _REPLACED_SECONDS = 20.0
-"""How long the end of a run waits for an evaluator in place of one that is gone."""
+"""Seconds that the end of a run waits for an evaluator in place of one that is gone."""
 
 
 class StepResult(StrEnum):
@@ -54,11 +54,11 @@ class Trainer:
         self._metrics = UpdateMetrics(role.config, self.learner, self.state.description)
         self.recorder = self.state.writer.recorder
         self._orders = self._flow.read().checkpoint_orders
-        """Checkpoints that persons have asked for so far."""
+        """Number of checkpoints requested by users."""
         self._catching_up = True
-        """Whether it learns what a former trainer has learned; nothing waits for that, and workers wait for credit."""
+        """Whether it repeats what a former trainer has learned; workers wait for credit, and nothing waits for this."""
         self.end_reason = ""
-        """Why the run ends, once it does."""
+        """Reason why the run ends, once it does."""
 
     @classmethod
     def start(cls, incarnation: Incarnation) -> Self:
@@ -165,11 +165,11 @@ class Trainer:
         return flow
 
     def _log_ends_before_version(self) -> bool:
-        """Whether the log has nothing more, though a version on the board was learned from what came next."""
+        """Returns whether the log has ended, though a version on the board was learned from what came next."""
         return self._flow.read().version > self.version and self.incarnation.log.ends_at(self.consumer.position)
 
     def collect(self, wait_seconds: float) -> bool:
-        """Whether K fragments of one Redis process are there; waits for more, by name, while the run is running."""
+        """Returns whether K fragments of one Redis process are there; waits for more while the run is running."""
         at_once = not self.consumer.batch
         while len(self.consumer.batch) < self._config.rollout.fragments_per_update:
             taken = self.consumer.take(self.version, self.state.phase, 0.0)

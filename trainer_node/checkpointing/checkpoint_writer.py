@@ -49,7 +49,7 @@ class CheckpointWriter:
         self._busy = self._closing = False
         self.timer = StageTimer()
         self.failure: BaseException | None = None
-        """What ended the thread (fenced, damaged store); the trainer raises it."""
+        """Error that ended the thread (fenced, damaged store); the trainer raises it."""
         self._status = StoreStatus(role, self._pause)
         self.due = DueEvaluations(store, self._checkpoints, role.config.checkpoint.keep_best)
         self._metrics = MetricsStage(role, recorder, self.due)

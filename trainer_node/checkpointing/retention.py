@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the last k, the best b by evaluation, every m-th, and those that have a mark.
+"""Retention of checkpoints: the last k, the best b by evaluation, every m-th, and those that have a mark.
 
-It is worked out from what the store lists and what the status file remembers, not from one process's memory.
+It follows from what the store lists and the status file says, not from one process's memory.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Inventory:
     names: list[str]
     entries: dict[str, dict[str, Any]]
-    """What the status file says of each that can be read."""
+    """Entries of the status file, for those that can be read."""
     cut_off: list[str]
     """Uploads without a manifest."""
 
@@ -40,7 +40,7 @@ class Inventory:
 
     @property
     def readable(self) -> list[str]:
-        """Those whose manifest is whole, oldest first."""
+        """Names of those with a valid manifest, oldest first."""
         return [name for name in self.names if name in self.entries]
 
 
@@ -61,7 +61,7 @@ def confirmed_returns(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
-    """The scored ones among `names`, best confirmed mean return first; of equals the newest first."""
+    """Returns the scored ones among `names`, best confirmed mean return first, and the newest first among equals."""
     evaluated = [name for name in names if math.isfinite(scores.get(name, math.nan))]
     return sorted(evaluated, key=lambda name: (-scores[name], -(checkpoint_version(name) or 0)))
 
@@ -69,7 +69,7 @@ def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> lis
 def select_for_pruning(
     names: Sequence[str], scores: Mapping[str, float], config: CheckpointConfig, protected: Collection[str]
 ) -> list[str]:
-    """Those of `names` (all that the store has, oldest first) that may be deleted, oldest first."""
+    """Returns those of `names` (all in the store, oldest first) that may be deleted, oldest first."""
     keep = {*names[-config.keep_last :], *best_checkpoints(scores, names)[: config.keep_best], *protected}
     if config.keep_every is not None:
         keep |= {name for name in names if (checkpoint_version(name) or 0) % config.keep_every == 0}
@@ -97,7 +97,7 @@ def take_inventory(
 
 
 def unless_damaged(read: Callable[[], T | None]) -> T | None:
-    """A sync file that the next checkpoint makes anew; None where it is lost or damaged."""
+    """Reads a sync file that the next checkpoint replaces; returns None if it is lost or damaged."""
     try:
         return read()
     except CheckpointDamaged:
@@ -109,12 +109,12 @@ def status_file(checkpoints: CheckpointStore) -> dict[str, Any]:
 
 
 def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
-    """What the status file says, by name."""
+    """Returns the entries of the status file by name."""
     return {entry["name"]: entry for entry in status_file(checkpoints).get("checkpoints", [])}
 
 
 def to_prune(inventory: Inventory, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:
-    """What the rule lets go, oldest first: of what can be read, then damaged and cut off ones that others outlived."""
+    """Returns what the rule does not keep, oldest first: readable ones, then damaged and incomplete ones."""
     named = {name for name in (pointer.latest, pointer.best, pointer.final, *protected) if name}
     readable = inventory.readable
     doomed = {*select_for_pruning(readable, inventory.scores, config, named)}

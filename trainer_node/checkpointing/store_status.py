@@ -1,4 +1,4 @@
-"""What `stagecoach status` shows of the store, and the pauses between tries while the store is away."""
+"""Status of the store for `stagecoach status`, and the pauses between tries while the store is away."""
 
 import json
 import logging
@@ -25,9 +25,9 @@ class StoreStatus:
         self.durable: str | None = None
         self.best: str | None = None
         self.undeleted: dict[str, Any] = {}
-        """What the store failed to delete; empty while it deletes."""
+        """Deletions that the store refuses; empty while it deletes."""
         self._outage: dict[str, Any] = {}
-        """Why the store, or a Redis shard, fails; empty while they work."""
+        """Failure of the store or a Redis shard; empty while they work."""
         self._pauses = growing_pauses()
 
     @property

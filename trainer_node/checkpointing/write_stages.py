@@ -32,7 +32,7 @@ _EVALUATION_FIELDS = ("mean_return", "episodes")
 
 class Stage(Protocol):
     name: str
-    """Its name in the profile of the writer's thread."""
+    """Name in the profile of the writer's thread."""
 
     def run(self, snapshot: Snapshot) -> None:
         """Raises as the store does, and `Fenced`; the writer then begins again with the first stage."""
@@ -60,7 +60,7 @@ class MetricsStage:
 
     @property
     def due(self) -> bool:
-        """Whether something waits for the store that should not wait for the next checkpoint."""
+        """Returns whether something should be stored before the next checkpoint."""
         return bool(self._due.submitted) or self._recorder.due
 
 
@@ -106,7 +106,7 @@ class RetentionStage:
     ) -> None:  # fmt: skip
         self._role, self._store, self._checkpoints, self._due, self._status = role, store, checkpoints, due, status
         self._announced: tuple[Inventory, Pointer, list[str]] | None = None
-        """What the status file has announced, until it is deleted."""
+        """Announced deletions, until `tidy` carries them out."""
         self._beyond = 0
         """Number of checkpoints that the rule does not keep."""
 
@@ -148,7 +148,7 @@ class PointerStage:
         self._role, self._store, self._checkpoints, self._epoch = role, store, checkpoints, store.epoch
         self._metrics, self._retention, self._status = metrics, retention_stage, status
         self.inventory = Inventory([], {}, [])
-        """What the store held when it last ran."""
+        """Contents of the store at its last run."""
         self._noticed: dict[str, dict[str, Any]] = {}
         """The evaluations that pointer and status file reflect."""
 
@@ -160,7 +160,7 @@ class PointerStage:
 
     @property
     def evaluated(self) -> bool:
-        """Whether there are new scores, by which another checkpoint may be the best."""
+        """Returns whether there are new scores, by which another checkpoint may be the best."""
         return read_evaluations(self._role.redis, self._role.run_id) != self._noticed
 
     def refresh(self, latest: str | None = None, final: str | None = None) -> None:

@@ -58,7 +58,7 @@ class Follower:
         return reason
 
     def request_shutdown(self) -> None:
-        """From a signal handler: it ends at once. The group breaks, and meets again with another in its place."""
+        """Ends at once, from a signal handler. The group breaks, and meets again with a replacement."""
         retries(self._role.redis).hurry()
         raise KeyboardInterrupt
 
@@ -81,7 +81,7 @@ class Follower:
             return join(call.invitation, self._rank, device, timeout, self._poll_calls)
 
     def _poll_calls(self, seconds: float = 0.0) -> bool:
-        """Whether the trainer called us; raises `GroupBroken` where it is not our trainer any more."""
+        """Returns whether the trainer called; raises `GroupBroken` if another trainer did."""
         call = self._rendezvous.next(seconds)
         if call is not None and call.epoch > self._epoch and call.invitation is not None:
             self._call = call

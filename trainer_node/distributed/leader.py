@@ -1,4 +1,4 @@
-"""How the ranks of a data-parallel trainer meet and exchange: `Leader` is rank 0, `follow` the side of the others.
+"""Rendezvous and exchange of the ranks of a data-parallel trainer: `Leader` is rank 0, `follow` the side of the others.
 
 They meet by a short stream in Redis (`Rendezvous`), written by the trainer of the newest epoch alone: an entry with an
 invitation opens a group, one without says that the group of that epoch is about to exchange something. In the group
@@ -139,7 +139,7 @@ def _whereabouts(client: redis.Redis, run_id: str, missing: Sequence[int]) -> st
 
 
 class SingleProcess:
-    """Rank 0 where there is no other."""
+    """Rank 0 of a trainer with one rank."""
 
     def turn(self, fragments: Sequence[Fragment], phase: Phase) -> AbstractContextManager[None]:
         return nullcontext()
@@ -199,7 +199,7 @@ def _blobs(fragments: Sequence[Fragment]) -> dict[str, bytes]:
 
 
 def share_minibatches(group: Group, learner: Learner) -> None:
-    """From now on the learner computes this rank's part of each minibatch."""
+    """Restricts the learner to this rank's part of each minibatch."""
     for algorithm in learner.algorithms.values():
         algorithm.shard = RankShard(group)
 

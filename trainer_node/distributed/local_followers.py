@@ -31,7 +31,7 @@ from stagecoach.trainer_node.state.snapshot import Snapshot
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 120.0
 _MESSAGE_SECONDS = 600.0
-"""How long a process waits for the next message: a replay may read a slow store."""
+"""Seconds that a process waits for the next message: a replay may read a slow store."""
 
 
 @contextlib.contextmanager

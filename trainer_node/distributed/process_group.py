@@ -33,12 +33,12 @@ from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 _REACH_SECONDS, _POLL_SECONDS = 10.0, 0.02
 """For one connection to rank 0; between two looks whether the group has begun."""
 _GRACE_SECONDS = 10.0
-"""How much later than gloo's own deadline an exchange is given up that gloo does not end."""
+"""Seconds after gloo's own deadline at which an exchange is abandoned that gloo does not end."""
 _GO = "go"
 _MARKS = ("gloo", "nccl", "NCCL", "c10d")
-"""What an error says that comes from the group; gloo raises no class of its own."""
+"""Text of errors that come from the group; gloo raises no class of its own."""
 _SOURCE = re.compile(r"^.*\[/\S*/gloo/\S*\] ")
-"""What gloo puts before its words."""
+"""Prefix of gloo's messages."""
 
 
 class GroupBroken(StagecoachError):

@@ -1,1 +1,1 @@
-"""Policies as ONNX files, made in a process beside the training."""
+"""Translation of policies into ONNX files."""

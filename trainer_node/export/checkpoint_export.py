@@ -34,7 +34,7 @@ class Export(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def failures(self) -> str:
-        """Why policies have no file; empty where all have one."""
+        """Reasons why policies have no file; empty if all have one."""
         failed = {policy_id: policy.failure for policy_id, policy in self.policies.items() if policy.failure}
         return "; ".join(f"{policy_id}: {failure}" for policy_id, failure in failed.items())
 

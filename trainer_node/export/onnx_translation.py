@@ -29,7 +29,7 @@ from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.storage.checkpoint_store import Manifest, StoredObject, stored
 
 PARAMETERS, STATE_IN, STATE_OUT = "parameters", "state_in", "state_out"
-"""Names of what is no observation and no action."""
+"""Names of inputs and outputs that are neither observations nor actions."""
 _PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 _ROWS = 256
 _BATCHES = 4
@@ -58,7 +58,7 @@ class ExportedPolicy(BaseModel, frozen=True, extra="forbid"):
     file: StoredObject | None = None
     failure: str | None = None
     compared: dict[str, Comparison] = {}
-    """On `random` observations of the space, and on `recorded` ones of the run (where there were any)."""
+    """Comparisons on `random` observations of the space, and on `recorded` ones of the run if there are any."""
 
 
 def require_onnx() -> None:
@@ -186,7 +186,7 @@ def _quiet() -> Iterator[None]:
 
 
 def random_observations(spec: SpaceSpec, rows: int = _ROWS // _BATCHES) -> Iterator[Columns]:
-    """Some batches of columns, the same ones each time."""
+    """Yields batches of random columns, the same on each call."""
     generator = np.random.Generator(np.random.PCG64(0))
     for _ in range(_BATCHES):
         yield {leaf.column("obs"): _drawn(leaf, (rows, *leaf.shape), generator) for leaf in spec.leaves}
@@ -207,7 +207,7 @@ def _drawn(leaf: Leaf, shape: tuple[int, ...], generator: np.random.Generator) -
 
 
 def recorded_observations(fragment: Fragment, policy_id: str, spec: SpaceSpec) -> list[Columns]:
-    """What a fragment's first steps saw, [S, …] each; nothing where it is of another space."""
+    """Returns the observations of a fragment's first steps, [S, …] each; empty for another space."""
     columns, names = fragment.columns.get(policy_id, {}), spec.column_names("obs")
     if not all(name in columns for name in names):
         return []

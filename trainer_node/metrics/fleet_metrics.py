@@ -1,4 +1,4 @@
-"""What the fleet does, as rows beside training's: speed of the workers, mean and worst; where each role's time goes;
+"""Metrics of the fleet, as rows next to training's: speed of the workers, mean and worst; where each role's time goes;
 depth of the log. Taken from heartbeats every few seconds, and so by the clock: nothing that is learned depends on them.
 """
 
@@ -43,7 +43,7 @@ class FleetMetrics:
         return row
 
     def _known(self, beat: Beat) -> Beat | None:
-        """What the same process said before."""
+        """Returns the last heartbeat of the same process."""
         before = self._before.get(f"{beat.role}:{beat.id}")
         return before if before is not None and before.process == beat.process else None
 

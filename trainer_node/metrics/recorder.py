@@ -1,7 +1,7 @@
-"""Where metrics go: into the store as records (shared/storage/metric_log.py), to Redis for who looks now, to writers.
+"""Metrics of a run: into the store as records (shared/storage/metric_log.py), to Redis for live views, to writers.
 
 `record` only puts a row into memory; a thread for Redis, and one for each writer, take it from there. None can hold up
-training or end it: what fails there is counted and told once. The store's part is called by the checkpoint writer's
+training or end it: failures there are counted and reported once. The store's part is called by the checkpoint writer's
 thread, before each checkpoint, so that what it covers is there; a trainer that resumes from it records the rest again.
 """
 
@@ -75,10 +75,10 @@ class Recorder:
         self._event: tuple[int, ...] | None = None
         """The id of the last event that is recorded."""
         self._names = defaultdict[str, set[str]](set)
-        """By prefix of an environment's own numbers, '' for all others."""
+        """Names by prefix of an environment's own numbers, '' for all others."""
         self._stored_at = time.monotonic()
         self.failures: Counter[str] = Counter()
-        """By writer, the rows that it could not write."""
+        """Number of rows that each writer could not write."""
         self._were_slow: set[str] = set()
         run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
         tail = SimpleNamespace(append=partial(append_row, client, run_id, began[0]), close=lambda: None)
@@ -113,7 +113,7 @@ class Recorder:
 
     @property
     def tested(self) -> dict[str, int]:
-        """What all recorded evaluations have played."""
+        """Steps and episodes of all recorded evaluations."""
         return {"test_env_steps": self._tested[TEST_ENV_STEPS], "test_episodes": self._tested[TEST_EPISODES]}
 
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -157,7 +157,7 @@ class Recorder:
 
     @property
     def due(self) -> bool:
-        """Whether rows have waited for the store for long."""
+        """Returns whether rows have waited too long for the store."""
         waits = any(stream.pending for stream in self._streams.values())
         return waits and time.monotonic() - self._stored_at >= _STORE_SECONDS
 
@@ -240,7 +240,7 @@ _EVALUATED = {
     "mean_return": "ep_rew_mean", "std_return": "ep_rew_std", "min_return": "ep_rew_min", "max_return": "ep_rew_max",
     "mean_length": "ep_len_mean", "success_rate": "success_rate", "episodes": "episodes",
 }  # fmt: skip
-"""What the evaluator tells → the metric's name behind `eval/`."""
+"""Field of an evaluation → the metric's name after `eval/`."""
 
 
 def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:

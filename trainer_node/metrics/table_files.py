@@ -37,7 +37,7 @@ class _TableWriter(MetricWriter):
                 self.write(EVALUATIONS, row, int(row.get(ENV_STEPS, 0)), label)
 
     def _labels(self) -> set[str]:
-        """Of the evaluations that the table has."""
+        """Labels of the evaluations in the table."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What TensorBoard reads: scalars, histograms, the config as text and as hyperparameters."""
+"""TensorBoard event files: scalars, histograms, the config as text and as hyperparameters."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 _SHORT = 100
 """Bytes: an event that begins a file is shorter."""
 SCORE = "eval/ep_rew_mean"
-"""By which TensorBoard's table of hyperparameters compares runs."""
+"""Metrics by which TensorBoard's table of hyperparameters compares runs."""
 
 
 class TensorBoardWriter(MetricWriter):
@@ -30,7 +30,7 @@ class TensorBoardWriter(MetricWriter):
     """
 
     def __init__(self, run: WrittenRun, folder: str | None = None) -> None:
-        """What former files hold beyond the run's env steps is not shown any more."""
+        """Hides what earlier files hold beyond the run's env steps."""
         super().__init__(run)
         from tensorboard.compat.proto.event_pb2 import SessionLog  # takes a while, and is not always wanted
 
@@ -80,7 +80,7 @@ class TensorBoardWriter(MetricWriter):
         return found if first else {(step, version) for step, version in found if step < self._purge_step}
 
     def _show_config(self, config: dict[str, Any]) -> None:
-        """As text, and as hyperparameters."""
+        """Writes the config as text and as hyperparameters."""
         from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_config_pb, hparams_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
 

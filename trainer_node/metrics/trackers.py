@@ -20,7 +20,7 @@ from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 _PROJECT = "stagecoach"
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_CHARACTERS = 1000, 100, 500
-"""What MLflow takes in one request, and (older servers) in one value."""
+"""Limits of one MLflow request, and of one value in older servers."""
 _RUN_TAG = "stagecoach.run_id"
 
 

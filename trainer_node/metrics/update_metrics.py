@@ -42,7 +42,7 @@ class UpdateMetrics:
         self._told: defaultdict[str, list[Array]] = defaultdict(list)
 
     def see(self, fragments: Sequence[Fragment]) -> None:
-        """What the environments told of each step, before a transform changes it."""
+        """Numbers of each step's `info`, before a transform changes it."""
         for item in fragments:
             for policy_id, columns in item.columns.items():
                 suffix = "" if len(item.columns) == 1 else f"/{policy_id}"
@@ -61,7 +61,7 @@ class UpdateMetrics:
             self._counts[name] += 1
 
     def due(self, learner: Learner) -> bool:
-        """Whether `metrics.every` has passed; in warm-up, which it does not count, each update is."""
+        """Returns whether `metrics.every` has passed; each update of warm-up counts as such."""
         index, before = self._every.index(learner.counters.train), self._index
         self._index = index
         return index > before or learner.counters.train.updates == 0
@@ -117,7 +117,7 @@ class UpdateMetrics:
 
 
 def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Over the last training episodes: spread of returns and lengths, success rate, the environment's own numbers."""
+    """Figures of the last training episodes: spread of returns and lengths, success, the environment's numbers."""
     row = spread(RETURN, [record.episode_return for record in records])
     row |= spread(LENGTH, [record.length for record in records])
     values: defaultdict[str, list[Any]] = defaultdict(list)
@@ -162,7 +162,7 @@ LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 def lag_buckets(lags: Mapping[int, int]) -> list[int]:
-    """How many fragments had at most each of `LAG_BUCKETS` versions of lag, how many there were, and their sum."""
+    """Returns the number of fragments with at most each of `LAG_BUCKETS` versions of lag, their total and sum."""
     counts = [sum(count for lag, count in lags.items() if lag <= bound) for bound in LAG_BUCKETS]
     return [*counts, sum(lags.values()), sum(lag * count for lag, count in lags.items())]
 

@@ -10,7 +10,7 @@ from stagecoach.shared.base.printable import counted
 
 
 class WriterThread:
-    """Opens a writer and hands on to it what is put, in that order; what it raises is told by `failed`."""
+    """Opens a writer and passes calls on in order; reports what it raises by `failed`."""
 
     def __init__(
         self, name: str, opens: Callable[[], Any], failed: Callable[[str, str], None], slow: Callable[[str, str], None],
@@ -34,7 +34,7 @@ class WriterThread:
         return True
 
     def flush(self) -> None:
-        """Has it flush what was put so far."""
+        """Flushes buffered rows."""
         self._overdue = not self._flushed.is_set()
         self.put("flush")
         if not self._overdue and self.put("flushed", flushed := threading.Event()):
@@ -46,7 +46,7 @@ class WriterThread:
             self._slow(self.name, "it is still busy; checkpoints and other writers go ahead")
 
     def join(self, seconds: float) -> None:
-        """Waits for its end after `close` was put; tells what it then still has to do."""
+        """Waits for its end after `close` was put; reports the calls that are still queued."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             left = counted(self._queue.qsize(), "call")

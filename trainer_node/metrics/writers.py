@@ -1,4 +1,4 @@
-"""What a metric writer is, and which there are: a name of the table below, or `module:Class` of a user's own."""
+"""Base classes of metric writers, and the built-in ones by name; a custom one is `module:Class`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class WrittenRun:
     config: Mapping[str, Any]
     """The resolved config, as plain data."""
     env_steps: int = 0
-    """Where this trainer begins: rows beyond were written by one whose end undid them."""
+    """Env steps at which this trainer begins; earlier trainers' rows beyond are void."""
 
     @property
     def needed_folder(self) -> Path:
@@ -100,7 +100,7 @@ class Callback(MetricWriter):
 
 
 def writer_class(path: str) -> type[MetricWriter]:
-    """By the name of a built-in one, or `module:Class`; raises `ConfigError`."""
+    """Returns the class of a built-in writer or of `module:Class`; raises `ConfigError`."""
     if ":" not in path and path not in WRITERS:
         raise ConfigError(f"metrics.writers={path}: expected {', '.join(WRITERS)}, or package.module:Class")
     found = import_object(WRITERS.get(path, path), "metrics.writers", kind="Class")

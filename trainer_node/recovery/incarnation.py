@@ -40,21 +40,21 @@ class Incarnation:
         self.ranks: SingleProcess | Leader = SingleProcess()
         self.closing = contextlib.ExitStack()
         self.version, self.counters = -1, PhaseCounters().as_dict()
-        """As of the last update that it reported: an update that failed was never trained on."""
+        """Version and counters of the last update that it reported: a failed update was never trained on."""
         self.learns = False
-        """Whether recovery is over, so that there is something to save when it is asked to leave."""
+        """Whether recovery has ended, so that a checkpoint can be saved on request."""
         self.shutdown_requested = False
 
     def tell(self, text: str, kind: str = "trainer") -> None:
         self.role.tell(kind, text)
 
     def with_store(self, call: Callable[[], T]) -> T:
-        """What `call` returns; retried, as a named wait, while the store is away."""
+        """Returns the result of `call`; retries, as a named wait, while the store is away."""
         with self.heartbeat.waiting("the store", self.outage_seconds, outage=True) as wait:
             return retry_until_deadline(wait, call)
 
     def read_log(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """As `ExperienceLog.read`; retried, as a named wait, while a shard is away.
+        """Reads as `ExperienceLog.read` does; retries, as a named wait, while a shard is away.
 
         While it retries it returns no entries once shutdown was requested or the run is ending.
         """
@@ -69,7 +69,7 @@ class Incarnation:
             return retry_until_deadline(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)
 
     def request_shutdown(self) -> None:
-        """From a signal handler: it leaves after the present update; at once where nothing has been learned yet."""
+        """Leaves after the present update, from a signal handler; at once if nothing has been learned yet."""
         self.shutdown_requested = True
         retries(self.role.redis).hurry()
         if self.heartbeat.waits and not self.learns:

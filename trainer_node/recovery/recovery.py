@@ -58,7 +58,7 @@ class Recovery:
         self.incarnation, self._role, self._log = incarnation, incarnation.role, incarnation.log
         self.accounting, self.state = accounting, state
         self.redis_checked = 0.0
-        """When Redis was last found to be the process that the accounting was matched with."""
+        """Time at which Redis was last the process that the accounting was matched with."""
 
     @classmethod
     def start(cls, incarnation: Incarnation) -> Self:
@@ -137,7 +137,7 @@ class Recovery:
             return self.state.publish(0)
 
     def redis_restarted(self, seconds: float = 1.0) -> bool:
-        """Whether this is another Redis process than before; asked once in so many seconds."""
+        """Returns whether Redis is another process than before; asks at most once in so many seconds."""
         if time.monotonic() - self.redis_checked < seconds:
             return False
         self.redis_checked = time.monotonic()
@@ -262,7 +262,7 @@ def newest_checkpoint(checkpoints: CheckpointStore, client: redis.Redis) -> Chec
 
 
 def tell_other_versions(client: redis.Redis, manifest: Manifest) -> None:
-    """In log and events, where the run continues from a checkpoint of other code or libraries than those here."""
+    """Reports a run that continues from a checkpoint of other code or libraries."""
     if said := other_versions(manifest):
         _LOGGER.warning("%s", said)
         emit(client, manifest.run_id, "trainer", said)
@@ -283,7 +283,7 @@ def restore_learner(
 
 
 def held(learner: Learner, archive: Archive, log: ExperienceLog | None = None) -> Iterator[Fragment]:
-    """What its replay buffers hold, as it was logged, oldest first; raises `ArchiveIncomplete`."""
+    """Yields what its replay buffers hold, as logged, oldest first; raises `ArchiveIncomplete`."""
     positions = list(learner.remembered)
     if not positions:
         return

@@ -1,4 +1,4 @@
-"""What a trainer holds between two updates, and its two ways out: snapshots for the store, versions for the workers."""
+"""State of a trainer between two updates, and its two ways out: snapshots for the store, versions for the workers."""
 
 import time
 from collections.abc import Iterable
@@ -21,21 +21,21 @@ from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Progress, Sn
 
 
 class RunSchedule:
-    """When a checkpoint is due, and when one of `stop_at` is reached."""
+    """Schedule of checkpoints and evaluations, and the bounds of `stop_at`."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._checkpoint_index, self._evaluation_index = config, 0, 0
         self._started = self._checkpointed_at = time.monotonic()
 
     def checkpoint_due(self, counters: PhaseCounters, log_bytes: int) -> bool:
-        """By the counters, by the clock, or because the log is half full (a durable checkpoint frees it)."""
+        """Returns whether one is due by counters, by the clock, or because the log is half full (which it frees)."""
         checkpoint, passed = self._config.checkpoint, time.monotonic() - self._checkpointed_at
         timed = checkpoint.every_seconds is not None and passed >= checkpoint.every_seconds
         counted = checkpoint.every.index(counters.train) > self._checkpoint_index
         return counted or timed or self.log_half_full(log_bytes)
 
     def evaluation_due(self, counters: PhaseCounters) -> bool:
-        """Whether a multiple of `evaluation.every` was passed since the last call."""
+        """Returns whether a multiple of `evaluation.every` was passed since the last call."""
         every, before = self._config.evaluation.every, self._evaluation_index
         self._evaluation_index = every.index(counters.train) if every else 0
         return self._evaluation_index > before
@@ -49,7 +49,7 @@ class RunSchedule:
         self._checkpointed_at = time.monotonic()
 
     def exhausted(self, counters: PhaseCounters) -> bool:
-        """Whether a bound on steps, updates, episodes or hours is reached."""
+        """Returns whether a bound on steps, updates, episodes or hours is reached."""
         stop, train = self._config.stop_at, counters.train
         hours = (time.monotonic() - self._started) / 3600
         bounds = stop.env_steps, stop.updates, stop.episodes, stop.hours
@@ -86,7 +86,7 @@ class TrainerState:
         self.schedule = RunSchedule(role.config)
         self.version, self.lineage, self.parent = 0, Lineage(), Parent()
         self._stored = set[str]()
-        """Of the folds' new objects, those in the store."""
+        """New objects of the folds that are in the store."""
         self._named = set[str]()
         """All objects that the folds named in the last version."""
         self._left: dict[str, int] = {}
@@ -95,7 +95,7 @@ class TrainerState:
 
     @property
     def phase(self) -> Phase:
-        """In which the next fragments are to be acted and learned from."""
+        """Phase of the next fragments."""
         return phase_at(self._config, self.learner.counters)
 
     def snapshot(self) -> Snapshot:
@@ -105,7 +105,7 @@ class TrainerState:
         return self._taken
 
     def snapshot_of_lineage(self) -> Snapshot:
-        """Of the same version, as the beginning of the present lineage."""
+        """Takes the snapshot of the same version as the beginning of the present lineage."""
         self._taken = None
         taken = self.snapshot()
         self._descend_from(taken)
@@ -138,7 +138,7 @@ class TrainerState:
         self._stored = {*new}
 
     def checkpoint(self) -> None:
-        """A checkpoint of the present version, durable soon; the next ones are counted from it."""
+        """Submits a checkpoint of the present version; the next ones are counted from it."""
         taken = self.snapshot()
         self.writer.submit(taken)
         self._descend_from(taken)

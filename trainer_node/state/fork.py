@@ -32,7 +32,7 @@ _NETWORK = (
 )  # fmt: skip
 """Fields of `policies.<id>` that say what weights there are and what they compute."""
 _SCALE = "v_min", "v_max", "prior_scale", "rescaled"
-"""What a Q network was asked for and no weight tells: the same weights would be other values."""
+"""Settings of a Q network that change its values without changing a weight."""
 
 
 def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapshot:
@@ -58,11 +58,11 @@ def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapsho
 
 @dataclass(frozen=True)
 class Source:
-    """Where a policy's first weights come from."""
+    """Source of a policy's first weights."""
 
     checkpoint: Checkpoint
     policy_id: str
-    """Its name there."""
+    """Name of the policy in the source."""
 
     def __str__(self) -> str:
         return f"{self.checkpoint.manifest.name} of run {self.checkpoint.manifest.run_id}"

@@ -42,23 +42,23 @@ class Committed:
     ledger: str
     lags: dict[int, int]
     histories: dict[int, str] = field(default_factory=dict)
-    """Of the versions that may still have acted."""
+    """Histories of the versions that may still have acted."""
 
 
 class DropReply(StrEnum):
     DROPPED = "dropped"
     KNOWN = "known"
-    """It was committed before."""
+    """Committed before."""
     LATE = "late"
-    """It was committed before, but its credit was not given back; now it is."""
+    """Committed before, and its credit is given back now."""
     MISSED = "missed"
-    """Its body is lost, and it was committed while its body was there."""
+    """Committed while its body, which is lost now, was there."""
     FENCED = "fenced"
     BEHIND = "behind"
 
 
 class RedisAccounting(WorkRecord):
-    """Where the drops of one trainer (one epoch) are recorded, and the entries that it takes."""
+    """Record of the drops of one trainer (one epoch), and of the entries that it takes."""
 
     def __init__(self, client: redis.Redis, run_id: str, epoch: int) -> None:
         super().__init__(client, run_id, epoch)
@@ -124,7 +124,7 @@ class LogConsumer:
         self.ledger = Ledger()
         self.lags: Counter[int] = Counter()
         self._history = ""
-        """Names the fragments that were learned from, in their order: the same ones give the same weights."""
+        """Digest of the consumed fragments in their order: the same ones give the same weights."""
         self._histories: dict[int, str] = {}
         self._taken: deque[tuple[str, str]] = deque()
         """Position and name of each entry taken after `_taken_after`: learned from, or dropped."""
@@ -154,7 +154,7 @@ class LogConsumer:
         self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags), dict(self._histories))
 
     def history(self, version: int) -> str:
-        """Of one of the last versions; of another one it is not known."""
+        """Returns the history of one of the last versions, '' for others."""
         return self._histories.get(version, "")
 
     def taken(self) -> Taken:
@@ -274,5 +274,5 @@ class LogConsumer:
 
 
 def _name(entry: LogEntry) -> str:
-    """As the scripts name it when they compare the log with what was taken."""
+    """Returns the name by which scripts compare the log with the entries taken."""
     return f"{entry.id} {entry.worker}:{entry.incarnation}:{entry.seq}" if entry.pushed else entry.id

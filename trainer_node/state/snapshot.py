@@ -182,12 +182,12 @@ def _libraries() -> dict[str, str]:
 
 
 def written_with(manifest: Manifest) -> dict[str, str]:
-    """What a checkpoint's bits follow from, beside the log: code, libraries, device, threads and so on."""
+    """Returns what a checkpoint's bits depend on besides the log: code, libraries, device, threads and so on."""
     return {"code": manifest.provenance.get("code_version", ""), **manifest.provenance.get("computed_with", {})}
 
 
 def unlike(manifest: Manifest, now: Mapping[str, str]) -> list[str]:
-    """What was another when a checkpoint was written than it is `now`, in words."""
+    """Returns what differed from `now` when a checkpoint was written, in words."""
     then = written_with(manifest)
     return [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
 
@@ -201,7 +201,7 @@ def other_versions(manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says besides the weights."""
+    """Contents of a checkpoint besides the weights."""
 
     version: int
     lineage: Lineage
@@ -256,7 +256,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
 
 @contextmanager
 def _named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Whatever the contents of a checkpoint make fail is a damage of that checkpoint."""
+    """Raises `CheckpointDamaged` for any failure caused by a checkpoint's contents."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged, FragmentError) as error:
