@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import durations, flakes, reports
-from tests.support.groups import GROUPS, PARTS
+from tests.support.groups import GROUPS, PARTS, SLOW
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
@@ -101,6 +101,11 @@ def test_scopes_are_ordered_by_recorded_duration() -> None:
     for part in PARTS:
         seconds = durations.read(part)
         assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+
+
+def test_slow_files_exist() -> None:
+    files = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [end for end in SLOW if not any(file.endswith(end) for file in files)] == []
 
 
 def test_flakes_fail_unless_known_or_at_a_time_limit() -> None:

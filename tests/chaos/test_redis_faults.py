@@ -28,6 +28,7 @@ from stagecoach.trainer_node.state.log_consumer import RedisAccounting
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
 from tests.support.game import Game, asks, balanced, push_garbage, small
+from tests.support.groups import some_quick
 from tests.support.own_redis import OwnRedis
 from tests.support.speed import stretched
 from tests.support.waiting import eventually, meanwhile
@@ -203,7 +204,7 @@ def sha(step: str) -> bytes:
     return source(step).sha.encode()
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("after", some_quick([0, 1, 5], 1))
 @pytest.mark.parametrize("step", STEPS)
 def test_lost_reply_is_requested_without_a_second_effect(place: FaultRun, step: str, after: int) -> None:
     """Each step has been done when its answer is lost; then it is sent again."""
@@ -232,7 +233,7 @@ def test_lost_reply_is_requested_without_a_second_effect(place: FaultRun, step: 
 
 
 @pytest.mark.parametrize("step", ["claim", "push", "publish", "trim"])
-@pytest.mark.parametrize("after", [1, 60, 200])
+@pytest.mark.parametrize("after", some_quick([1, 60, 200], 60))
 def test_cut_request_is_sent_again(place: FaultRun, undisturbed: str, step: str, after: int) -> None:
     game = place.game()
     game.play_to(1)
@@ -362,7 +363,7 @@ LOSSES: dict[str, list[Callable[[Game], object]]] = {
 """Steps since the file was written with which Redis comes back."""
 
 
-@pytest.mark.parametrize("who_dies", ["nobody", "trainer", "worker", "both"])
+@pytest.mark.parametrize("who_dies", some_quick(["nobody", "trainer", "worker", "both"], "both"))
 @pytest.mark.parametrize("what_is_lost", LOSSES)
 def test_redis_comes_back_with_an_older_file(place: FaultRun, what_is_lost: str, who_dies: str) -> None:
     game = place.game()

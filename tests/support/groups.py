@@ -2,13 +2,13 @@
 
 A test without a mark from `GROUPS` is quick: it is pure, or needs only the Redis and S3 servers of its process.
 
-- `--part quick`: quick tests, and those marked `essential`.
-- `--part rest`: the other groups, and every fourth of the `exhaustive` tests.
-- `--part nightly`: the groups in `NIGHTLY`, and the other `exhaustive` tests.
+- `--part quick`: quick tests, of the files in `SLOW` every fourth one, and tests marked `essential`.
+- `--part rest`: the other groups, another fourth of the `SLOW` tests, and every fourth of the `exhaustive` ones.
+- `--part nightly`: the groups in `NIGHTLY`, and the other `SLOW` and `exhaustive` tests.
 - A `thinned` test belongs to each part: every 16th point in `quick`, every 8th (others) in `rest`, all in `nightly`.
 
-Where each begins follows from the commit. Without `--part` everything runs. With `--until`, tests
-that have not begun by then are skipped and named.
+Where each begins follows from the commit. Without `--part` everything runs. With `--until`, tests that have not begun
+by then are skipped and named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,13 @@ FOLDERS = {
     "benchmarks": "benchmarks",
 }
 """Folders whose tests all belong to a group without a mark."""
+SLOW = (
+    "/cli/test_app.py", "/test_checkpoint_operations.py", "/test_doctor.py", "/test_due_evaluations.py",
+    "/test_environment_trial.py", "/lifecycle/test_inline.py", "/test_installing.py", "/catalog/test_league.py",
+    "/cli/test_metrics.py", "/test_onnx_translation.py", "/test_options.py", "/test_remote_link.py",
+    "/test_resuming_every_algorithm.py", "/cli/test_runs.py", "/page/test_server.py", "/test_tls.py",
+)  # fmt: skip
+"""Files without a group whose tests take half a second of a processor each, or more."""
 PARTS = ("quick", "rest", "nightly")
 _POINTS = {"quick": 16, "rest": 8}
 _CASES = 4
@@ -110,22 +117,24 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        (kept if part in _parts_of({mark.name for mark in item.iter_markers()}, numbers) else others).append(item)
+        (kept if part in _parts_of(item, numbers) else others).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
 
 
-def _parts_of(marks: set[str], numbers: Iterable[int]) -> Sequence[str]:
+def _parts_of(item: pytest.Item, numbers: Iterator[int]) -> Sequence[str]:
+    marks = {mark.name for mark in item.iter_markers()}
+    groups = marks & GROUPS.keys()
     if "thinned" in marks:
         return PARTS
-    groups = marks & GROUPS.keys()
-    if not groups or "essential" in marks:
+    if "essential" in marks:
         return ["quick"]
+    if not groups:
+        turn = next(numbers) % _CASES if item.path.as_posix().endswith(SLOW) else 0
+        return [("quick", "rest", "nightly", "nightly")[turn]]
     if groups & set(NIGHTLY):
         return ["nightly"]
-    if "exhaustive" in groups:
-        return ["nightly" if next(iter(numbers)) % _CASES else "rest"]
-    return ["rest"]
+    return ["nightly" if "exhaustive" in groups and next(numbers) % _CASES else "rest"]
 
 
 def skip_if_too_late(item: pytest.Item) -> None:
