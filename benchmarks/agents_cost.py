@@ -24,6 +24,7 @@ from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import Sampling
 from stagecoach.rollout_worker.league.casting import Casting
 from stagecoach.rollout_worker.league.opponents import Opponents
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of
@@ -33,12 +34,12 @@ from stagecoach.shared.policies.serialization import encode_policy
 _COPIES, _TURNS, _AGENTS = 32, 64, 4
 
 
-def _sampler(snapshots: int | None, latest: float) -> tuple[Sampler, dict[str, Any], MatchTable | None]:
+def _sampler(snapshots: int | None, latest: float) -> tuple[Sampler, dict[str, Any]]:
     environment = {"api": "pettingzoo", "id": "classic/tictactoe-v3", "num_envs": _COPIES}
     config = parse_config({"environment": environment, "stop_at": {"updates": 1}})
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, config.algorithm, 0)
-    casting, table = None, None
+    casting = None
     if snapshots is not None:
         held = {}
         for seed in range(snapshots):
@@ -52,7 +53,7 @@ def _sampler(snapshots: int | None, latest: float) -> tuple[Sampler, dict[str, A
         table = MatchTable(*sides_of((), description.agents), learners, players)
         casting = Casting(description, _COPIES, table, Opponents(held.__getitem__), lambda text: None)
     vector = make_vector(config.environment, description)
-    return Sampler(vector, description, SeedLineage(0, 0, 0, 0), casting=casting), policies, table
+    return Sampler(vector, description, SeedLineage(0, 0, 0, 0), directors=Directors(seating=casting)), policies
 
 
 class Carts(ParallelEnv):  # type: ignore[misc]
@@ -86,11 +87,11 @@ class Carts(ParallelEnv):  # type: ignore[misc]
         return seen, rewards, on, on, {agent: {} for agent in self.agents}
 
 
-def _carts(environment: dict[str, Any]) -> tuple[Sampler, dict[str, Any], None]:
+def _carts(environment: dict[str, Any]) -> tuple[Sampler, dict[str, Any]]:
     config = parse_config({"environment": environment, "stop_at": {"updates": 1}})
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, config.algorithm, 0)
-    return Sampler(make_vector(config.environment, description), description, SeedLineage(0, 0, 0, 0)), policies, None
+    return Sampler(make_vector(config.environment, description), description, SeedLineage(0, 0, 0, 0)), policies
 
 
 def _bare() -> float:
@@ -136,12 +137,12 @@ def main() -> None:
     bare: list[float] = []
     at_once: dict[str, list[float]] = {name: [] for name in carts}
     for number in range(rounds + 1):
-        for rates, (name, (sampler, policies, table)) in [
+        for rates, (name, (sampler, policies)) in [
             *((turns, case) for case in cases.items()),
             *((at_once, case) for case in carts.items()),
         ]:
             started = time.process_time()
-            sampler.sample(policies, dict.fromkeys(policies, Sampling()), _TURNS, table)
+            sampler.sample(policies, dict.fromkeys(policies, Sampling()), _TURNS)
             if number:  # the first loads players
                 rates[name].append(_COPIES * _TURNS / (time.process_time() - started))
         if number:

@@ -6,12 +6,11 @@ from functools import partial
 from typing import TypeAlias
 
 from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
-from stagecoach.rollout_worker.league.casting import Casting
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from stagecoach.shared.base.errors import EnvironmentFailure, headline
@@ -34,31 +33,28 @@ class Episodes:
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
         phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
-        cast: Callable[[], Casting | None] = lambda: None, parameters: EpisodeParameters | None = None,
+        direct: Callable[[], Directors] = Directors,
     ) -> None:  # fmt: skip
         """Starts the environments at the end of the predecessor's last fragment, if they can get there.
 
-        New episodes follow from `lineage`. Fragments are cut from `recorded` experience if there is any, perhaps only
+        New episodes follow from `lineage`; `direct` makes the directors of a sampler. Fragments are cut from `recorded` experience if there is any, perhaps only
         in warm-up. `tell` writes an event. Raises `EnvironmentFailure` after more than `environment.failures_allowed`
         failures in a row.
         """
         self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
-        self._watchdog, self._stages, self._tell, self._cast = watchdog, stages, tell, cast
-        self._parameters = parameters
+        self._watchdog, self._stages, self._tell, self._direct = watchdog, stages, tell, direct
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
         self._failures.saw((0,))
         self.sampler = self._first(lineage)
 
     def _first(self, lineage: SeedLineage) -> AnySampler:
-        left, league = self._log.left(self._worker), self._config.league
+        left = self._log.left(self._worker)
         if left.tries >= action_trace.MOST_TRIES:
             why = f"{left.tries} of its predecessors died in the old ones"
         elif not left.pushed:  # nothing was pushed yet
             return self._begin(SeedLineage(lineage.seed, lineage.worker, 0, 0))
-        elif (trace := action_trace.read(left.action_trace)) is None or not trace.fits(
-            self._description, self._config.environment.num_envs, league.functions if league is not None else ()
-        ):
+        elif (trace := action_trace.read(left.action_trace)) is None or not self._fits(trace):
             why = "no action trace of the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
         elif (sampler := self._resume(trace)) is None:
             why = "its environment did not return to the same observations"
@@ -66,6 +62,10 @@ class Episodes:
             return sampler
         self._tell(f"{self._worker} begins new episodes: {why}")
         return self._begin(lineage)
+
+    def _fits(self, trace: ActionTrace) -> bool:
+        fits = trace.fits(self._description, self._config.environment.num_envs)
+        return fits and self._direct().accepts(trace.directed)
 
     def _resume(self, trace: ActionTrace) -> AnySampler | None:
         """Resumes the predecessor's episodes; returns None if the environments do not reach its position."""
@@ -94,15 +94,14 @@ class Episodes:
         config, recorded = self._config.environment, self._records
         if recorded is not None and (trace.digest == recorded.sha256 if trace else self._recorded(self._phase)):
             return DatasetSampler(recorded, self._description, config.num_envs, lineage, trace)
-        made = partial(make_vector, config, self._description, self._parameters)
+        directors = self._direct()
+        made = partial(make_vector, config, self._description, directors.parameters)
         environment = WatchedEnvironment(made, self._watchdog)
         try:
             environment.set_phase(self._phase)
-            device, cast = self._config.rollout.device, self._cast()
-            return Sampler(
-                environment, self._description, lineage, device, trace, self._stages, cast, self._parameters,
-                self._config.fragment_rows if self._config.rollout.complete_episodes else 0,
-            )  # fmt: skip
+            rows = self._config.fragment_rows if self._config.rollout.complete_episodes else 0
+            device = self._config.rollout.device
+            return Sampler(environment, self._description, lineage, device, trace, self._stages, directors, rows)
         except EnvironmentFailure:
             environment.close()
             raise

@@ -7,19 +7,18 @@ warm-up only; nothing acts.
 
 import logging
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import partial
 from typing import assert_never
 
 import torch
 
 from stagecoach.rollout_worker.acting_policies import ActingPolicies
 from stagecoach.rollout_worker.claims import Claims
-from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
+from stagecoach.rollout_worker.directors import RunDirectors
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.episodes import Episodes
-from stagecoach.rollout_worker.league.casting import Casting
-from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog
 from stagecoach.shared.base.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
@@ -27,9 +26,7 @@ from stagecoach.shared.base.failure import Failure, RoleEnd, reason_in_words
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
-from stagecoach.shared.experience.parameters import ParameterTable
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.protocol.flow_control import Claim, ClaimReply
 from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
@@ -68,6 +65,8 @@ class Worker:
         """What was acted, and waits for memory on a shard where nothing may block for it (the one-process mode)."""
         self._gaps = 0
         """Fragments that are not in the log, though its episodes have moved on: each begins another line of them."""
+        self._acting: _Acting | None = None
+        """From `start` on."""
         self._running = ExitStack()
         """What `start` has started, and how that ends."""
         self._superseded = self._preempted = False
@@ -104,6 +103,7 @@ class Worker:
         self.heartbeat.progress = {"incarnation": self.claims.incarnation, "fragments": 0, "transitions": 0}
         self.heartbeat.start()
         with self._stages.during("start"):
+            self._acting = self._open()
             self._running.callback(self.episodes.close)
         self.context.tell("worker", f"{self.id} joined (incarnation {self.claims.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self.context.run_id, self.claims.incarnation)
@@ -160,12 +160,9 @@ class Worker:
     def act(self) -> Sample:
         """Acts one fragment, or cuts it from recorded experience; raises `EnvironmentFailure`."""
         self.episodes.try_acting()
-        steps, policies = self._config.rollout.fragment_steps, self.policies
-        folds = policies.header.folds
-        if self._parameters is not None:
-            self._parameters.table = ParameterTable.from_dict(folds["curriculum"])
-        table = MatchTable.from_dict(folds["league"]) if "league" in folds else None
-        return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, table)
+        policies, sampler = self.policies, self.episodes.sampler
+        self._started.directors.update(sampler.directors, policies.header.folds)
+        return sampler.sample(policies.policies, policies.exploration(), self._config.rollout.fragment_steps)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:
         sampler, config, policies = self.episodes.sampler, self._config, self.policies
@@ -224,59 +221,68 @@ class Worker:
         self.claims.register()
         return StepResult.WAITED
 
-    @cached_property
-    def _data(self) -> tuple[EnvironmentDescription, Recordings | None]:
-        """The run's spaces, which the store knows, and its recorded experience, if it has any."""
-        dataset, recordings = self._config.dataset, None
-        with self.heartbeat.waiting("the store", self._config.store.retry_seconds, outage=True) as wait:
-            description = retry_until_deadline(wait, self.context.description)
-            if dataset is not None:
-                wanted = description.of(self._config.recorded(dataset.section))
-                recordings = retry_until_deadline(wait, lambda: read_dataset(dataset, wanted))
-        return description, recordings
-
-    @cached_property
+    @property
     def policies(self) -> ActingPolicies:
-        context, (description, _) = self.context, self._data
+        return self._started.policies
+
+    @property
+    def episodes(self) -> Episodes:
+        return self._started.episodes
+
+    @property
+    def _started(self) -> "_Acting":
+        assert self._acting is not None, "only a worker that has started acts"
+        return self._acting
+
+    def _open(self) -> "_Acting":
+        """Loads the first policy and starts the environments."""
+        config, context, dataset, recordings = self._config, self.context, self._config.dataset, None
+        with self.heartbeat.waiting("the store", config.store.retry_seconds, outage=True) as wait:
+            description = retry_until_deadline(wait, context.description)
+            if dataset is not None:
+                wanted = description.of(config.recorded(dataset.section))
+                recordings = retry_until_deadline(wait, lambda: read_dataset(dataset, wanted))
+        store, seconds = context.checkpoints.store, config.store.retry_seconds
+        directors = RunDirectors(
+            config, description,
+            lambda sha256: self.heartbeat.outlast(lambda: read_shared_object(store, sha256), seconds),
+            partial(context.tell, "league") if self._index == 0 else lambda text: None,  # all would say the same
+        )  # fmt: skip
+        policies = self.open_policies(description)
+        return _Acting(policies, self.open_episodes(description, recordings, policies, directors), directors)
+
+    def open_policies(self, description: EnvironmentDescription) -> ActingPolicies:
+        """Waits for the first checkpoint."""
+        context = self.context
         board = PolicyBoard(context.redis, context.run_id)
         return ActingPolicies(
             self._config, description, board, context.checkpoints, self.heartbeat, self.claims.epoch,
             lambda: self._preempted,
         )  # fmt: skip
 
-    @cached_property
-    def episodes(self) -> Episodes:
-        description, recordings = self._data
+    def open_episodes(
+        self, description: EnvironmentDescription, recordings: Recordings | None, policies: ActingPolicies,
+        directors: RunDirectors,
+    ) -> Episodes:  # fmt: skip
+        """Starts the environments."""
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
         return Episodes(
-            self._config, description, self._log, lineage, phase=self.policies.phase, recorded=recordings,
+            self._config, description, self._log, lineage, phase=policies.phase, recorded=recordings,
             watchdog=self._watchdog, stages=self._stages, tell=partial(self.context.tell, "environment"),
-            cast=self._cast, parameters=self._parameters,
+            direct=lambda: directors.make(policies.header.folds),
         )  # fmt: skip
-
-    @cached_property
-    def _parameters(self) -> EpisodeParameters | None:
-        """What is drawn for each episode, if anything is."""
-        table = self.policies.header.folds.get("curriculum")
-        if table is None:
-            return None
-        return EpisodeParameters(ParameterTable.from_dict(table), self._config.environment.num_envs)
-
-    def _cast(self) -> Casting | None:
-        """Who plays whom, in a league."""
-        if (found := self.policies.header.folds.get("league")) is None:
-            return None
-        table = MatchTable.from_dict(found)
-        store, seconds = self.context.checkpoints.store, self._config.store.retry_seconds
-        functions = self._config.league.functions if self._config.league is not None else ()
-        opponents = Opponents(
-            lambda sha256: self.heartbeat.outlast(lambda: read_shared_object(store, sha256), seconds), functions
-        )
-        tell = partial(self.context.tell, "league") if self._index == 0 else lambda text: None  # all would say the same
-        return Casting(self._data[0], self._config.environment.num_envs, table, opponents, tell)
 
     def _before_exit(self, failure: Failure) -> None:
         """What the watchdog does before it ends the process: another worker may act the claim at once."""
         self.claims.release()
         self.context.tell("worker", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)
+
+
+@dataclass(frozen=True)
+class _Acting:
+    """What a worker acts with, once it has started."""
+
+    policies: ActingPolicies
+    episodes: Episodes
+    directors: RunDirectors

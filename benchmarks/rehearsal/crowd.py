@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,11 +26,12 @@ from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.episodes import Episodes
 from stagecoach.rollout_worker.exploration.base import Exploration, Sampling
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
 from stagecoach.rollout_worker.worker import StepResult, Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.experience.counters import Phase
-from stagecoach.shared.league.table import MatchTable
+from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.protocol.experience_log import ExperienceLog
@@ -132,12 +132,9 @@ class Playback(Sampler):
     def __init__(self, takes: list[Take], think_seconds: float, lineage: SeedLineage, dies: threading.Event) -> None:
         self._takes, self._think, self._dies = takes, think_seconds, dies
         self.lineage = lineage
-        self._number = 0
+        self._number, self.directors = 0, Directors()
 
-    def sample(
-        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
-        table: MatchTable | None = None,
-    ) -> Sample:  # fmt: skip
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """Takes as long as acting does; raises `Died` at the moment of death, with the claim in hand."""
         if self._dies.wait(self._think):
             raise Died
@@ -239,9 +236,8 @@ class SimulatedWorker(Worker):
         self._tally.add(waited=time.monotonic() - started)
         return claim
 
-    @cached_property
-    def policies(self) -> ActingPolicies:
-        policies = super().policies
+    def open_policies(self, description: EnvironmentDescription) -> ActingPolicies:
+        policies = super().open_policies(description)
         fetch = policies.fetch
 
         def counted(at_least: int) -> bool:
@@ -251,8 +247,7 @@ class SimulatedWorker(Worker):
         policies.fetch = counted  # type: ignore[method-assign]
         return policies
 
-    @cached_property
-    def episodes(self) -> Episodes:
+    def open_episodes(self, *opened: Any) -> Episodes:
         left = self._log.left(self.id)  # read, as by any successor; recordings have nothing to take up
         self._tally.add(joined=1, joined_again=int(left.pushed))
         lineage = SeedLineage(self._config.seed, self._index, self.incarnation, 0)

@@ -105,7 +105,8 @@ class GymnasiumEnvironments:
         if self._parameters is None:
             return {}
         for index in which:
-            self._parameters.begin(index, episode_seed(self._seeds[index], int(self._episodes[index])))
+            episode = int(self._episodes[index])
+            self._parameters.begin(index, episode, episode_seed(self._seeds[index], episode))
         each = [dict(drawn.values) for drawn in self._parameters.now]
         return (
             {name: np.array([its[name] for its in each]) for name in each[0]} if self._native else {_PARAMETERS: each}
@@ -220,7 +221,7 @@ class GymnasiumEnvironments:
                     metrics |= vector_env.scalar(name, infos[name][index])
             metrics |= {f"{name}_sum": float(its[index]) for name, its in zip(self._info_columns, self._sums)}
             record = vector_env.episode_record(total, length, metrics)
-            records.append((index, record if self._parameters is None else self._parameters.noted(index, record)))
+            records.append((index, record if self._parameters is None else self._parameters.judged(index, record)))
         return records
 
     @NamedFailures("set_phase")

@@ -13,28 +13,35 @@ _SHOWN = 20
 
 
 class EpisodeParameters:
-    """Parameters of each environment's running episode, for one sampler."""
+    """Draws the parameters of one sampler's episodes (a director: sampling/director.py)."""
 
     def __init__(self, table: ParameterTable, num_envs: int) -> None:
         self.table = table
         """Table that the next episodes draw from."""
         self.now: list[Drawn] = [Drawn({}, {})] * num_envs
 
-    def begin(self, environment: int, seed: int) -> None:
+    def begin(self, environment: int, episode: int, seed: int) -> None:
         """Draws the parameters of an episode that begins."""
         self.now[environment] = Drawn(self.table.draw(seed), self.table.lessons)
 
-    def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
-        """Restores the parameters of running episodes from `plain`."""
+    def accepts(self, running: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these are parameters of as many episodes."""
+        try:
+            return len([Drawn.from_dict(its) for its in running]) == len(self.now)
+        except (TypeError, ValueError):
+            return False
+
+    def take_up(self, running: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> None:
+        """Resumes the episodes of a predecessor's trace."""
         for environment, its in enumerate(running):
             self.now[environment] = Drawn.from_dict(its)
 
-    def plain(self) -> list[dict[str, Any]]:
-        """Returns the parameters of running episodes as plain data, for the action trace."""
+    def trace(self) -> list[dict[str, Any]]:
+        """Returns the parameters of the running episodes, for the action trace."""
         return [drawn.as_dict() for drawn in self.now]
 
-    def noted(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """Adds the parameters of an episode that ends to its record."""
+    def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
+        """Returns the record of an episode that ended, with what was drawn for it."""
         record.parameters, record.lessons = dict(self.now[environment].values), dict(self.now[environment].lessons)
         return record
 

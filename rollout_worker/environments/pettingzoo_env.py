@@ -134,7 +134,7 @@ class Parallel:
         with NamedFailures("reset", self._first + index):
             if self._parameters is not None:
                 if drawn:
-                    self._parameters.begin(index, seed)
+                    self._parameters.begin(index, number, seed)
                 values = self._parameters.now[index].values
                 self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
@@ -195,7 +195,7 @@ class Parallel:
                 f"the environment returned rewards that cannot be learned from: in an episode they add up to "
                 f"{record.agent_returns}; look for a division by zero"
             )
-        return record if self._parameters is None else self._parameters.noted(index, record)
+        return record if self._parameters is None else self._parameters.judged(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]

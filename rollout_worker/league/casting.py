@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from stagecoach.rollout_worker.environments.vector_env import OUTCOME
 from stagecoach.rollout_worker.league.opponents import Forfeit, Mixture, Network, Opponents, Player, Random
 from stagecoach.rollout_worker.league.stacked import Stacked
+from stagecoach.rollout_worker.sampling.director import Part, Running
 from stagecoach.shared.base.errors import EnvironmentFailure, SharedObjectUnusable
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
@@ -33,18 +34,11 @@ _ALL_DRAWS = 100
 """So many matches and none decided is no chance."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Slots that one player acts for."""
-
-    player: str
-    rows: Array
-    learns: Array
-    """`[R]`: which of them are learned from."""
-
-
 class Casting:
-    """Of one sampler. A slot is a seat: agent's number within its policy × N + environment."""
+    """Seats the players of one sampler's matches (a director: sampling/director.py).
+
+    A slot is a seat: agent's number within its policy × N + environment.
+    """
 
     def __init__(
         self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
@@ -72,17 +66,25 @@ class Casting:
         self._stacks: dict[str, Stacked] = {}
 
     def use(self, table: MatchTable) -> None:
-        """The table of the version that acts from now on."""
+        """Draws matches from this table from now on."""
         self._table = table
         self._refs |= table.players
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
-        """An episode begins: its match is drawn."""
+        """Draws the match of an episode that begins."""
         self.seat(environment, draw(self._table, environment, episode, seed), seed)
 
-    def take_up(self, matches: Sequence[Mapping[str, Any]], states: Mapping[str, Array]) -> None:
-        """The matches of running episodes, as `plain` gave them."""
-        for environment, match in enumerate(matches):
+    def accepts(self, running: Running) -> bool:
+        """Whether these are matches, and their scripted players are allowed by this run's config."""
+        try:
+            refs = [PlayerRef.from_dict(ref) for match in running for ref in match["refs"].values()]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
+        return len(running) == self._count and all(map(self._opponents.allows, refs))
+
+    def take_up(self, running: Running, states: Mapping[str, Array]) -> None:
+        """Resumes the matches of a predecessor's trace."""
+        for environment, match in enumerate(running):
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
             self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])), match["seed"])
             self._forfeits[environment] = dict(match["forfeits"])
@@ -93,11 +95,16 @@ class Casting:
                 self.states[name][torch.from_numpy(mine)] = torch.from_numpy(array.copy())
 
     def remembered(self) -> dict[str, Array]:
-        """`GROUP@PLAYER` → what a recurrent opponent remembers in the seats that it has, `[R, state size]`."""
+        """Returns `GROUP@PLAYER` → what a recurrent opponent remembers in the seats that it has, `[R, state size]`."""
         return {name: state.cpu().numpy()[self._seats_of(name)] for name, state in self.states.items()}
 
-    def plain(self) -> list[dict[str, Any]]:
-        """The matches of running episodes, for the action trace."""
+    def objects(self) -> set[str]:
+        """Returns the SHA-256 of the players in running matches."""
+        named = {player for match in self.matches if match is not None for player in match.players}
+        return {self._refs[player].sha256 for player in named if player in self._refs}
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Returns the running matches, for the action trace."""
         return [
             vars(match)
             | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}

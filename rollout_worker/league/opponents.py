@@ -172,6 +172,10 @@ class Opponents:
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
         """With the bytes of its object."""
 
+    def allows(self, ref: PlayerRef) -> bool:
+        """Whether the player may be run: what comes by Redis or the store names no code."""
+        return ref.kind != "function" or ref.source in self._functions
+
     def get(
         self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
     ) -> Player:
@@ -191,7 +195,7 @@ class Opponents:
         if ref.kind == "random":
             return Random(policy), 0
         if ref.kind == "function":
-            if ref.source not in self._functions:  # what comes by Redis or the store names no code to run
+            if not self.allows(ref):
                 raise SharedObjectUnusable(
                     f"a match table names the scripted player {ref.source!r:.100}, which this run's league.fixed does "
                     f"not have; it is not run"

@@ -5,7 +5,7 @@ with the seed of its running episode (environments/seeding.py) and repeats the a
 fragment: from there it acts as its predecessor would have. If the observations differ, it begins new episodes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from stagecoach.shared.base.errors import FragmentError
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.fragment import STATE
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
-from stagecoach.shared.league.table import PlayerRef
 
 MOST_BYTES = 1 << 20
 """Largest trace of a worker that is kept in Redis."""
@@ -41,24 +40,18 @@ class ActionTrace(RunningEpisodes):
     states: Mapping[str, Array] = field(default_factory=dict)
     """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step; also the state of its
     exploration (sampler.py)."""
-    matches: Sequence[Mapping[str, Any]] = ()
-    """Match of each environment's running episode in a league (rollout_worker/league/casting.py)."""
-    parameters: Sequence[Mapping[str, Any]] = ()
-    """Parameters of each running episode, if any (rollout_worker/environments/parameters.py)."""
+    directed: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Director → its decisions for the running episodes (sampling/director.py)."""
+    objects: Sequence[str] = ()
+    """The SHA-256 of the shared objects that these episodes use."""
 
     @property
     def fragments(self) -> int:
         """Number of the last fragments that hold the running episodes' actions, if this is one fragment's trace."""
         return -(-max(self.lengths) // self.steps) if any(self.lengths) else 1
 
-    def fits(self, description: EnvironmentDescription, num_envs: int, functions: Collection[str] = ()) -> bool:
-        """Returns whether it fits the environments and agents, and has no scripted players but `functions`."""
-        try:
-            refs = [PlayerRef.from_dict(ref) for match in self.matches for ref in match["refs"].values()]
-        except _MALFORMED:
-            return False
-        if any(ref.kind == "function" and ref.source not in functions for ref in refs):
-            return False
+    def fits(self, description: EnvironmentDescription, num_envs: int) -> bool:
+        """Returns whether it fits the environments and agents."""
         found = {id_: {name: array.shape[1] for name, array in its.items()} for id_, its in self.actions.items()}
         return len(self.episodes) == num_envs and found == {
             policy_id: dict.fromkeys(
@@ -74,9 +67,6 @@ def encode(trace: ActionTrace) -> bytes:
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
     del header["states"]
-    for name in ("matches", "parameters"):
-        if not header[name]:
-            del header[name]
     states = {f"{policy}/{STATE}": array for policy, array in trace.states.items()}
     return tensor_blob.encode({name: _small(array) for name, array in flat.items()} | states, header)
 
@@ -99,8 +89,8 @@ def decode(blob: bytes) -> ActionTrace:
     if len(steps) != 1 or steps & {-1} or (steps == {0} and any(lengths)) or len(lengths) != len(episodes):
         raise ValueError(f"a trace with {steps} rows, {len(lengths)} lengths and {len(episodes)} episodes")
     number, digest = _count(header["number"]), str(header["digest"])
-    matches, parameters = header.get("matches", ()), header.get("parameters", ())
-    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, matches, parameters)
+    directed = {str(name): list(running) for name, running in header["directed"].items()}
+    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, directed, list(header["objects"]))
 
 
 def _count(value: Any) -> int:

@@ -15,11 +15,11 @@ import numpy as np
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, expected_columns
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
-from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.policy import Policy
 
 
@@ -32,6 +32,8 @@ def _shuffled(lineage: SeedLineage, epoch: int, count: int) -> Array:
 class DatasetSampler:
     """Samples fragments as `Sampler` does, without a policy or environment."""
 
+    directors = Directors()
+
     def __init__(
         self, recordings: Recordings, description: EnvironmentDescription, num_envs: int, lineage: SeedLineage,
         trace: ActionTrace | None = None,
@@ -40,10 +42,7 @@ class DatasetSampler:
         self._recordings, self._description, self._envs, self.lineage = recordings, description, num_envs, lineage
         self._number = trace.number + 1 if trace else 0
 
-    def sample(
-        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
-        table: MatchTable | None = None,
-    ) -> Sample:  # fmt: skip
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """Returns the next fragment; policies and explorations are ignored."""
         started = time.perf_counter()
         columns: dict[str, Columns] = {}

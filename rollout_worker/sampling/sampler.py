@@ -8,7 +8,6 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.environments.vector_env import (
     GREEDILY,
@@ -18,20 +17,20 @@ from stagecoach.rollout_worker.environments.vector_env import (
     reject_unusable_now,
 )
 from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
-from stagecoach.rollout_worker.league.casting import Casting, Part
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
+from stagecoach.rollout_worker.sampling.director import Directors, Part
 from stagecoach.rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
-from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.actor_critic import Stateful, with_states
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import torch_device
 
 _BEST = Greedy()
+_NONE = Directors()
 _CARRIED = "exploration of "
 """Before a policy id, in the states that an action trace holds."""
 Recorders: TypeAlias = Mapping[str, Any]
@@ -54,24 +53,24 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
-        casting: Casting | None = None, parameters: EpisodeParameters | None = None, rows: int = 0,
+        directors: Directors = _NONE, rows: int = 0,
     ) -> None:  # fmt: skip
         """Begins `lineage`, or resumes it where `trace` ends; `position_digest` shows whether it got there.
 
         With `rows`, a fragment has this T and ends where episodes do.
         """
-        self._casting, self._rows = casting, rows
+        self.directors, self._seating, self._rows = directors, directors.seating, rows
         self._holdable = cast(HoldableEnvironment, environment)
-        self._in_parts = description.in_turns or casting is not None or rows > 0
-        """Who sits where, in a league; and whether only some slots of a policy act in a step."""
+        self._in_parts = description.in_turns or directors.seating is not None or rows > 0
+        """Whether only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
         self._device, self._stages = torch_device(device), stages or StageTimer()
         self._generator = torch.Generator(self._device)
         self.lineage = lineage
         self._number = trace.number + 1 if trace else 0
-        self._parameters = parameters
-        if parameters is not None and trace:
-            parameters.take_up(trace.parameters)
+        states = trace.states if trace else {}
+        if trace:
+            directors.take_up(trace.directed, states)
         self._seeds = lineage.environments(environment.num_envs)
         self._episodes = list(trace.episodes) if trace else [0] * environment.num_envs
         began = environment.reset(self._seeds, trace)
@@ -81,23 +80,15 @@ class Sampler:
         """Whether any environment wants to know when acting waits."""
         self._taken: dict[str, Columns] = {}
         """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
-        states = trace.states if trace else {}
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
-        self._began = False
-        if casting is not None and trace:
-            casting.take_up(trace.matches, states)
-            self._began = True
+        self._began = trace is not None
 
     @torch.inference_mode()
     def sample(
-        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
-        table: MatchTable | None = None,
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int
     ) -> Sample:  # fmt: skip
         """Acts `steps` steps in every environment, each policy by its exploration; in a fragment of whole episodes also
-        the rest of those that run then. `table`: of a league, by which matches are drawn from now on. Raises
-        `EnvironmentFailure`, and then nothing was produced."""
-        if self._casting is not None and table is not None:
-            self._casting.use(table)
+        the rest of those that run then. Raises `EnvironmentFailure`, and then nothing was produced."""
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)
@@ -135,7 +126,7 @@ class Sampler:
             if not (stepped_now := self._acting(step, steps)):  # all wait for the next fragment
                 break
             acted += stepped_now
-            if self._casting is not None:  # what opponents see is in no column
+            if self._seating is not None:  # what opponents see is in no column
                 reject_unusable_now(self._now, self._acts, self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -153,12 +144,12 @@ class Sampler:
                 self._now[policy_id] = result.policies[policy_id].obs
                 if (acts := result.policies[policy_id].acts) is not None:
                     self._acts[policy_id] = acts
-                if self._casting is not None:
-                    self._casting.forget(policy_id, result.policies[policy_id].over)
+                if self._seating is not None:
+                    self._seating.forget(policy_id, result.policies[policy_id].over)
             for policy_id, its in remembering.items():
                 its.forget(torch.from_numpy(result.policies[self._seat(policy_id)].over).to(self._device))
             for index, record in result.episodes:
-                episodes.append(record if self._casting is None else self._casting.judged(index, record))
+                episodes.append(record if self._seating is None else self._seating.judged(index, record))
                 self._episodes[index] += 1
                 self._begin(by_episode, index)
         if self._rows:
@@ -213,7 +204,7 @@ class Sampler:
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
         actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
         opponents = []
-        for part in everyone if self._casting is None else self._casting.parts(group, rows):
+        for part in everyone if self._seating is None else self._seating.parts(group, rows):
             if part.player in policies:
                 policy, its = policies[part.player], part.rows[part.learns]
                 before = policy.state if isinstance(policy, Stateful) else None
@@ -232,8 +223,8 @@ class Sampler:
                     actions[name][part.rows] = array
             else:
                 opponents.append(part)
-        if self._casting is not None:
-            self._casting.act(opponents, group, now, policies[group], self._generator, actions)
+        if self._seating is not None:
+            self._seating.act(opponents, group, now, policies[group], self._generator, actions)
         return actions
 
     def _best(self, policy: Policy, before: torch.Tensor | None, now: Columns, rows: Array) -> Columns:
@@ -244,30 +235,30 @@ class Sampler:
         return act_for(_BEST, policy, now, rows, self._generator)[0]
 
     def _begin_all(self, explorations: Sequence[Exploration]) -> None:
-        """Tells of the episodes that go on; the first ones of all begin only now, since a league's table was needed."""
+        """Announces the running episodes; the first ones of all begin only now."""
         for index in range(self._environment.num_envs):
             self._begin(explorations, index, drawn=not self._began)
         self._began = True
 
     def _begin(self, explorations: Sequence[Exploration], index: int, drawn: bool = True) -> None:
-        """Tells which episode environment `index` is in; in a league its match is `drawn`, if it begins only now."""
-        if not explorations and self._casting is None:
+        """Announces the episode of environment `index`; who is seated in it is `drawn`, if it begins only now."""
+        if not explorations and self._seating is None:
             return
         seed = episode_seed(self._seeds[index], self._episodes[index])
         for exploration in explorations:
             exploration.begin(index, seed)
-        if self._casting is not None and drawn:
-            self._casting.begin(index, self._episodes[index], seed)
+        if self._seating is not None and drawn:
+            self._seating.begin(index, self._episodes[index], seed)
 
     def _seat(self, policy_id: str) -> str:
         return self._description.seats.get(policy_id, policy_id)
 
     def _observed(self, policy_id: str) -> Columns:
-        """What its slots observe now; in a league zeros where it is not learned from, as in its rows."""
+        """Returns what its slots observe now; zeros where an opponent is seated, as in its rows."""
         now = self._now[seat := self._seat(policy_id)]
-        if self._casting is None:
+        if self._seating is None:
             return now
-        others = ~self._casting.learning(seat, policy_id)
+        others = ~self._seating.learning(seat, policy_id)
         now = {name: array.copy() for name, array in now.items()}
         for array in now.values():
             array[others] = 0
@@ -292,13 +283,14 @@ class Sampler:
             for policy_id, spaces in self._description.policies.items()
         }
         states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
-        matches: list[dict[str, Any]] = []
-        if self._casting is not None:
-            matches = self._casting.plain()
-            states |= self._casting.remembered()
-        last, digest = self._number - 1, self.position_digest
-        drawn = self._parameters.plain() if self._parameters is not None else ()
-        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches, drawn)
+        objects: list[str] = []
+        if self._seating is not None:
+            states |= self._seating.remembered()
+            objects = sorted(self._seating.objects())
+        return ActionTrace(
+            place.episodes, place.lengths, actions, self.lineage, self._number - 1, self.position_digest, states,
+            self.directors.trace(), objects,
+        )  # fmt: skip
 
     def set_phase(self, phase: Phase) -> None:
         """Raises `EnvironmentFailure`."""

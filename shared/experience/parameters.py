@@ -2,12 +2,12 @@
 
 A draw is a pure function of the table and the episode's place in its seed lineage: a successor of a dead worker draws
 the same again. What was drawn stands in the episode's record, and the table changes only by folding those in log order
-(trainer_node/learning/curriculum.py).
+(trainer_node/learning/fold.py).
 """
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,6 +71,12 @@ class ParameterTable(PlainData):
             name: sampler.draw(np.random.default_rng([seed, _STREAM, zlib.crc32(name.encode())]))
             for name, sampler in self.samplers.items()
         }
+
+
+def joined(tables: Sequence[ParameterTable]) -> ParameterTable:
+    """Returns all of them as one; of a parameter that several have, the last one counts."""
+    samplers = {name: sampler for table in tables for name, sampler in table.samplers.items()}
+    return ParameterTable(samplers, {name: lesson for table in tables for name, lesson in table.lessons.items()})
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,7 @@ class ExperienceLog:
                 pipeline.lindex(self._keys.action_trace(worker.decode(errors="replace")), -1)
             for entry in pipeline.execute():
                 with suppress(FragmentError, AttributeError, KeyError, TypeError):  # such a trace is not resumed
-                    for match in tensor_blob.decode(entry or b"")[1].get("matches", ()):
-                        found |= {ref["sha256"] for ref in match["refs"].values()}
+                    found |= {*tensor_blob.decode(entry or b"")[1]["objects"]}
         return found
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:

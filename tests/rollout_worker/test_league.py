@@ -22,6 +22,7 @@ from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.league.stacked import Stacked, likeness
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
 from stagecoach.shared.base.errors import EnvironmentFailure, SharedObjectUnusable
 from stagecoach.shared.experience.fragment import MatchRecord
@@ -79,15 +80,16 @@ class Season:
             return read_shared_object(store, sha256)
 
         functions = {ref.source for ref in players.values()}
-        casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
+        casting = self.casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
         past = action_trace.read(list(left))
         lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
         vector = make_vector(self.config.environment, self.description)
-        self.sampler = Sampler(vector, self.description, lineage, trace=past, casting=casting)
+        self.sampler = Sampler(vector, self.description, lineage, trace=past, directors=Directors(seating=casting))
         self.left = list(left)
 
     def sample(self, steps: int = 10) -> Sample:
-        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, Sampling()), steps, self.table)
+        self.casting.use(self.table)
+        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, Sampling()), steps)
         trace = self.sampler.traced(sample)
         assert trace is not None
         self.left = [*self.left, action_trace.encode(trace)][-trace.fragments :]
@@ -248,11 +250,14 @@ def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
     stage = Season(store, {"one": 1.0}, {"one": scripted}, snapshots=0)
     stage.sample()
     trace = action_trace.read(stage.left)
-    assert trace is not None and trace.fits(stage.description, 3, {scripted.source})
-    assert not trace.fits(stage.description, 3) and not trace.fits(stage.description, 3, {other})
-    wrong: list[Any] = [[{"refs": {"one": {"kind": "function"}, "two": 3}}], [{}], [3], "text", [{"refs": [1]}]]
-    for matches in wrong:
-        assert not replace(trace, matches=matches).fits(stage.description, 3, {scripted.source})
+    assert trace is not None and trace.fits(stage.description, 3) and stage.casting.accepts(trace.directed["seating"])
+    for functions in (set[str](), {other}):
+        allowed = Opponents(lambda sha256: b"", functions)
+        refusing = Casting(stage.description, 3, stage.table, allowed, stage.told.append)
+        assert not refusing.accepts(trace.directed["seating"])
+    wrong: list[Any] = [{"refs": {"one": {"kind": "function"}, "two": 3}}, {}, 3, {"refs": [1]}]
+    for match in wrong:
+        assert not stage.casting.accepts([match] * 3)
     met, policy = Opponents(lambda sha256: b""), stage.policies["default"]
     with pytest.raises(SharedObjectUnusable, match=r"'this:that', which this run's league.fixed does not have"):
         met.get(replace(scripted, source=other), "default", stage.description.policies["default"], policy)
@@ -362,7 +367,7 @@ def test_an_opponent_forgets_with_each_agent_that_ends(store: FileStore) -> None
     for _ in range(40):
         season.sample(1)
         sampler: Any = season.sampler
-        for state in sampler._casting.states.values():
+        for state in sampler._seating.states.values():
             remembered += int(state.any())
             assert not state[sampler._acts["default"] == 0].any()
     assert remembered > 20
@@ -428,7 +433,7 @@ def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_playe
     season = Season(store, {"past": 1.0}, snapshots=60)
     for _ in range(12):
         season.sample(60)
-    casting: Any = season.sampler._casting
+    casting: Any = season.sampler._seating
     held, fetched = casting._opponents._held, season.fetched
     assert set(fetched) <= {ref.sha256 for ref in season.table.players.values()}
     assert sum(size for _, size in held.values()) <= most

@@ -156,8 +156,8 @@ def die_in_a_fragment(game: Game) -> None:
     """The worker is gone after five steps of a fragment that it has begun."""
 
     def dying(sample: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_some(self: Any, policies: Any, exploration: Any, steps: int, table: Any = None) -> None:
-            sample(self, policies, exploration, 5, table)
+        def sample_some(self: Any, policies: Any, exploration: Any, steps: int) -> None:
+            sample(self, policies, exploration, 5)
             raise Death
 
         return sample_some

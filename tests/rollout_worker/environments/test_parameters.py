@@ -14,6 +14,7 @@ from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.config.environments.parameters import table_at
@@ -62,7 +63,7 @@ class Parameterized(Stage):
         past = action_trace.read(list(left))
         lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
         vector = make_vector(self.config.environment, self.description, self.drawn)
-        self.sampler = Sampler(vector, self.description, lineage, trace=past, parameters=self.drawn)
+        self.sampler = Sampler(vector, self.description, lineage, trace=past, directors=Directors(self.drawn))
         self.past, self.left = past, list(left)
 
     def records(self, samples: int = 4) -> list[EpisodeRecord]:
@@ -145,7 +146,7 @@ def test_successor_resumes_episodes_with_parameters(kind: str, closing: Any) -> 
     other = Parameterized(KINDS[kind], one.left)
     closing(other)
     assert other.past is not None and other.sampler.position_digest == other.past.digest
-    assert other.drawn.plain() == one.drawn.plain()
+    assert other.drawn.trace() == one.drawn.trace()
     for _ in range(3):
         assert other.sample(7).episodes == undisturbed.sample(7).episodes
 
