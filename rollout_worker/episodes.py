@@ -37,9 +37,9 @@ class Episodes:
     ) -> None:  # fmt: skip
         """Starts the environments at the end of the predecessor's last fragment, if they can get there.
 
-        New episodes follow from `lineage`; `direct` makes the directors of a sampler. Fragments are cut from `recorded` experience if there is any, perhaps only
-        in warm-up. `tell` writes an event. Raises `EnvironmentFailure` after more than `environment.failures_allowed`
-        failures in a row.
+        New episodes follow from `lineage`; `direct` makes the directors of a sampler. Fragments are cut from `recorded`
+        experience if there is any, perhaps only in warm-up. `tell` writes an event. Raises `EnvironmentFailure` after
+        more than `environment.failures_allowed` failures in a row.
         """
         self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
