@@ -1,4 +1,4 @@
-"""What every algorithm's section has: what other roles know of it."""
+"""Base classes of the algorithms' sections: the fields and facts that other roles use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagecoach.shared.config.schema.validation import validated
 
 
 def _constant_name(schema: dict[str, Any]) -> None:
-    """Lets an editor tell by its name which algorithm's section it completes and checks."""
+    """Lets an editor choose the algorithm's section by its name."""
     name = schema["properties"]["name"]
     name |= {"const": name["default"]} if "default" in name else {}
 
@@ -28,58 +28,57 @@ class AlgorithmConfig(Section):
     model_config = ConfigDict(json_schema_extra=_constant_name)
 
     learner: ClassVar[str] = ""
-    """Its class, `package.module:Class`; that of a user's own algorithm is its `name`."""
+    """Import path of the class, `package.module:Class`; for a custom algorithm that is its `name`."""
     policy: ClassVar[str] = "actor_critic"
-    """The kind of policy (shared/policies/registry.py) that it learns."""
+    """Kind of policy that it learns (shared/policies/registry.py)."""
     learns_from_others: ClassVar[bool] = True
-    """Whether it may learn from what its own policy did not act; needed for `dataset`."""
+    """Accepts experience of other policies, as a `dataset` needs."""
     corrects_policy_lag: ClassVar[bool] = True
-    """Whether it may learn from what an older version of its policy acted; needed for `rollout.max_policy_lag`."""
+    """Accepts experience of older versions of its policy, as `rollout.max_policy_lag` needs."""
     recurrent_policy: ClassVar[str | None] = None
-    """The kind that it learns where a policy has a `core`; None where it cannot learn sequences."""
+    """Kind of policy with a `core`; None if the algorithm cannot learn sequences."""
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Defaults of other sections in a run of this algorithm, as in a config's file; `policies` is for each of them."""
+    """Defaults of other sections in a run of this algorithm; `policies` applies to each policy."""
     name: str
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)
     """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's (Loshchilov and Hutter 2019): each step takes `learning_rate` times this share off every weight of policy
-    and critics; 0 is plain Adam."""
+    """Decoupled weight decay of policy and critics (AdamW, Loshchilov and Hutter 2019); 0 is plain Adam."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step."""
 
     @property
     def acting(self) -> ExplorationConfig:
-        """How workers choose actions in training: by its field `exploration`, or by sampling from the policy."""
+        """Exploration of the workers: the field `exploration`, else sampling from the policy."""
         found: ExplorationConfig = getattr(self, "exploration", Sampling())
         return found
 
     def network(self) -> dict[str, Any]:
-        """What it asks of the policy's network beside `PolicyConfig`: keyword arguments of the policy class (JSON)."""
+        """Returns keyword arguments of the policy class, in addition to `PolicyConfig` (JSON)."""
         return {}
 
     def validate_run(self, run: Any) -> None:
-        """Raises `ValueError` for a run, a `Config`, that an algorithm of the user's cannot learn in."""
+        """Raises `ValueError` if a custom algorithm cannot learn in this run, a `Config`."""
 
     @property
     def imitating(self) -> tuple[str, ...]:
-        """Its fields by which it learns from the run's demonstrations."""
+        """Names of the fields that learn from the run's demonstrations."""
         return ()
 
     def resolved(self) -> AlgorithmConfig:
-        """The section with its own type; for a user's algorithm this imports it."""
+        """Returns the section with its own type; imports a custom algorithm."""
         return self
 
 
 class OwnAlgorithm(AlgorithmConfig):
-    """An algorithm of the user's: `name: package.module:Class`. Its class says which fields there are (`Class.Config`).
-    Nothing is imported while a config is only read."""
+    """A custom algorithm, `name: package.module:Class`, with the fields of `Class.Config`. Reading a config imports
+    nothing."""
 
     model_config = ConfigDict(extra="allow")
 
     def resolved(self) -> AlgorithmConfig:
-        """The section as the class's `Config`; raises `ConfigError` where that cannot be."""
+        """Returns the section as the class's `Config`; raises `ConfigError` if there is none."""
         section = getattr(import_object(self.name, "algorithm.name", kind="Class"), "Config", None)
         if not (isinstance(section, type) and issubclass(section, AlgorithmConfig)):
             raise ConfigError(
@@ -92,48 +91,48 @@ class OwnAlgorithm(AlgorithmConfig):
 
 
 class BatchOfUpdate(AlgorithmConfig):
-    """For algorithms that learn each update's batch in minibatches, which must fit into it."""
+    """Base of algorithms that split each update's batch into minibatches."""
 
     minibatch_size: int = Field(64, ge=1)
     """Transitions in one gradient step."""
 
 
 class CloningConfig(Section):
-    """Cloning of the demonstrations beside what is learned by rewards, as a term of the policy's loss."""
+    """Behavioral cloning of the demonstrations, as a term of the policy's loss."""
 
     strength: ScheduleField
-    """Weight of the cloning loss: best a schedule that ends at 0, so that the policy can surpass what it imitates."""
+    """Weight of the cloning loss. Use a schedule that ends at 0, so that the policy can surpass the demonstrations."""
     minibatch_size: int = Field(64, ge=1)
-    """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
+    """Demonstrated steps in each gradient step of the policy."""
 
 
 class MarginCloningConfig(CloningConfig):
-    """Cloning beside Q-learning, by a large margin."""
+    """Behavioral cloning for Q-learning, by a large margin."""
 
     margin: float = Field(0.8, gt=0)
-    """By how much the demonstrated action is to be better than any other, in units of the values; 0.8 as in DQfD."""
+    """Margin by which the value of the demonstrated action should exceed all others; 0.8 as in DQfD."""
 
 
 class Cloning(AlgorithmConfig):
-    """What algorithms have that can clone demonstrations beside what they learn by rewards."""
+    """Base of algorithms that can also clone demonstrations."""
 
     behavioral_cloning: CloningConfig | None = None
     """`{strength: {kind: linear, start: 0.5, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well."""
 
     @property
     def imitating(self) -> tuple[str, ...]:
-        """By cloning, where that is asked for."""
+        """Cloning, if it is configured."""
         return super().imitating + (() if self.behavioral_cloning is None else ("behavioral_cloning",))
 
 
 class Signals(Cloning):
-    """What algorithms have that can learn from further rewards."""
+    """Base of algorithms that can learn from reward signals."""
 
     reward_signals: RewardSignalsConfig | None = None
-    """Rewards beside the environment's, for tasks whose own are rare; none by default."""
+    """Intrinsic and imitation rewards in addition to the environment's; none by default."""
 
     @property
     def imitating(self) -> tuple[str, ...]:
-        """By cloning, and by a reward signal."""
+        """Cloning and GAIL, if they are configured."""
         gail = self.reward_signals is not None and self.reward_signals.gail is not None
         return super().imitating + (("reward_signals.gail",) if gail else ())

@@ -1,4 +1,4 @@
-"""How workers choose actions in training: noise on continuous actions, chance among discrete ones."""
+"""Exploration in training: noise on continuous actions, random choices of discrete actions."""
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,7 +14,7 @@ class Sampling(Section):
 
 
 class EpsilonGreedy(Section):
-    """A uniform action with probability ε, else the best one."""
+    """Takes a uniformly random action with probability ε, else the best one."""
 
     kind: Literal["epsilon_greedy"] = "epsilon_greedy"
     epsilon: ScheduleField = Schedule(kind="linear", start=1.0, end=0.05, over="10000 env_steps")
@@ -22,11 +22,11 @@ class EpsilonGreedy(Section):
 
 
 class Boltzmann(Section):
-    """Draws a choice with probability softmax(values / temperature): the better, the more likely."""
+    """Draws an action with probability softmax(values / temperature)."""
 
     kind: Literal["boltzmann"] = "boltzmann"
     temperature: ScheduleField = Schedule(start=1.0)
-    """In units of the values, which are discounted returns; above 0."""
+    """Temperature in units of the values (discounted returns); above 0."""
 
     @model_validator(mode="after")
     def _warm(self) -> Self:
@@ -38,17 +38,17 @@ class Boltzmann(Section):
 
 
 class UpperConfidenceBound(Section):
-    """The best action by mean + coefficient × deviation over the heads of an ensemble (Chen et al. 2017)."""
+    """Takes the best action by mean + coefficient × deviation over the heads of an ensemble (Chen et al. 2017)."""
 
     kind: Literal["ucb"] = "ucb"
     coefficient: ScheduleField = Schedule(start=0.1)
-    """How many deviations of the heads' values an action is credited with."""
+    """Number of standard deviations added to each action's mean value."""
     epsilon: ScheduleField = Schedule(start=0.0)
     """Probability of a uniform action instead."""
 
 
 class Bootstrapped(Section):
-    """The best action by one head of an ensemble, another one in each episode (Osband et al. 2016)."""
+    """Takes the best action by one head of an ensemble, a different one in each episode (Osband et al. 2016)."""
 
     kind: Literal["bootstrapped"] = "bootstrapped"
     epsilon: ScheduleField = Schedule(start=0.0)
@@ -56,7 +56,7 @@ class Bootstrapped(Section):
 
 
 class GaussianNoise(Section):
-    """Normal noise on what the policy draws, in units of half the action's range, clipped to the range."""
+    """Adds normal noise in units of half the action's range to the policy's action, clipped to the range."""
 
     kind: Literal["gaussian"] = "gaussian"
     sigma: ScheduleField = Schedule(start=0.1)
@@ -68,42 +68,42 @@ class GaussianNoise(Section):
 
 
 class TruncatedGaussianNoise(Section):
-    """Draws from the normal distribution around what the policy draws, cut off at the action's bounds. Unlike clipped
-    noise it does not heap actions up at the bounds."""
+    """Draws from a normal distribution around the policy's action, truncated at the action's bounds. Unlike clipped
+    noise, it has no mass at the bounds."""
 
     kind: Literal["truncated_gaussian"] = "truncated_gaussian"
     sigma: ScheduleField = Schedule(start=0.1)
-    """Standard deviation before it is cut off; 1 is half of each action's range."""
+    """Standard deviation before truncation; 1 is half of each action's range."""
 
 
 class OrnsteinUhlenbeckNoise(Section):
-    """Noise that continues from step to step (Lillicrap et al. 2016), in units of half the action's range. It begins
-    anew with each episode, already as spread as it becomes in time."""
+    """Adds temporally correlated noise (Lillicrap et al. 2016) in units of half the action's range. Each episode starts
+    from the stationary distribution."""
 
     kind: Literal["ou"] = "ou"
     sigma: ScheduleField = Schedule(start=0.2)
-    """Standard deviation of what is added at each step; in time the noise has σ / √(1 − (1 − θ)²), about 1.9 σ."""
+    """Standard deviation of each step's increment; the noise itself has σ / √(1 − (1 − θ)²), about 1.9 σ."""
     theta: float = Field(0.15, gt=0, le=1)
-    """Share of the noise that is taken back at each step: it lasts for about 1 / θ steps."""
+    """Rate of mean reversion; the noise is correlated over about 1 / θ steps."""
 
 
 class ParameterNoise(Section):
-    """Acts with disturbed weights, other ones for each episode (Plappert et al. 2018): a network per environment."""
+    """Perturbs the network's weights, anew in each episode (Plappert et al. 2018): one network per environment."""
 
     kind: Literal["parameter_noise"] = "parameter_noise"
     sigma: ScheduleField = Schedule(start=0.05)
-    """Standard deviation of the normal noise on each weight. The paper adapts it; here it is what the schedule says."""
+    """Standard deviation of the noise on each weight. The paper adapts it; here it follows the schedule."""
 
 
 class OwnExploration(Section):
-    """A way to explore of your own (docs/PYTHON.md)."""
+    """Custom exploration (docs/PYTHON.md)."""
 
     kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
-    """The path of a class that derives from `stagecoach.Exploration`."""
+    """Import path of a class that derives from `stagecoach.Exploration`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the class is made with, for each fragment."""
+    """Keyword arguments of the class."""
     schedules: dict[str, ScheduleField] = Field(default_factory=dict)
-    """And these, each as its value at the trainer's counters."""
+    """Keyword arguments that are schedules; the class gets their current values."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
@@ -121,4 +121,4 @@ if TYPE_CHECKING:
     NoiseField = NoiseConfig
 else:
     ExplorationField, NoiseField = by_kind(ExplorationConfig), by_kind(NoiseConfig)
-"""Ways to explore, as a config field: any, and those with continuous actions."""
+"""Exploration as a config field: any, and for continuous actions."""

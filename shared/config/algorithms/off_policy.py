@@ -1,4 +1,4 @@
-"""The configurations of algorithms that have a replay buffer: SAC, TD3, DDPG, and what they share with others."""
+"""Sections of SAC, TD3 and DDPG, and the fields that all algorithms with a replay buffer share."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,13 +11,13 @@ from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField,
 from stagecoach.shared.config.schema.section import ScheduleField
 
 LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}
-"""Of actors and critics, as TD3's and SAC's authors, Stable-Baselines3 (SAC) and CleanRL have it."""
+"""Network of actors and critics in TD3's and SAC's papers, Stable-Baselines3 (SAC) and CleanRL."""
 FEW_STEPS_AHEAD: Mapping[str, Any] = {"fragment_steps": 8, "fragments_per_update": 1, "max_policy_lag": 2}
-"""Rollout of algorithms that learn while they act: workers act on during gradient steps, as replay allows."""
+"""Rollout defaults of algorithms that act during gradient steps."""
 
 
 class OffPolicyConfig(AlgorithmConfig):
-    """The fields that every algorithm with a replay buffer has."""
+    """Fields of every algorithm with a replay buffer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policies": LARGE_NETWORK,
@@ -27,47 +27,49 @@ class OffPolicyConfig(AlgorithmConfig):
     }
 
     replay_buffer: ReplayBufferField = UniformReplay()
-    """What is learned from: the newest transitions, drawn by `kind` uniform, prioritized, hindsight or balanced."""
+    """Replay buffer of the newest transitions; `kind` is uniform, prioritized, hindsight or balanced."""
     minibatch_size: int = Field(64, ge=1)
     """Transitions in one gradient step."""
     gradient_steps_per_env_step: float = Field(1.0, gt=0, le=1000)
-    """Gradient steps for each env step trained on (the replay ratio), made together after each update's fragments."""
+    """Gradient steps per env step (the replay ratio), computed together after each update's fragments."""
     n_step: int = Field(1, ge=1, le=1000)
-    """Steps of reward before the target bootstraps; more spread rewards faster, and are less off-policy correct."""
+    """Steps of reward before the target bootstraps. More steps spread rewards faster but are less off-policy
+    correct."""
     max_grad_norm: float | None = Field(10.0, gt=0)
-    """Gradients are scaled down to this norm; null for none."""
+    """Maximum norm of the gradients; null for none."""
     adam_epsilon: float = Field(1e-8, gt=0)
     """Adam's ε."""
 
 
 class ActorConfig(Signals, OffPolicyConfig):
-    """The fields of actors and their critics."""
+    """Fields of algorithms with an actor and critics."""
 
     replay_buffer: ReplayBufferField = UniformReplay(capacity=1_000_000)
-    """What is learned from: the newest million of transitions, as in the papers and Stable-Baselines3."""
+    """Replay buffer of the newest million transitions, as in the papers and Stable-Baselines3."""
     minibatch_size: int = Field(256, ge=1)
     max_grad_norm: float | None = Field(None, gt=0)
     tau: float = Field(0.005, gt=0, le=1)
-    """How far targets go toward the networks each time they move."""
+    """Interpolation factor of each target update (Polyak averaging)."""
     critic_learning_rate: ScheduleField | None = None
-    """Step size of the critics; `learning_rate` by default."""
+    """Adam's step size for the critics; `learning_rate` by default."""
     exploration: NoiseField = GaussianNoise()
-    """How workers act: noise on the policy's actions, or `sampling` from the policy without any."""
+    """Exploration: noise on the policy's actions, or `sampling` without noise."""
 
 
 class SoftConfig(ActorConfig):
-    """The fields of all that rewards entropy with a temperature."""
+    """Fields of algorithms with an entropy bonus."""
 
     policy: ClassVar[str] = "actor"
     initial_temperature: float = Field(1.0, gt=0)
-    """Weight of the entropy at the start (α)."""
+    """Initial weight of the entropy (α)."""
     learn_temperature: bool = True
-    """Move α such that the entropy comes to `target_entropy`; else it stays."""
+    """Learns α so that the entropy reaches `target_entropy`; otherwise α is constant."""
     target_entropy: float | None = None
-    """In nats, of actions in [-1, 1]. By default −1 for each element of the action; of a discrete one, that of
-    ε-greedy acting with ε = 0.1 (0.20 for two choices): the paper's 0.98 · ln(choices) is nearly uniform acting."""
+    """Target in nats, for actions in [-1, 1]. The default is −1 per element of a continuous action. For a discrete
+    action it is the entropy of ε-greedy acting with ε = 0.1 (0.20 for two choices): the paper's 0.98 · ln(choices) is
+    nearly uniform."""
     exploration: NoiseField = Sampling()
-    """How workers act: `sampling` from the policy; with any noise, that is added to what was drawn."""
+    """Exploration: `sampling` from the policy; any noise is added to the sampled action."""
 
 
 class SACConfig(SoftConfig):
@@ -85,11 +87,11 @@ class TD3Config(ActorConfig):
     critics: ClassVar[int] = 2
     name: str = "td3"
     policy_delay: int = Field(2, ge=1)
-    """The policy and the targets move at every such gradient step of the critics."""
+    """Gradient steps of the critics per step of policy and targets."""
     target_noise: float = Field(0.2, ge=0)
-    """Deviation of the noise on the target policy's actions; 1 is half of each action's range."""
+    """Standard deviation of the noise on the target policy's actions; 1 is half of each action's range."""
     target_noise_clip: float = Field(0.5, ge=0)
-    """Bound of that noise."""
+    """Bound of the target noise."""
 
 
 class DDPGConfig(ActorConfig):

@@ -1,4 +1,4 @@
-"""The configurations of DQN and of all that is made of it: Rainbow, R2D2, VDN, QMIX."""
+"""Sections of DQN and its descendants: Rainbow, R2D2, VDN, QMIX."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -15,7 +15,7 @@ _ONE_HEAD: Mapping[str, tuple[Any, ...]] = {"head": ("expected",), "heads": (1,)
 
 
 class QLearningConfig(OffPolicyConfig):
-    """The fields of all that learns the values of discrete actions."""
+    """Fields of algorithms that learn the values of discrete actions."""
 
     policy = "q_network"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -23,48 +23,49 @@ class QLearningConfig(OffPolicyConfig):
         "policies": {"hidden_sizes": [120, 84], "activation": "relu"},  # CleanRL's
     }
     exploration: ExplorationField = EpsilonGreedy()
-    """How workers choose actions in training: `epsilon_greedy`, `boltzmann`, `parameter_noise`; `sampling`, which takes
-    the best action of a noisy network and so needs `noisy`; `ucb` or `bootstrapped`, which need `heads`."""
+    """Exploration: `epsilon_greedy`, `boltzmann`, `parameter_noise`; `sampling`, which needs `noisy`; `ucb` or
+    `bootstrapped`, which need `heads`."""
     gradient_steps_per_env_step: float = Field(0.25, gt=0, le=1000)
-    """Gradient steps for each env step trained on (the replay ratio): one for four, as in the paper."""
+    """Gradient steps per env step (the replay ratio): one for four, as in the paper."""
     target_update_steps: int = Field(500, ge=1)
-    """Gradient steps from one update of the target network to the next."""
+    """Gradient steps between two updates of the target network."""
     tau: float = Field(1.0, gt=0, le=1)
-    """How far the target network goes toward the online one each time: 1 copies it."""
+    """Interpolation factor of each target update; 1 copies the network."""
     double: bool = True
-    """The online network says which action the target bootstraps from (van Hasselt et al. 2016)."""
+    """Selects the bootstrap action by the online network (double Q-learning, van Hasselt et al. 2016)."""
     dueling: bool = False
-    """Two streams: the value of the state, and the advantage of each action (Wang et al. 2016)."""
+    """Dueling streams: state value and action advantages (Wang et al. 2016)."""
     noisy: bool = False
-    """Noise on the weights of the last layers, learned with them (Fortunato et al. 2018)."""
+    """Learned noise on the weights of the last layers (Fortunato et al. 2018)."""
     head: Literal["expected", "c51", "qr"] = "expected"
-    """Of the return: its mean, the distribution over atoms (Bellemare et al. 2017), quantiles (Dabney et al. 2018)."""
+    """Model of the return: its mean, a distribution over atoms (Bellemare et al. 2017), or quantiles (Dabney et al.
+    2018)."""
     atoms: int = Field(51, ge=2)
-    """Head `c51`: how many returns probabilities are learned of."""
+    """Head `c51`: number of atoms."""
     v_min: float = -10.0
-    """Head `c51`: the smallest return; what is smaller counts as this. Think of discount, n_step and reward scale."""
+    """Head `c51`: smallest return; smaller returns are clipped. Depends on discount, n_step and reward scale."""
     v_max: float = 10.0
     """Head `c51`: the largest return."""
     quantiles: int = Field(200, ge=1)
-    """Head `qr`: how many."""
+    """Head `qr`: number of quantiles."""
     heads: int = Field(1, ge=1, le=100)
-    """An ensemble of so many heads on one encoder (Osband et al. 2016; 10 there): where they disagree, not enough has
-    been tried. The best action is that of the largest mean. For `exploration` `ucb` or `bootstrapped`."""
+    """Heads of an ensemble on one encoder (Osband et al. 2016; 10 there), whose disagreement guides exploration `ucb`
+    or `bootstrapped`. The best action has the largest mean."""
     bootstrap_share: float = Field(0.5, gt=0, le=1)
-    """Share of the transitions that each head of an ensemble learns from: a bootstrap sample of its own."""
+    """Share of the transitions in each head's bootstrap sample."""
     prior_scale: float = Field(0.0, ge=0)
-    """Each head of an ensemble learns what is to be added to this times a random network of its own, which stays as it
-    is (randomized priors, Osband et al. 2018; 3 there): so heads disagree wherever nothing was learned. 0: none."""
+    """Scale of a fixed random network added to each head (randomized priors, Osband et al. 2018; 3 there), so that
+    heads disagree on unfamiliar states. 0: none."""
     loss: Literal["huber", "squared"] = "huber"
-    """Head `expected`: of the TD error; `huber` bounds its gradient to 1, as DQN's does."""
+    """Head `expected`: loss of the TD error; `huber` bounds its gradient to 1, as DQN's does."""
 
     def network(self) -> dict[str, Any]:
-        """Keyword arguments of `QNetwork`."""
+        """Returns keyword arguments of `QNetwork`."""
         names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles", "heads", "prior_scale"}
         return {name: getattr(self, name) for name in sorted(names)}
 
     def _works_with(self, **needed: tuple[Any, ...]) -> Self:
-        """Raises `ValueError` for another value of a field (of a section, its `kind`) than these."""
+        """Raises `ValueError` if a field (or a section's `kind`) has none of the supported values."""
         for name, values in needed.items():
             found = getattr(self, name)
             name, found = (name, found) if not hasattr(found, "kind") else (f"{name}.kind", found.kind)
@@ -90,7 +91,7 @@ class QLearningConfig(OffPolicyConfig):
 
 
 class Guided(Signals, QLearningConfig):
-    """The fields of those that can learn from demonstrations and from further rewards as well."""
+    """Fields of algorithms that can also use demonstrations and reward signals."""
 
     behavioral_cloning: MarginCloningConfig | None = None
     """`{strength: {kind: linear, start: 1, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well, by a large
@@ -110,7 +111,7 @@ class VDNConfig(QLearningConfig):
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.qmix:VDN"
     name: str = "vdn"
     team_reward: Literal["mean", "sum"] = "mean"
-    """Of what its agents are paid: `mean` where the environment pays each of them what the team has earned."""
+    """Team reward from the agents' rewards: `mean` where the environment pays each agent the team's reward."""
 
     @model_validator(mode="after")
     def _of_one_step_and_one_head(self) -> Self:
@@ -118,7 +119,8 @@ class VDNConfig(QLearningConfig):
 
 
 class QMIXConfig(VDNConfig):
-    """QMIX (Rashid et al. 2018): the team's value grows with each agent's; how, depends on what all observe."""
+    """QMIX (Rashid et al. 2018): the team's value is a monotonic function of the agents' values, conditioned on the
+    observations."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.qmix:QMIX"
     name: str = "qmix"
@@ -127,8 +129,8 @@ class QMIXConfig(VDNConfig):
 
 
 class R2D2Config(QLearningConfig):
-    """Recurrent replay distributed DQN (Kapturowski et al. 2019): Q-learning with an LSTM or a GRU
-    (`policies.<id>.core`), from sequences with the hidden states that they were acted with."""
+    """Recurrent replay distributed DQN (Kapturowski et al. 2019): Q-learning on sequences with stored hidden states,
+    with an LSTM or a GRU (`policies.<id>.core`)."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.r2d2:R2D2"
     recurrent_policy: ClassVar[str | None] = "recurrent_q_network"
@@ -141,27 +143,26 @@ class R2D2Config(QLearningConfig):
     gamma: float = Field(0.997, ge=0, le=1)
     replay_buffer: ReplayBufferField = PrioritizedReplay(alpha=0.9, beta=Schedule(start=0.6))
     minibatch_size: int = Field(640, ge=1)
-    """Transitions in one gradient step: ⌊minibatch_size / rollout.fragment_steps⌋ sequences, each a fragment's of one
+    """Transitions in one gradient step: ⌊minibatch_size / rollout.fragment_steps⌋ sequences, each of one fragment and
     slot (64 sequences of 80 steps in the paper)."""
     gradient_steps_per_env_step: float = Field(0.025, gt=0, le=1000)
-    """Gradient steps for each env step trained on. With minibatches of 640, each transition is used 16 times."""
+    """Gradient steps per env step. With minibatches of 640, each transition is used 16 times."""
     n_step: int = Field(5, ge=1, le=1000)
     dueling: bool = True
     adam_epsilon: float = Field(1e-3, gt=0)
     burn_in_fragments: int = Field(1, ge=0, le=100)
-    """Fragments before a sequence that the network goes through without learning, from their stored hidden state, so
-    that the state is about that of its weights now. 0: begin with the state as it was stored."""
+    """Fragments before a sequence that refresh the hidden state without learning. 0: start from the stored state."""
     priority_mix: float = Field(0.9, ge=0, le=1)
     """η: a sequence's priority is η · the largest TD error of its steps + (1 − η) · their mean."""
     rescale_values: bool = True
-    """Learn h(Q) = sign(Q)(√(|Q| + 1) − 1) + ε Q, ε = 0.001, in place of clipping rewards."""
+    """Learns h(Q) = sign(Q)(√(|Q| + 1) − 1) + ε Q, ε = 0.001, instead of clipping rewards."""
 
     def network(self) -> dict[str, Any]:
-        """Whether its values are h(Q)."""
+        """Returns the arguments of `QNetwork`, and whether its values are h(Q)."""
         return super().network() | ({"rescaled": True} if self.rescale_values else {})
 
     def sequences(self, fragment_steps: int) -> int:
-        """How many a minibatch has: as many whole fragments of a slot as make its transitions, but one at least."""
+        """Number of sequences in a minibatch, at least one."""
         return max(1, self.minibatch_size // fragment_steps)
 
     @model_validator(mode="after")
@@ -172,15 +173,15 @@ class R2D2Config(QLearningConfig):
 
 
 class RainbowConfig(Guided):
-    """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
+    """DQN with all its extensions (Hessel et al. 2018), with that paper's defaults."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.dqn:DQN"
     name: str = "rainbow"
     learning_rate: ScheduleField = Schedule(start=6.25e-5)
-    """Adam's step size; small networks on vectors bear ten times as much."""
+    """Adam's step size; small networks on vectors tolerate ten times as much."""
     replay_buffer: ReplayBufferField = PrioritizedReplay(alpha=0.5)
     exploration: ExplorationField = Sampling()
-    """The noise of the network's weights is all there is."""
+    """Exploration by the noise of the network's weights."""
     n_step: int = Field(3, ge=1, le=1000)
     dueling: bool = True
     noisy: bool = True

@@ -19,20 +19,20 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
         VDNConfig,
     )
 }  # fmt: skip
-"""Name → section of the algorithms that come with Stagecoach."""
+"""Name → section of the built-in algorithms."""
 OWN = "own"
-"""The tag of an algorithm of the user's."""
+"""Tag of a custom algorithm."""
 
 
 def tag_of(value: Any) -> str:
-    """Which section `algorithm` is, by its name: `ppo` where it has none."""
+    """Returns the tag of the section `algorithm`: its name, `ppo` by default."""
     name = value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", value)
     return OWN if isinstance(name, str) and ":" in name else str(name)
 
 
 def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config as plain data, with the defaults that its algorithm has for other sections where it says nothing.
-    Nothing is known of a user's own algorithm here, since that would have to be imported."""
+    """Returns a run's config as plain data, completed with the algorithm's defaults of other sections. A custom
+    algorithm has none, since they would have to be imported."""
     algorithm = data.get("algorithm", "ppo")
     policies = data.get("policies", {"default": {}})
     if isinstance(policies, Mapping):
@@ -45,7 +45,7 @@ def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_algorithm(policy: Any, algorithm: Any) -> Any:
-    """A policy's section with all of its own algorithm, where it has any, and the defaults of the one that it has."""
+    """Completes a policy's section with its algorithm's fields and defaults."""
     if not isinstance(policy, Mapping):
         return policy
     if (own := policy.get("algorithm")) is not None:
@@ -57,7 +57,7 @@ def _with_algorithm(policy: Any, algorithm: Any) -> Any:
 
 
 def _over(own: Any, common: Any) -> Any:
-    """`own`, and of `common` what it does not say; nothing of a section of another `name` or `kind`."""
+    """Completes `own` from `common`, unless their `name` or `kind` differ."""
     if not (isinstance(own, Mapping) and isinstance(common, Mapping)):
         return own
     if any(own.get(tag, common.get(tag)) != common.get(tag) for tag in ("name", "kind")):
@@ -66,7 +66,7 @@ def _over(own: Any, common: Any) -> Any:
 
 
 def _below(given: Any, defaults: Any) -> Any:
-    """`given`, and what `defaults` has beside it."""
+    """Completes `given` from `defaults`."""
     if not (isinstance(given, Mapping) and isinstance(defaults, Mapping)):
         return given
     return {**defaults, **{name: _below(value, defaults.get(name)) for name, value in given.items()}}
@@ -83,4 +83,4 @@ else:
     AlgorithmField = Annotated[
         Union[(*_TAGGED, Annotated[OwnAlgorithm, Tag(OWN)])], Discriminator(tag_of), BeforeValidator(_from_name)
     ]
-"""An algorithm's section, or only its name, as a config field."""
+"""An algorithm's section or name, as a config field."""

@@ -1,4 +1,4 @@
-"""Reward signals beside the environment's: what is new (RND, curiosity), or looks like a demonstration (GAIL)."""
+"""Reward signals in addition to the environment's: novelty (RND, curiosity) or similarity to demonstrations (GAIL)."""
 
 from typing import Self
 
@@ -11,36 +11,35 @@ class ExtrinsicConfig(Section):
     """The rewards of the environment. Their discount is `algorithm.gamma`."""
 
     strength: float = Field(1.0, ge=0)
-    """What its advantages (with a replay buffer, its rewards) are multiplied by before those of all signals are added
-    up; 0 leaves it out."""
+    """Weight of its advantages (with a replay buffer, its rewards) in the sum over all signals; 0 disables it."""
 
 
 class SignalConfig(Section):
-    """What every further signal has."""
+    """Fields of every additional signal."""
 
     strength: float = Field(1.0, gt=0)
-    """What its advantages (with a replay buffer, its rewards) are multiplied by before those of all signals are added
-    up."""
+    """Weight of its advantages (with a replay buffer, its rewards) in the sum over all signals."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step of this signal's returns."""
     episodic: bool = False
-    """Whether the end of an episode ends its returns. Not for what rewards the new: that an episode is over should not
-    make the agent avoid what it has not seen yet (Burda et al. 2019, section 2.3)."""
+    """Ends the signal's returns with the episode. Off for novelty: an agent should not avoid the end of an episode for
+    the novelty it would miss (Burda et al. 2019, section 2.3)."""
     learning_rate: ScheduleField = Schedule(start=1e-4)
-    """Adam's step size of the signal's own networks. Its value network has that of the algorithm."""
+    """Adam's step size for the signal's own networks. Its value network uses the algorithm's."""
 
 
 class RNDConfig(SignalConfig):
-    """Random network distillation (Burda et al. 2019): what a network cannot predict yet has seldom been seen."""
+    """Random network distillation (Burda et al. 2019): rewards observations whose random features are hard to
+    predict."""
 
     hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of target and predictor, behind the convolutions of images."""
     embedding_size: Width = 64
-    """Numbers that are predicted."""
+    """Number of predicted features."""
 
 
 class ICMConfig(SignalConfig):
-    """Intrinsic curiosity (Pathak et al. 2017): where an action leads is rewarding while it cannot be predicted."""
+    """Intrinsic curiosity (Pathak et al. 2017): rewards actions whose outcome is hard to predict."""
 
     hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of the features, behind the convolutions of images."""
@@ -53,20 +52,21 @@ class ICMConfig(SignalConfig):
 
 
 class GAILConfig(SignalConfig):
-    """Generative adversarial imitation (Ho and Ermon 2016): what looks like the run's demonstrations."""
+    """Generative adversarial imitation (Ho and Ermon 2016): rewards similarity to the run's demonstrations."""
 
     episodic: bool = True
-    """Whether the end of an episode ends its returns, as it ends what can be imitated."""
+    """Ends the signal's returns with the episode, since the demonstrations end there too."""
     hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of the discriminator, behind the convolutions of images."""
     use_actions: bool = True
-    """Whether the discriminator looks at actions as well; without, it is enough to be seen where they were."""
+    """Shows the discriminator actions as well; otherwise visiting the same observations is enough."""
     gradient_penalty: float = Field(10.0, ge=0)
     """Weight of the discriminator's gradient penalty (Gulrajani et al. 2017); 10 as there."""
 
 
 class RewardSignalsConfig(Section):
-    """Each with a strength, a discount and, without a replay buffer, a value network. docs/REWARD_SIGNALS.md."""
+    """Reward signals, each with a strength, a discount and, without a replay buffer, a value network
+    (docs/REWARD_SIGNALS.md)."""
 
     extrinsic: ExtrinsicConfig = ExtrinsicConfig()
     rnd: RNDConfig | None = None

@@ -1,4 +1,4 @@
-"""The config's section for the environment that is acted in."""
+"""The section of the environment."""
 
 from typing import Annotated, Any, Literal
 
@@ -26,52 +26,52 @@ class EnvironmentConfig(Section):
     """The environment that the rollout workers step."""
 
     id: str = Field(min_length=1)
-    """A registered gymnasium id (`CartPole-v1`); `envpool:TASK`, a task of EnvPool (for `vectorization: native`; with
+    """A registered gymnasium id (`CartPole-v1`); an EnvPool task, `envpool:TASK` (for `vectorization: native`; with
     `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
-    """`pettingzoo` for a PettingZoo environment (several agents, at the same time or in turns): a factory, or a name in
-    its registry."""
+    """`pettingzoo` for a PettingZoo environment (parallel or AEC): a factory, or a name in its registry."""
     wrappers: tuple[Annotated[WrapperConfig, BY_PATH], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)
-    """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
+    """Environments per worker (N); 8 gives the network an efficient batch on a CPU."""
     vectorization: Literal["sync", "async", "native"] = "sync"
-    """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
-    own vectorized version (a factory gets `num_envs`; without it, it makes a single one)."""
+    """`sync`: sequential in the worker; `async`: a process each (slow environments); `native`: the environment's own
+    vectorized version (a factory gets `num_envs`, and returns a single environment without it)."""
     max_episode_steps: int | None = Field(None, ge=1)
-    """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
-    four of the game's); the default is what the environment registers, in steps of its own."""
+    """Truncates episodes after this many agent steps, counted outside all wrappers (with a frame skip of 4, it is four
+    times as many game steps). The default is the registered limit, in the environment's own steps."""
     action_mask: Annotated[Literal["auto", "observation", "info", "off"], OFF] = "auto"
-    """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has such an entry, which has to
-    have the action's size; `off`: it is observed like anything else), or in `info["action_mask"]` of each step and
-    reset (docs/ACTION_MASKS.md)."""
+    """Source of legal actions: the observation's `action_mask`, or `info["action_mask"]` of each step and reset. `auto`
+    uses an observed `action_mask`, which must match the action's size; `off` treats it as an ordinary observation
+    (docs/ACTION_MASKS.md)."""
     episode_ends: Literal["all", "any"] = "all"
-    """Of several agents: `all` goes on until the environment has no agent left; with `any` an episode is over as soon
-    as one agent is done, and truncated for the others."""
+    """End of episodes with several agents: `all` waits until no agent is left; `any` ends with the first agent that is
+    done, and truncates the others."""
     parameters: dict[str, ParameterField] = {}
-    """What is drawn anew for each episode, by name: a value or a sampler, lessons, or levels that are replayed
+    """Parameters drawn for each episode, by name: a value or a sampler, lessons, or replayed levels
     (docs/CURRICULUM.md)."""
     parameters_by: Literal["options", "attributes", "rebuild"] = "options"
-    """How the environment gets them: by `reset(options={…})`; as attributes of its own or of the outermost wrapper that
-    has one, set before the reset; or as arguments of an environment that is made anew when they change."""
+    """How parameters reach the environment: by `reset(options={…})`; as attributes of the environment or of the
+    outermost wrapper that has them, set before the reset; or as arguments, which rebuilds the environment when they
+    change."""
     info_columns: tuple[InfoName, ...] = ()
-    """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
-    own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
+    """Numbers of each step's `info`, by name, recorded as columns `info/NAME`: for transforms, custom algorithms, the
+    archive and metrics, but not for the policy (docs/ENVIRONMENTS.md). NaN in steps without the number."""
     hierarchy: HierarchyConfig | None = None
-    """Levels of one agent over a Gymnasium environment: upper ones give lower ones goals (docs/HIERARCHY.md)."""
+    """Hierarchy of levels over a Gymnasium environment: upper levels set goals for lower levels (docs/HIERARCHY.md)."""
     failures_allowed: int = Field(3, ge=0)
-    """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
-    gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
+    """Consecutive failures of an environment, without a fragment (or an evaluation) in between, before its process
+    fails. Counted by progress, so that slow and fast environments are treated alike."""
     step_deadline_seconds: float = Field(120.0, ge=1)
-    """One step, reset, start or close of a process's environments that takes longer is taken for hung, and the process
-    is replaced; the evaluator's as well. With `--inline` only a close is watched, and the environments are given up.
-    Much more than any healthy step takes: nothing else is lost by waiting."""
+    """Time limit of one step, reset, start or close of the environments of a worker or the evaluator, after which the
+    process is replaced. With `--inline` only a close is limited, and the environments are abandoned. Choose much more
+    than a healthy step takes; waiting has no other cost."""
 
     @property
     def several_agents(self) -> bool:
-        """Whether agents are told apart by name: those of PettingZoo, or the levels of a hierarchy."""
+        """Agents have names: those of PettingZoo, or the levels of a hierarchy."""
         return self.api == "pettingzoo" or self.hierarchy is not None
 
     @field_validator("info_columns")

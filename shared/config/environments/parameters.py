@@ -1,6 +1,6 @@
-"""The config's `environment.parameters`: what is drawn anew for each episode, lessons, and levels that are replayed.
+"""Sections of `environment.parameters`: values drawn for each episode, lessons, and replayed levels.
 
-ML-Agents' words (`sampler_type`, `curriculum`, `completion_criteria`, …) are read where they mean the same.
+ML-Agents' keys (`sampler_type`, `curriculum`, `completion_criteria`, …) are accepted where their meaning is the same.
 """
 
 import math
@@ -17,7 +17,7 @@ _MEASURES: dict[Measure, tuple[float, float]] = {
     "return": (-math.inf, math.inf), "success": (0, 1), "progress": (0, 1), "length": (0, math.inf),
     "rating": (-math.inf, math.inf),
 }  # fmt: skip
-"""With the least and the most that each can be."""
+"""Measure → its smallest and largest value."""
 _Bounds = tuple[float, float]
 _Whole = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]
 _ML_AGENTS = {"behavior": "policy", "signal_smoothing": "smoothing", "min_lesson_length": "episodes"}
@@ -44,20 +44,20 @@ def _criterion(data: object) -> object:
 
 
 class CriterionConfig(Section):
-    """When a lesson is over: `{return: 0.8, episodes: 100}`."""
+    """End of a lesson: `{return: 0.8, episodes: 100}`."""
 
     measure: Measure
-    """Mean over the lesson's last `episodes` episodes of their `return`, `success` (share) or `length`; `progress`: the
-    share of `stop_at.env_steps` that was trained; `rating`: of the league."""
+    """Measured value. Over the lesson's last `episodes` episodes: mean `return`, `success` (share) or `length`.
+    `progress`: trained share of `stop_at.env_steps`. `rating`: in the league."""
     threshold: float
     """`until` is met at this or more, `back` at this or less."""
     episodes: int = Field(100, ge=1)
-    """How many of the lesson's own episodes have to have ended. One that began in another lesson is none of them."""
+    """Minimum number of finished episodes that began in this lesson."""
     smoothing: bool = False
-    """Whether the measure is smoothed, as ML-Agents does: a quarter of what it was, three quarters of what it is. It
-    begins with the first mean (ML-Agents begins with 0, which brings returns below 0 too near to it)."""
+    """Smooths the measure as ML-Agents does: a quarter old value, three quarters new. It starts at the first mean
+    (ML-Agents starts at 0, which favors negative returns)."""
     policy: str = ""
-    """Whose agents' return, or whose rating; by default all agents, or the only policy."""
+    """Policy whose return or rating is measured; by default all agents, or the only policy."""
 
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
@@ -72,7 +72,7 @@ _Criterion = Annotated[CriterionConfig, BeforeValidator(_criterion)]
 
 
 def _sampler(data: object) -> object:
-    """A plain value, and ML-Agents' samplers."""
+    """Converts a plain value or an ML-Agents sampler."""
     if isinstance(data, float) and not math.isfinite(data):
         raise ValueError(f"expected a finite number, found {data}")
     if isinstance(data, bool | int | float | str):
@@ -99,22 +99,22 @@ def _sampler(data: object) -> object:
 
 
 class SamplerConfig(Section):
-    """How a parameter is drawn; a plain value is always that one."""
+    """Distribution of a parameter; a plain value is constant."""
 
     value: Value | None = None
-    """Always this."""
+    """Constant value."""
     integers: tuple[_Whole, _Whole] | None = None
-    """A whole number between two bounds, both included, each alike."""
+    """Uniform integer between two inclusive bounds."""
     uniform: _Bounds | None = None
-    """Between two bounds."""
+    """Uniform between two bounds."""
     gaussian: tuple[float, Annotated[float, Field(ge=0)]] | None = None
     """Mean and standard deviation."""
     log_uniform: _Bounds | None = None
-    """Between two bounds above 0, each factor alike."""
+    """Log-uniform between two bounds above 0."""
     choice: tuple[Value, ...] | None = None
-    """One of these, each alike."""
+    """Uniform choice of one value."""
     multi_range: tuple[_Bounds, ...] | None = None
-    """Between the bounds of one of several ranges, each value alike."""
+    """Uniform over several ranges."""
 
     @property
     def _kinds(self) -> list[str]:
@@ -122,7 +122,7 @@ class SamplerConfig(Section):
 
     @property
     def others(self) -> list[str]:
-        """What stands in the place of a sampler."""
+        """Alternatives to a sampler that are set."""
         return []
 
     @model_validator(mode="after")
@@ -170,16 +170,16 @@ def _lesson(data: object) -> object:
 
 
 class LessonConfig(SamplerConfig):
-    """One lesson: how the parameter is drawn in it, and when it is over."""
+    """One lesson: the parameter's distribution, and the end of the lesson."""
 
     name: str = Field("", max_length=100)
-    """For people."""
+    """Name for display."""
     values: dict[str, _Sampler] = {}
-    """In place of one value: several parameters that change together, by name."""
+    """Several parameters that change together, by name, instead of one value."""
     until: _Criterion | None = None
-    """When the next lesson begins; every lesson but the last needs it."""
+    """Condition for the next lesson; required in every lesson but the last."""
     back: _Criterion | None = None
-    """When the one before begins again."""
+    """Condition for returning to the previous lesson."""
 
     @property
     def others(self) -> list[str]:
@@ -187,30 +187,30 @@ class LessonConfig(SamplerConfig):
 
 
 class LevelReplayConfig(Section):
-    """Prioritized level replay (Jiang, Grefenstette and Rocktäschel 2021): levels are drawn by what can be learned in
-    them, for PPO, A2C, IMPALA and APPO with one agent."""
+    """Prioritized level replay (Jiang, Grefenstette and Rocktäschel 2021): draws levels by learning potential, for PPO,
+    A2C, IMPALA and APPO with one agent."""
 
     of: int = Field(ge=2, le=100_000)
-    """How many levels there are; the parameter is one of 0 to this less 1."""
+    """Number of levels; the parameter is an integer below it."""
     score: Literal["value_loss", "positive_value_loss", "gae"] = "value_loss"
-    """Of a level, from the advantages A of its last episode: the mean of |A|, of max(A, 0), or of A itself."""
+    """Score of a level from the advantages A of its last episode: the mean of |A|, of max(A, 0), or of A."""
     prioritization: Literal["rank", "proportional"] = "rank"
-    """Weighs level i by (1 / rank_i)^(1/T), or by score_i^(1/T)."""
+    """Weight of level i: (1 / rank_i)^(1/T) or score_i^(1/T)."""
     temperature: float = Field(0.1, gt=0)
-    """T: the smaller, the more the best scores count."""
+    """T: smaller values favor the best scores."""
     staleness: float = Field(0.1, ge=0, le=1)
-    """Share of the weight that goes by how long ago a level was played."""
+    """Share of the weight given to levels that were not played recently."""
     new: float | None = Field(None, ge=0, lt=1)
-    """Share of episodes in levels that were not played yet, while there are any; by default their share of all."""
+    """Share of episodes in unplayed levels, while there are any; by default their share of all levels."""
 
 
 class ParameterConfig(SamplerConfig):
-    """One entry of `environment.parameters`: a sampler, lessons, or levels that are replayed."""
+    """One entry of `environment.parameters`: a sampler, lessons, or replayed levels."""
 
     lessons: tuple[Annotated[LessonConfig, BeforeValidator(_lesson)], ...] = ()
-    """In this order, forward and back."""
+    """Lessons in order."""
     replay: LevelReplayConfig | None = None
-    """Levels that are replayed by priority."""
+    """Prioritized level replay."""
 
     @property
     def others(self) -> list[str]:
@@ -245,7 +245,7 @@ class ParameterConfig(SamplerConfig):
         return self
 
     def samplers(self, name: str, lesson: int) -> dict[str, Sampler]:
-        """Parameter → sampler, where this entry is called `name`; levels are drawn alike."""
+        """Returns the samplers of this entry by parameter; replayed levels are uniform."""
         if self.replay is not None:
             return {name: Sampler("levels", (1.0,) * self.replay.of)}
         if not self.lessons:
@@ -269,7 +269,7 @@ def sampler_of(value: object) -> Sampler:
 
 
 def table_at(parameters: Mapping[str, ParameterConfig], lessons: Mapping[str, int]) -> ParameterTable:
-    """What is drawn from in these lessons."""
+    """Returns the samplers of these lessons."""
     samplers: dict[str, Sampler] = {}
     for name, entry in parameters.items():
         samplers |= entry.samplers(name, lessons.get(name, 0))
@@ -279,7 +279,7 @@ def table_at(parameters: Mapping[str, ParameterConfig], lessons: Mapping[str, in
 def evaluated_table(
     parameters: Mapping[str, ParameterConfig], instead: Mapping[str, SamplerConfig]
 ) -> ParameterTable | None:
-    """What evaluations draw from: the last lessons, and each level alike; or what `evaluation.parameters` says."""
+    """Returns the samplers of evaluations: the last lessons and uniform levels, or those of `evaluation.parameters`."""
     if not parameters:
         return None
     last = {name: len(entry.lessons) - 1 for name, entry in parameters.items() if entry.lessons}
