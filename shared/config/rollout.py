@@ -1,4 +1,4 @@
-"""The config's sections for acting: rollout workers, the flow of fragments, warm-up."""
+"""Sections of acting: rollout workers, the flow of fragments, warm-up."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,66 +16,68 @@ def window(max_policy_lag: int, fragments_per_update: int) -> int:
 
 
 class RolloutConfig(Section):
-    """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""
+    """Rollout workers and the flow of fragments."""
 
     workers: int = Field(2, ge=1, le=10_000)
-    """Rollout workers at the start; `stagecoach scale` changes it while the run is live."""
+    """Initial number of rollout workers; `stagecoach scale` changes it while the run is live."""
     scaling: Literal["fixed", "auto"] = "fixed"
-    """`auto`: more workers while the trainer waits for experience, fewer while they wait for credit. Not `--inline`."""
+    """`auto`: adds workers while the trainer waits for experience, removes workers while they wait for credit. Not for
+    `--inline`."""
     min_workers: int = Field(1, ge=1, le=10_000)
-    """The fewest that `auto` goes down to."""
+    """Minimum number of workers under `auto`."""
     max_workers: int | None = Field(None, ge=1, le=10_000)
-    """The most that `auto` goes up to; by default as many as the cluster has room for (one for each core with embedded
-    Ray). In any case no more than can hold a claim: (`max_policy_lag` + 1) × `fragments_per_update`."""
+    """Maximum number of workers under `auto`; by default the capacity of the cluster (one per core with embedded Ray).
+    At most (`max_policy_lag` + 1) × `fragments_per_update` workers can hold a claim."""
     scaling_window_seconds: float = Field(10.0, ge=2)
-    """`auto` decides from what was waited for in this time; heartbeats, a second apart, tell."""
+    """Time window of the waits that `auto` decides by; heartbeats report them every second."""
     fragment_steps: int = Field(64, ge=1)
     """Steps of each environment in a fragment (T)."""
     complete_episodes: bool = False
-    """Fragments end where episodes do (RLlib's `batch_mode: complete_episodes`, Coach's `act_for_full_episodes`): after
-    `fragment_steps` steps each environment finishes its current episode, and waits. One policy version acts all of an
-    episode. It needs `environment.max_episode_steps`, which bounds a fragment (the registered limit does not count),
-    and one agent; not `native`. A replay buffer counts rows that stay empty in its capacity."""
+    """Ends fragments at ends of episodes (RLlib's `batch_mode: complete_episodes`, Coach's `act_for_full_episodes`):
+    after `fragment_steps` steps, each environment finishes its episode and waits. One policy version acts the whole
+    episode. Requires `environment.max_episode_steps`, which bounds a fragment (the registered limit does not count),
+    and one agent; not for `native`. A replay buffer's capacity includes the rows that stay empty."""
     fragments_per_update: int = Field(4, ge=1)
-    """Fragments that one update consumes (K), whatever the number of workers."""
+    """Number of fragments per update (K), for any number of workers."""
     max_policy_lag: int = Field(0, ge=0)
-    """L: 0 is lockstep (on-policy); from 1 on acting and learning overlap, and no consumed fragment is older. At most
-    (L + 1) · K fragments are acted or learned at once: with a replay buffer, raise it for more workers."""
+    """Maximum age of a consumed fragment in policy versions (L). 0 is lockstep (on-policy); from 1 on, acting and
+    learning overlap. At most (L + 1) · K fragments are in flight: with a replay buffer, raise it for more workers."""
     lease_seconds: float = Field(30.0, gt=0)
-    """A claim not honored within this time is given to another worker."""
+    """Lifetime of a claim, after which another worker may take it."""
     max_log_bytes: int = Field(256 << 20, ge=MIN_LOG_BYTES)
-    """Bound of the experience log in Redis, in bytes; at half of it a checkpoint is due, at all of it claims wait."""
+    """Maximum size of the experience log in Redis. At half of it a checkpoint is due; at all of it claims wait."""
     compression: Literal["none", "lz4", "zstd"] = "none"
-    """Compression of image columns; lz4 pays off when the network is slower than the processor."""
+    """Compression of image columns; lz4 pays off when the network is slower than the CPU."""
     wait_deadline_seconds: float = Field(600.0, gt=0)
-    """The longest that a worker waits for credit, or the trainer for experience, before it gives up and says so."""
+    """Longest wait of a worker for credit, or of the trainer for experience, before the run fails."""
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for each worker; a fraction lets workers share a core."""
     placement: Literal["spread", "pack"] = "spread"
-    """`spread`: over machines; `pack`: on the fullest one that has room, so that an autoscaler can take others away."""
+    """`spread`: distributes workers over machines; `pack`: fills machines one by one, so that an autoscaler can remove
+    others."""
     avoid_trainer_node: bool = False
-    """Keep workers off the trainer's machine; where it moves, they make way. Without another one they wait."""
+    """Keeps workers off the trainer's machine, also when the trainer moves. On a single machine, workers wait."""
     torch_threads: int = Field(1, ge=1)
-    """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
+    """PyTorch threads of each worker; 1, so that workers do not compete for cores."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Where workers act: `cpu`, or `cuda` for large networks (then set `num_gpus` as well)."""
+    """Device of the workers: `cpu`, or `cuda` for large networks (then set `num_gpus` as well)."""
     num_gpus: float = Field(0.0, ge=0)
     """Ray GPUs reserved for each worker."""
     catch_up_seconds: float = Field(5.0, ge=0)
-    """A worker that is started again takes up its episodes where its last fragment ended, by doing their actions again,
-    unless that would take longer than this; then, and with 0, it begins new episodes."""
+    """Longest time for a restarted worker to resume its episodes, by repeating their actions; beyond it, and with 0, it
+    starts new episodes."""
     silent_seconds: float = Field(30.0, gt=10)
-    """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
+    """Time without a heartbeat after which a role is restarted."""
     service_silent_seconds: float = Field(60.0, gt=0)
-    """An embedded Redis, S3 server or Ray that was asked for this long and has not answered is ended and started again
-    (over its data). Time in which it waits for the disk does not count, nor time in which this machine stood still."""
+    """Time without an answer after which an embedded Redis, S3 server or Ray is restarted with its data. Waits for the
+    disk, and time in which the whole machine was suspended, do not count."""
     restarts_allowed: int = Field(4, ge=0)
-    """How often in a row a role, an embedded service or embedded Ray may end without progress before the run gives up:
-    without a fragment (worker), a score (evaluator), or a log entry learned or dropped (the others). An outage does not
-    count. After three deaths within one fragment a worker begins new episodes, which less than four never tries."""
+    """Consecutive restarts without progress of a role, an embedded service or embedded Ray, before the run fails.
+    Progress is a fragment (worker), a score (evaluator), or a log entry that was learned or dropped (others). Outages
+    do not count. After three deaths within a fragment a worker starts new episodes, so allow at least four."""
     memory_limit_bytes: int | None = Field(None, ge=1 << 28)
-    """A worker whose process and children hold more than this (resident, in bytes) is replaced after its fragment; at
-    half as much again it is ended at once. For environments that leak; a worker itself takes 300 MB. Linux only."""
+    """Resident memory of a worker and its children above which it is replaced after its fragment; at 1.5 times the
+    limit it is killed at once. For environments that leak; a worker itself takes 300 MB. Linux only."""
 
     @model_validator(mode="after")
     def _bounds_of_scaling(self) -> Self:
@@ -89,15 +91,14 @@ class RolloutConfig(Section):
 
 
 class HeatupConfig(Section):
-    """Warm-up: the normalizers and the replay buffer take experience in before anything is learned from it."""
+    """Warm-up: fills the normalizers and the replay buffer before learning starts."""
 
     duration: DurationField = Duration(0, "env_steps")
-    """How much is acted. It counts neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer
-    while they act have 1000 env_steps by default (Stable-Baselines3 has 100; 5,000 to 25,000 are usual for MuJoCo and
-    for Atari)."""
+    """Length of the warm-up, which counts neither in `stop_at` nor in schedules. Algorithms that learn from a replay
+    buffer while they act default to 1000 env_steps (Stable-Baselines3: 100; usual for MuJoCo and Atari: 5,000 to
+    25,000)."""
     acting: Literal["random", "policy"] = "random"
-    """`random`: uniformly random actions. `policy`: the untrained (or loaded) network with the algorithm's exploration,
-    as at its start."""
+    """`random`: uniformly random actions. `policy`: the initial network with the algorithm's initial exploration."""
 
 
 HeatupField = Annotated[HeatupConfig, short_for("duration", str, Duration)]

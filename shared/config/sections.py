@@ -1,4 +1,4 @@
-"""A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
+"""Sections of a run's config other than the algorithm's, with units and the reasons for defaults."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,55 +23,54 @@ ConvolutionLayer = tuple[Width, Width, Width]
 
 
 class PolicyConfig(Section):
-    """The network of one policy id."""
+    """Network of one policy id."""
 
     hidden_sizes: tuple[Width, ...] = (64, 64)
-    """Layers of the MLP; two of 64 is the field's reference for classic control."""
+    """Layers of the MLP; two of 64 are the reference for classic control."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
-    """Non-linearity; tanh is the usual choice for PPO on vectors."""
+    """Activation function; tanh is the usual choice for PPO on vectors."""
     layer_norm: bool = False
-    """Normalize each hidden layer's outputs before the activation, in critics too (Ba et al. 2016)."""
+    """Normalizes each hidden layer's outputs before the activation, also in critics (Ba et al. 2016)."""
     cnn: (
         Literal["auto", "nature", "small", "residual"] | Annotated[tuple[ConvolutionLayer, ...], Field(min_length=1)]
     ) = "auto"
-    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
-    is `nature` where it fits and `small` below. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
-    often better. Or layers of your own, `[[channels, kernel, stride], …]`, with one of 256 units behind them:
-    `[[128, 4, 1]]` sees each line of four on a board."""
+    """Convolutions for image observations. `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
+    is `nature` where it fits, else `small`. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
+    often better. Or custom layers, `[[channels, kernel, stride], …]`, followed by one of 256 units: `[[128, 4, 1]]`
+    sees each line of four on a board."""
     share_encoder: bool = False
-    """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
+    """Shares one encoder between actor and critic (usual for images, where it halves the cost)."""
     critic_observes: Literal["own", "team", "state"] = "own"
-    """What the critic of an on-policy algorithm sees: what its agent does, what all agents of the policy in that
-    environment do at the same step, or also the environment's state, which agents of several policies share
-    (docs/CENTRALIZED_CRITIC.md). With `state`, QMIX mixes by the environment's state. Only learning needs it, acting
-    does not."""
+    """Input of an on-policy critic: its agent's observation (`own`), those of all agents of the policy at the same step
+    (`team`), or also the environment's state, which agents of several policies share (`state`;
+    docs/CENTRALIZED_CRITIC.md). With `state`, QMIX mixes by the environment's state. Only learning uses it."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False
-    """Running mean and variance, learned by the trainer and published inside the policy version."""
+    """Normalizes observations by running mean and variance, which the trainer learns and publishes with the policy."""
     normalize_rewards: bool = False
-    """Divide rewards by the running deviation of the discounted return before learning from them."""
+    """Divides rewards by the running standard deviation of the discounted return before learning."""
     reward_ewma: float | None = Field(None, gt=0, le=1)
-    """Subtract the rewards' exponentially weighted moving average from them before learning: with each fragment it goes
-    this share of its way to the fragment's average (0.01 in Coach). For tasks without an end or of a fixed length:
-    where the length of an episode is up to the policy, it changes what is best."""
+    """Subtracts the exponentially weighted moving average of the rewards before learning; this is its step per fragment
+    (0.01 in Coach). For tasks without an end or of a fixed length: where the policy controls the length of an episode,
+    it changes which policy is best."""
     reward_scale: float = 1.0
-    """Rewards are multiplied by this before anything else learns of them."""
+    """Factor of all rewards, applied first."""
     reward_clip: tuple[float, float] | None = None
-    """Then they are clipped to these bounds, for example `[-1, 1]` as usual for Atari. Figures show them unclipped."""
+    """Bounds of the scaled rewards, for example `[-1, 1]` as usual for Atari. Metrics report unclipped rewards."""
     transform: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
-    """`module:function`, called with each fragment's columns `[T, S, …]` (shared/experience/fragment.py) before they
-    are learned from or stored; returns them changed. It must depend on nothing else, since a resume calls it again."""
+    """`module:function` that transforms each fragment's columns `[T, S, …]` (shared/experience/fragment.py) before they
+    are learned from or stored. It must depend on nothing else, since a resume calls it again."""
     clip_observations: float = Field(10.0, gt=0)
     """Bound of a normalized observation, in standard deviations."""
     core: Literal["none", "lstm", "gru"] = "none"
-    """A recurrent layer behind the encoder, for algorithms that learn whole sequences (docs/algorithms/ppo.md)."""
+    """Recurrent layer after the encoder, for algorithms that learn whole sequences (docs/algorithms/ppo.md)."""
     core_size: Width = 64
-    """Units of the core."""
+    """Units of the recurrent layer."""
 
     @property
     def state_size(self) -> int:
-        """Numbers in its hidden state, per slot; an LSTM's are its outputs and its cells."""
+        """Size of the hidden state per slot; an LSTM's is outputs and cells."""
         return self.core_size * {"none": 0, "gru": 1, "lstm": 2}[self.core]
 
     @model_validator(mode="after")
@@ -98,100 +97,99 @@ class PolicyConfig(Section):
 
     @property
     def changes_rewards(self) -> bool:
-        """Whether what is learned from has other rewards than the environment gave."""
+        """Learning sees other rewards than the environment's."""
         return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
 
 
 class RunPolicyConfig(PolicyConfig):
-    """One policy id: its network, and how it is learned where that differs from the run's other policies."""
+    """One policy id: its network, and how its learning differs from the run's other policies."""
 
     algorithm: AlgorithmField | None = None
-    """Fields in place of those of the run's `algorithm`; another `name` stands alone, with that algorithm's defaults.
-    Defaults of other sections are those of the run's `algorithm`. docs/POLICIES.md."""
+    """Fields that replace those of the run's `algorithm`. Another `name` starts from that algorithm's defaults;
+    defaults of other sections follow the run's `algorithm` (docs/POLICIES.md)."""
     trainable: bool = True
-    """Whether it learns. One that does not acts as its algorithm explores when all schedules have ended, also in
-    warm-up; its observation statistics stay as they are."""
+    """Trains the policy. A frozen policy explores as after the end of all schedules, also in warm-up; its observation
+    statistics stay as they are."""
     initialize_from: str | None = Field(None, min_length=1)
-    """As the run's `initialize_from`, for this policy alone; where the source has a single policy, it is that one."""
+    """Source of this policy's initial weights, as the run's `initialize_from`. A source with a single policy needs no
+    `#POLICY`."""
 
     @property
     def network(self) -> PolicyConfig:
-        """What travels with the weights."""
+        """Returns the network's fields, which travel with the weights."""
         return PolicyConfig.model_validate({name: getattr(self, name) for name in PolicyConfig.model_fields})
 
 
 class TrainerConfig(Section):
-    """The trainer process."""
+    """Trainer process."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto` takes a GPU if there is one; `cpu`, `cuda` or `cuda:n`."""
+    """Device of the trainer: `auto` takes a GPU if there is one; `cpu`, `cuda` or `cuda:n`."""
     torch_threads: int = Field(1, ge=1)
-    """PyTorch threads of the trainer: fixed, because bit-equal replay needs it. A resume cannot change it."""
+    """PyTorch threads of the trainer: fixed, for bit-equal replay. A resume cannot change it."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Of float32 matrix products (`torch.set_float32_matmul_precision`): below `highest`, some hardware rounds their
-    factors. SAC on a CPU took a third less time with `medium` and layers of 256, a sixth more with 64. A resume cannot
-    change it."""
+    """Precision of float32 matrix products (`torch.set_float32_matmul_precision`): below `highest`, some hardware
+    rounds their factors. On a CPU, `medium` made SAC a third faster with layers of 256, a sixth slower with 64. A
+    resume cannot change it."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of networks while they learn (autocast); weights, losses, the optimizer and acting stay float32. On a CPU without
-    units for it, `bfloat16` is many times slower (docs/PERFORMANCE.md). A resume cannot change it."""
+    """Precision of networks in training (autocast); weights, losses, the optimizer and acting stay float32. On a CPU
+    without hardware support, `bfloat16` is many times slower (docs/PERFORMANCE.md). A resume cannot change it."""
     compile: bool = False
-    """Losses and their gradients as machine code (torch.compile), on CPU and GPU; needs a C++ compiler. Its first
-    update takes ten seconds to a minute longer, less from the second start on. Minibatches of another size than a full
-    update's, reward signals and cloning beside rewards are not compiled. Sums round otherwise: no resume changes it."""
+    """Compiles losses and gradients (torch.compile), on CPU and GPU; needs a C++ compiler. The first update takes ten
+    seconds to a minute longer, less on later starts. Minibatches of an unusual size, reward signals and additional
+    cloning are not compiled. A resume cannot change it, since sums are rounded differently."""
     num_cpus: float = Field(1.0, ge=0)
-    """Ray CPUs reserved for the trainer, and for each further rank."""
+    """Ray CPUs reserved for the trainer and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
-    """Ray GPUs reserved for each rank; with 0 and `device` not `cpu`, one where the cluster has as many."""
+    """Ray GPUs reserved for each rank; with 0 and `device` other than `cpu`, one if the cluster has as many."""
     resources: dict[str, float] = {}
-    """Custom Ray resources that the trainer asks for, and each further rank."""
+    """Custom Ray resources of the trainer and of each further rank."""
     ranks: int = Field(1, ge=1, le=1024)
-    """Processes that learn together, each from its part of every minibatch (over nccl with a GPU each, else gloo). Pays
-    off where a gradient step takes tens of milliseconds. Each holds all of a replay buffer: of n ranks on one machine,
-    n times the memory. A resume cannot change it: sums depend on it."""
+    """Number of data-parallel processes (over nccl with a GPU each, else gloo). Pays off where a gradient step takes
+    tens of milliseconds. Each holds the whole replay buffer. A resume cannot change it, since sums depend on it."""
     rank_timeout_seconds: float = Field(60.0, ge=1)
-    """A rank that keeps the others waiting for longer than this within an update is taken for hung."""
+    """Time after which a rank that stalls an update is considered hung."""
     grace_seconds: float = Field(25.0, gt=0)
-    """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
-    is read from the log again. So long a run that is asked to end waits for a Redis or a store that is away. Less than
-    the 30 s that Kubernetes and spot machines give before they end a process."""
+    """Time for the last checkpoint after SIGTERM; what is not durable then is learned again from the log. Also the
+    longest that an interrupted run waits for a Redis or a store that is down. Below the 30 s that Kubernetes and spot
+    machines allow."""
 
 
 class PolicyVersionsConfig(Section):
-    """How a policy version reaches the workers."""
+    """Transport of policy versions to the workers."""
 
     transport: Literal["redis", "object_store"] = "redis"
     """`redis`: the policy board holds the weights; `object_store`: each version is a checkpoint (large models)."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept."""
+    """Schedule and retention of checkpoints."""
 
     every: Annotated[DurationField, AT_LEAST_ONE] = Duration(10, "updates")
-    """A checkpoint each time the trainer's counters pass a multiple of this; each is evaluated."""
+    """Interval of checkpoints in the trainer's counters; each checkpoint is evaluated."""
     every_seconds: float | None = Field(None, gt=0)
-    """Also one when this much time has passed since the last; changes nothing that is learned."""
+    """Longest time between checkpoints; does not affect learning."""
     keep_last: int = Field(4, ge=1)
-    """The newest k are kept."""
+    """Number of newest checkpoints to keep."""
     best_by: str = "all"
-    """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
-    that one side wins from the other neither says much: in a league it is the rating, that of this policy, or of the
-    first learner (by name, of those without `plays`); with `mean_return` what the first learner gains in evaluations
-    against `league.fixed`, since a rating counts wins, however small. A resume cannot change it: the scores that exist
-    are ranked by it."""
+    """Score that ranks checkpoints. `all` is the mean return summed over all agents, a policy id that of its agents. In
+    a league it is the rating of this policy, or of the first learner (by name, of those without `plays`); with
+    `mean_return`, the first learner's return against `league.fixed`, since a rating ignores the size of a win. A resume
+    cannot change it, since existing scores are ranked by it."""
     keep_best: int = Field(1, ge=1)
-    """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
+    """Number of best checkpoints to keep, each confirmed by a second evaluation from other starts."""
     keep_every: int | None = Field(None, ge=1)
-    """Every m-th checkpoint (by policy version) is kept for good."""
+    """Interval, in policy versions, of checkpoints to keep permanently."""
 
 
 class ArchiveConfig(Section):
-    """The experience log's entries, kept in the store after they have left Redis; `archive: all` is short."""
+    """Archive of the experience log in the store; `archive: all` is short for `keep`."""
 
     keep: Literal["off", "all"] = "off"
     """`off`: only the entries that restore the replay buffers of the newest checkpoints; `all`: the whole log, for
     `stagecoach replay` and as a dataset."""
     segment_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Fragments are stored in objects of about this size; a segment also ends where a checkpoint does."""
+    """Approximate size of an archive object; a segment also ends at each checkpoint."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,51 +198,51 @@ class ArchiveConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The evaluator plays checkpoints greedily; what it finds never changes what is learned. One that may be the best
-    is played a second time, from other starts: only that evaluation counts for the best."""
+    """Evaluation of checkpoints, which does not affect learning. A candidate for the best is evaluated a second time
+    from other starts, and only that score counts."""
 
     episodes: int = Field(20, ge=0)
-    """Episodes per evaluation; 0: nothing is evaluated, and no evaluator is started."""
+    """Episodes per evaluation; 0 disables evaluation."""
     env_steps: int | None = Field(None, ge=1)
-    """Measure an evaluation in steps instead: each environment copy plays its share of these, and finishes its current
-    episode. `episodes` is then ignored. A league's matches are counted in `episodes`."""
+    """Environment steps per evaluation, instead of `episodes`: each environment plays its share, and finishes its
+    episode. A league's matches are counted in `episodes`."""
     every: Annotated[DurationField, AT_LEAST_ONE] | None = None
-    """Evaluate the policy each time the trainer's counters pass a multiple of this, whether a checkpoint is kept there
-    or not: all of them, in order, late if need be. The newest checkpoint is evaluated when none of these waits. By
-    default only checkpoints are, and the newest where they come faster than they can be played."""
+    """Interval of evaluations in the trainer's counters, with or without a checkpoint: all of them, in order, late if
+    necessary; the newest checkpoint is evaluated when none of these waits. By default only checkpoints are evaluated,
+    and the newest first if they arrive too fast."""
     success_threshold: float | None = None
-    """An evaluated episode that returns at least this is a success, where the environment itself does not tell."""
+    """Return at which an episode is a success, if the environment does not report success."""
     num_envs: int = Field(4, ge=1)
-    """Environment copies that play them."""
+    """Number of environments of the evaluator."""
     greedy: bool = True
-    """The most probable action; `false` samples as in training."""
+    """Takes the most probable action; `false` samples as in training."""
     seed: int | None = Field(None, ge=0)
-    """By default each evaluation has starts of its own, which follow from the run's seed and the checkpoint. With a
-    number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
+    """Seed of all evaluations. By default each has its own starts, which follow from the run's seed and the checkpoint.
+    Common starts compare checkpoints better, but favor policies that happen to be good at them."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
     parameters: dict[str, SamplerField] = {}
-    """What is drawn instead of `environment.parameters`, by name; by default the last lesson, and each level alike."""
+    """Samplers that replace `environment.parameters`, by name; by default the last lesson and uniform levels."""
     wrappers: tuple[Annotated[WrapperConfig, BY_PATH], ...] | None = None
-    """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
-    evaluated are whole games. The spaces have to be the same. By default those of training."""
+    """Wrappers that replace `environment.wrappers`, for example to evaluate whole games without a wrapper that ends an
+    episode with each life. The spaces must be the same. By default those of training."""
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for the evaluator."""
     resources: dict[str, float] = {}
-    """Custom Ray resources that the evaluator asks for."""
+    """Custom Ray resources of the evaluator."""
     deadline_seconds: float = Field(1800.0, gt=0)
-    """An evaluation that takes longer than this (an episode that never ends) is given up and reported."""
+    """Time limit of an evaluation, after which it is abandoned and reported."""
     final_wait_seconds: float = Field(120.0, ge=0)
-    """How long the end of a run waits for the final checkpoint's score, and for those that `every` made due."""
+    """Time to wait at the end of a run for the final checkpoint's score and for evaluations due by `every`."""
 
     @property
     def asked(self) -> Duration:
-        """How much one evaluation plays."""
+        """Length of one evaluation."""
         return Duration(self.env_steps, "env_steps") if self.env_steps else Duration(self.episodes, "episodes")
 
     @property
     def enabled(self) -> bool:
-        """Whether the run has an evaluator."""
+        """The run has an evaluator."""
         return self.episodes > 0
 
 
@@ -258,7 +256,7 @@ def _return_or_each(value: Any) -> Any:
 
 
 class StopConfig(Section):
-    """The run ends when the first of these is reached."""
+    """End of the run: the first of these bounds."""
 
     env_steps: int | None = Field(None, ge=1)
     """Env steps trained on."""
@@ -267,30 +265,29 @@ class StopConfig(Section):
     episodes: int | None = Field(None, ge=1)
     """Finished training episodes."""
     hours: float | None = Field(None, gt=0)
-    """Wall clock since this start of the trainer."""
+    """Wall-clock time since this start of the trainer."""
     mean_return: Annotated[float | dict[str, float], BeforeValidator(_return_or_each)] | None = None
-    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them. Of
-    all agents together, or, as `{policy id: return}`, of each of these policies."""
+    """Mean return at which the run is solved, reached in `evaluations` consecutive evaluations: summed over all agents,
+    or, as `{policy id: return}`, of each of these policies."""
     success_rate: float | None = Field(None, ge=0, le=1)
-    """Solved when the success rate of `evaluations` evaluations in a row is at least this, as for `mean_return`; with
-    both, both have to be reached."""
+    """Success rate at which the run is solved, as for `mean_return`; if both are set, both must be reached."""
     evaluations: int = Field(3, ge=1)
-    """How many evaluations in a row have to reach `mean_return` or `success_rate`: a single one may be lucky, and the
-    next may fall."""
+    """Number of consecutive evaluations that must reach `mean_return` or `success_rate`, since a single one may be
+    lucky."""
 
     @property
     def by_scores(self) -> bool:
-        """Whether evaluations may end the run."""
+        """Evaluations may end the run."""
         return self.mean_return is not None or self.success_rate is not None
 
     @property
     def bounded(self) -> bool:
-        """Whether the trainer itself comes to an end, whatever the scores are."""
+        """The trainer's own progress ends the run, whatever the scores are."""
         return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
 
 
 class WriterConfig(Section):
-    """A writer of metrics."""
+    """A metric writer."""
 
     path: str = Field(pattern=r"^(\w+|[\w.]+:\w+)$")
     """`csv`, `jsonl`, `tensorboard`; `wandb`, `mlflow`, `trackio` (each an extra of that name); or `module:Class`, a
@@ -300,21 +297,20 @@ class WriterConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where the run's metrics are written, beside its store, where they always are (docs/METRICS.md)."""
+    """Writers of the run's metrics, in addition to its store (docs/METRICS.md)."""
 
     writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (WriterConfig(path="csv"), WriterConfig(path="tensorboard"))
-    """Files in the run's folder under `metrics/`, and trackers. What a writer raises ends nothing. A plain string is a
-    writer without arguments."""
+    """Files in the run's folder under `metrics/`, and trackers. Exceptions in a writer do not end the run. A plain
+    string is a writer without arguments."""
     every: Annotated[DurationField, AT_LEAST_ONE] = Duration(1, "updates")
-    """A row of training metrics each time the trainer's counters pass a multiple of this; losses are means over the
-    updates since the last row."""
+    """Interval of training metrics in the trainer's counters; losses are means over the updates since the last row."""
     episodes: bool = False
-    """Also a row for each training episode: return, length, success, the environment's own numbers."""
+    """Writes a row per training episode: return, length, success, the environment's own numbers."""
     profile: bool = False
-    """Each process keeps a timeline of what it does (acting, environment, pushing, updating, each wait …) and writes it
-    into the store when it ends; `stagecoach train --profile` sets it, and shows where the time went."""
+    """Records a timeline of each process (acting, environment, pushing, updating, each wait …) into the store when it
+    ends; `stagecoach train --profile` sets it and summarizes the times."""
     window_episodes: int = Field(100, ge=1)
-    """Episodes behind `rollout/ep_rew_mean`; they are part of each checkpoint, so a resume cannot change it."""
+    """Number of episodes in `rollout/ep_rew_mean`; they are part of each checkpoint, so a resume cannot change it."""
 
 
 def _named_folder(folder: object) -> object:
@@ -324,35 +320,34 @@ def _named_folder(folder: object) -> object:
 
 
 class ConfigFields(Section):
-    """The fields of a config file; together they determine a run."""
+    """Fields of a config file."""
 
     seed: int = Field(1, ge=0, lt=2**63)
-    """The run's seed; each worker derives its own from it, its number and its incarnation."""
+    """Seed of the run, from which each worker derives its own."""
     runs_dir: Annotated[Path, BeforeValidator(_named_folder)] = Path("runs")
     """Folder of all runs on this machine."""
     environment: EnvironmentConfig
     policies: dict[str, RunPolicyConfig] = {"default": RunPolicyConfig()}
     """Policy id → network. A single agent uses `default`."""
     agents: dict[str, str] = {}
-    """Agent, or a pattern such as `adversary_*`, → policy id. An exact name comes first, then the first pattern that
-    fits; an agent not named here uses the only policy."""
+    """Agent, or a pattern such as `adversary_*`, → policy id. Exact names take precedence, then the first matching
+    pattern; other agents use the only policy."""
     league: LeagueConfig | None = None
-    """Agents that play each other: against current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
+    """League: agents that play current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
-    """Train from recorded experience; the environment is then only evaluated in."""
+    """Recorded experience to train from; the environment is then only used for evaluation."""
     demonstrations: DemonstrationsConfig | None = None
-    """Recorded experience to imitate, beside what is acted; `algorithm` says how."""
+    """Recorded experience to imitate in addition to acting, as `algorithm` configures."""
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = Field(None, min_length=1)
-    """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; RUN may be `s3://bucket/prefix/RUN`, reached as this run's
-    store is; `#POLICY` behind it names one there, or a snapshot of its
-    league. Where the same algorithm learned it, critics, temperature and reward statistics are taken, too; counters
-    and optimizers begin anew. An event says so. The source is only read."""
+    """Source of the initial weights and observation statistics: a run (its promoted checkpoint, else its best),
+    `RUN/CHECKPOINT`, or a checkpoint's folder. RUN may be `s3://bucket/prefix/RUN`, accessed like this run's store;
+    `#POLICY` selects a policy there, or a snapshot of its league. With the same algorithm, critics, temperature and
+    reward statistics are loaded too; counters and optimizers start anew. An event reports what was loaded."""
     heatup: HeatupField = HeatupConfig()
-    """Warm-up at the start; `heatup: 1000 env_steps` is short for its `duration`."""
+    """Warm-up at the start; `heatup: 1000 env_steps` sets its `duration`."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     archive: ArchiveConfig = ArchiveConfig()
@@ -365,18 +360,18 @@ class ConfigFields(Section):
 
     @property
     def transitions_per_update(self) -> int:
-        """Of one policy id with one agent: K × T × N."""
+        """Transitions per update of one policy id with one agent: K × T × N."""
         return self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
 
     @property
     def fragment_rows(self) -> int:
-        """T of each fragment: `rollout.fragment_steps`, or as many as whole episodes can take."""
+        """T of each fragment: `rollout.fragment_steps`, or the most that whole episodes take."""
         more = (self.environment.max_episode_steps or 1) - 1 if self.rollout.complete_episodes else 0
         return self.rollout.fragment_steps + more
 
     @property
     def state_sizes(self) -> dict[str, int]:
-        """Policy id → how many numbers the policy remembers from step to step, per slot."""
+        """Policy id → size of the hidden state per slot."""
         return {policy_id: policy.state_size for policy_id, policy in self.policies.items()}
 
     @property
@@ -388,7 +383,7 @@ class ConfigFields(Section):
         return {name: LearnerConfig(policy=name) for name in trainable}
 
     def policy_of(self, agent: str) -> str:
-        """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
+        """Returns the policy id of `agent`; raises `KeyError` if nothing maps it."""
         if (entry := self.entry_of(agent)) is not None:
             return self.agents[entry]
         if self.environment.hierarchy is not None and agent in self.policies:
@@ -398,23 +393,23 @@ class ConfigFields(Section):
         raise KeyError(agent)
 
     def entry_of(self, agent: str) -> str | None:
-        """The entry of `agents` that maps it: its name, else the first pattern that fits."""
+        """Returns the entry of `agents` that maps the agent: its name, else the first matching pattern."""
         return agent if agent in self.agents else next((its for its in self.agents if fnmatchcase(agent, its)), None)
 
     def algorithm_of(self, policy_id: str) -> AlgorithmConfig:
-        """The algorithm of a policy; a user's own is imported, which raises `ConfigError` where that cannot be."""
+        """Returns the algorithm of a policy; imports a custom algorithm, or raises `ConfigError`."""
         return (self.policies[policy_id].algorithm or self.algorithm).resolved()
 
     def algorithms(self) -> dict[str, AlgorithmConfig]:
-        """By policy id; users' own bring their kinds of policies with them."""
+        """Returns the algorithms by policy id."""
         return {policy_id: self.algorithm_of(policy_id) for policy_id in sorted(self.policies)}
 
     def recorded(self, section: str) -> list[str]:
-        """The policies that learn from this section, `dataset` or `demonstrations`, in order."""
+        """Returns the policies that learn from this section, `dataset` or `demonstrations`, in order."""
         imitating = [name for name in self.trainable if section == "dataset" or self.algorithm_of(name).imitating]
         return imitating or self.trainable
 
     @property
     def trainable(self) -> list[str]:
-        """The policy ids that learn, in order."""
+        """Policy ids that learn, in order."""
         return sorted(policy_id for policy_id, policy in self.policies.items() if policy.trainable)

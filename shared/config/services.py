@@ -1,4 +1,4 @@
-"""The config's sections for what a run stands on: Redis, the store, Ray."""
+"""Sections of the services of a run: Redis, the store, Ray."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -37,24 +37,25 @@ class RedisConfig(Section):
     """The experience log, the policy board and the control keys."""
 
     url: str = "embedded"
-    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
-    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own (docs/SECURITY.md), never from here."""
+    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password are read
+    from STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own variables (docs/SECURITY.md), never
+    from the config."""
     ca_file: Path | None = None
-    """For `rediss://`: the certificate (PEM) of an authority of your own, beside those that the machine knows. An
-    absolute path, the same on each machine. Certificates are always verified."""
+    """Certificate (PEM) of a private authority for `rediss://`, in addition to the system's. An absolute path, the same
+    on each machine. Certificates are always verified."""
     cert_file: Path | None = None
-    """For a server that asks its clients for a certificate: ours (PEM)."""
+    """Client certificate (PEM), if the server requires one."""
     key_file: Path | None = None
-    """The key of `cert_file` (PEM, without a passphrase)."""
+    """Key of `cert_file` (PEM, without a passphrase)."""
     shards: tuple[str, ...] = ()
-    """Addresses of further servers that hold the fragments' bodies, where one has not the memory or the network for
-    them; the one at `url` then holds the log's order and each body's place. Users and passwords are the same. Empty:
-    the log holds the bodies. A resume may leave out a shard only when the log names no body there."""
+    """Addresses of additional servers for the fragments' bodies, if one server lacks the memory or bandwidth. The
+    server at `url` keeps the log's order and each body's location. User and password are the same. Empty: the log holds
+    the bodies. A resume may leave out a shard only if the log names no body on it."""
     timeout_seconds: float = Field(10.0, ge=2)
-    """Time for one answer; more than the second that waiting workers block for."""
+    """Time limit of one answer; must exceed the second that waiting workers block for."""
     retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
-    """How long a run waits for a Redis (or a shard) that is away, loads, or has no master: hours, since a failover or a
-    restart of a service is no failure of the run. The start of a run tries once."""
+    """Time to wait for a Redis or a shard that is down, loading, or without a master. Hours, since a failover or
+    restart of a service should not fail the run. The start of a run tries once."""
 
     @model_validator(mode="after")
     def _addresses_can_be_used(self) -> Self:
@@ -83,28 +84,28 @@ class RedisConfig(Section):
 
 
 class StoreConfig(Section):
-    """Where checkpoints go."""
+    """Storage of checkpoints, archives and metrics."""
 
     url: str = "embedded"
     """`embedded` starts an S3 server for this run; else `s3://bucket/prefix` or `file:///folder`. Credentials come from
-    the standard AWS chain (AWS_ACCESS_KEY_ID, profiles, roles), never from here."""
+    the standard AWS chain (AWS_ACCESS_KEY_ID, profiles, roles), never from the config."""
     endpoint_url: str | None = None
-    """The S3 endpoint, for MinIO and other servers; none is AWS."""
+    """S3 endpoint, for MinIO and other servers; the default is AWS."""
     region: str = "us-east-1"
-    """The S3 region."""
+    """Region of the S3 bucket."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    """Where a request names the bucket: in its `path` (`https://host/bucket/key`) or as a `virtual` host
+    """Location of the bucket in a request: in its `path` (`https://host/bucket/key`) or as a `virtual` host
     (`https://bucket.host/key`), which Alibaba OSS and Tencent COS require. `auto` is `path` with `endpoint_url`."""
     ca_file: Path | None = None
-    """For `https://`: the certificate (PEM) of an authority of your own. An absolute path, the same on each machine;
-    without it AWS_CA_BUNDLE counts, else the authorities that boto3 brings. Certificates are always verified."""
+    """Certificate (PEM) of a private authority for `https://`. An absolute path, the same on each machine; by default
+    AWS_CA_BUNDLE, else the authorities of boto3. Certificates are always verified."""
     timeout_seconds: float = Field(20.0, gt=0)
-    """Time for one answer."""
+    """Time limit of one answer."""
     retries: int = Field(4, ge=0)
-    """Tries again after a failure worth retrying, with growing pauses, within one request."""
+    """Retries within one request after a temporary failure, with growing pauses."""
     retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
-    """How long a role that needs the store waits for it: as it starts, for a policy version in it, at the run's end.
-    Training continues meanwhile, until the log is full. The start of a run tries once."""
+    """Time to wait for the store: at the start of a role, for a policy version, and at the end of the run. Training
+    continues meanwhile, until the log is full. The start of a run tries once."""
 
     @model_validator(mode="after")
     def _addresses_can_be_used(self) -> Self:
@@ -122,11 +123,12 @@ class StoreConfig(Section):
 
 
 class RayConfig(Section):
-    """The engine that places and restarts the actors."""
+    """Ray, which places and restarts the processes."""
 
     address: str = "embedded"
     """`embedded` starts Ray on this machine, on loopback; else the address of a cluster, for example `auto`."""
     num_cpus: int | None = Field(None, ge=1)
-    """CPUs that embedded Ray hands out; by default at least 64, since on one machine the operating system shares."""
+    """CPUs that embedded Ray hands out; by default at least 64, since the operating system shares cores on one
+    machine."""
     resources: dict[str, float] = {}
-    """Custom Ray resources that each rollout worker asks for."""
+    """Custom Ray resources of each rollout worker."""

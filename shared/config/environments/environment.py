@@ -53,9 +53,8 @@ class EnvironmentConfig(Section):
     """Parameters drawn for each episode, by name: a value or a sampler, lessons, or replayed levels
     (docs/CURRICULUM.md)."""
     parameters_by: Literal["options", "attributes", "rebuild"] = "options"
-    """How parameters reach the environment: by `reset(options={…})`; as attributes of the environment or of the
-    outermost wrapper that has them, set before the reset; or as arguments, which rebuilds the environment when they
-    change."""
+    """Transfer to the environment: by `reset(options={…})`; as attributes of the environment or of the outermost
+    wrapper that has them, set before the reset; or as arguments, which rebuilds the environment when they change."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, recorded as columns `info/NAME`: for transforms, custom algorithms, the
     archive and metrics, but not for the policy (docs/ENVIRONMENTS.md). NaN in steps without the number."""

@@ -1,5 +1,8 @@
-"""What every section of the configuration is made of, and values that change over a run: functions of the trainer's
-counters, never of a clock or the number of workers, so that the same counters give the same value everywhere."""
+"""Base of all config sections, and values that change during a run.
+
+Such values are functions of the trainer's counters, never of a clock or the number of workers, so that the same
+counters give the same value everywhere.
+"""
 
 import itertools
 import math
@@ -19,7 +22,7 @@ from pydantic import (
 from stagecoach.shared.experience.counters import Counters, DurationField
 
 Width = Annotated[int, Field(ge=1, le=1 << 16)]
-"""Units of a network's layer. The widest in use have some thousands; a square layer of the bound is 17 GB."""
+"""Units of a network's layer. The widest in practice have thousands; a square layer at the bound takes 17 GB."""
 
 
 def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
@@ -35,7 +38,7 @@ Distances = Annotated[_Distance | tuple[_Distance, ...], AfterValidator(_some_nu
 
 
 class Section(BaseModel):
-    """Base of all config sections: immutable, and a key that does not exist is an error."""
+    """Base of all config sections: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,7 +51,7 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A field without a docstring has that of the field it overrides, else the first paragraph of the class's."""
+        """Documents a field by its docstring, that of the field it overrides, or the first paragraph of the class's."""
         for name, field in cls.model_fields.items():
             overridden = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, BaseModel))
             told = (found.description for found in overridden if found is not None and found.description)
@@ -57,7 +60,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, data: Any) -> Any:
-        """Pydantic takes `true` for 1, so that `num_envs: true` would be one environment."""
+        """Rejects `true` for a number, which pydantic takes for 1."""
         for name, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None:
@@ -69,7 +72,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _kind_of_the_default(cls, data: Any) -> Any:
-        """`replay_buffer: {capacity: 1000}` is of the default's kind, and what it does not say is as in the default."""
+        """Completes a section without a `kind` from the default: `replay_buffer: {capacity: 1000}`."""
         if not isinstance(data, dict):
             return data
         completed = dict(data)
@@ -84,11 +87,11 @@ class Section(BaseModel):
 
 
 OWN_KIND = "module:Class"
-"""The `kind` of sections for a class of the user's, in whose place its path stands."""
+"""Placeholder in `kind` for the import path of a custom class."""
 
 
 class _AnyOf:
-    """A section without a `kind`, which may be that of the default, fits several of a union: `oneOf` refuses it."""
+    """Schema of a union: `anyOf` in place of `oneOf`, since a section without a `kind` fits several."""
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> Any:
         schema = handler(core)
@@ -96,7 +99,7 @@ class _AnyOf:
 
 
 def by_kind(union: Any) -> Any:
-    """Sections of which `kind` says which it is, as the type of a config field."""
+    """Returns the config field's type for a union of sections that differ in `kind`."""
 
     def kind_of(value: Any) -> Any:
         kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
@@ -108,18 +111,18 @@ def by_kind(union: Any) -> Any:
 
 
 def short_for(field: str, *kinds: type) -> BeforeValidator:
-    """Lets a plain value of these types stand for the section of which it is this field."""
+    """Accepts a plain value of these types for a section, as the value of this field."""
     return BeforeValidator(
         lambda value: {field: value} if isinstance(value, kinds) and not isinstance(value, bool) else value
     )
 
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
-"""For fields that may be `off`, which YAML reads as false."""
+"""Accepts YAML's `off`, which is read as false."""
 
 
 def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted path → value, of everything that is no mapping."""
+    """Returns dotted path → value, for everything except mappings."""
     found: dict[str, Any] = {}
     for name, value in data.items():
         path = f"{prefix}{name}"
@@ -128,19 +131,21 @@ def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Schedule(Section):
-    """From `start` to `end` while `over` passes; `end` afterwards. A plain number in the config is constant."""
+    """A value that changes from `start` to `end` during `over`, and then stays. A plain number in the config is
+    constant."""
 
     kind: Literal["constant", "linear", "exponential", "cosine", "piecewise"] = "constant"
-    """`constant` keeps `start`; from `start` to `end`, `linear` goes straight, `exponential` by equal factors in equal
-    parts of `over`, and `cosine` slowly at both ends; `piecewise` goes straight from `start` to each of `points`."""
+    """Shape of the change. `constant` keeps `start`; `linear` is straight; `exponential` changes by equal factors in
+    equal parts of `over`; `cosine` is slow at both ends; `piecewise` is linear from `start` through each of
+    `points`."""
     start: float
-    """The value at the beginning."""
+    """Initial value."""
     end: float = 0.0
-    """The value when `over` has passed (ignored by `constant` and `piecewise`)."""
+    """Final value (ignored by `constant` and `piecewise`)."""
     over: DurationField | None = None
-    """How long the change takes; needed by `linear`, `exponential` and `cosine`."""
+    """Duration of the change; required by `linear`, `exponential` and `cosine`."""
     points: tuple[tuple[DurationField, float], ...] = ()
-    """For `piecewise`: when it reaches which value, as `[[10000 env_steps, 0.1], [50000 env_steps, 0.01]]`."""
+    """Times and values of `piecewise`, as in `[[10000 env_steps, 0.1], [50000 env_steps, 0.01]]`."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:
@@ -167,13 +172,13 @@ class Schedule(Section):
 
     @property
     def least(self) -> float:
-        """The smallest value it ever has: between its corners it only rises or only falls."""
+        """Smallest value, which is at a corner."""
         if self.kind == "constant":
             return self.start
         return min(self.start, *([value for _, value in self.points] or [self.end]))
 
     def value(self, counters: Counters) -> float:
-        """The value at these counters."""
+        """Returns the value at these counters."""
         if self.kind == "piecewise":
             return self._between_points(counters)
         if self.kind == "constant" or self.over is None:
@@ -202,4 +207,4 @@ def _never_negative(schedule: Schedule) -> Schedule:
 
 
 ScheduleField = Annotated[Schedule, short_for("start", int, float), AfterValidator(_never_negative)]
-"""A number, or a `Schedule`, as a config field; step sizes, bounds, probabilities and noise are never negative."""
+"""A number or a `Schedule`, never negative, as a config field: step sizes, bounds, probabilities and noise."""
