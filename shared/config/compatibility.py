@@ -1,4 +1,4 @@
-"""Every check across sections of a run's config; those of a user's own algorithm are in its `validate_run`."""
+"""Checks across sections of a run's config; those of a custom algorithm are in its `validate_run`."""
 
 import re
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def check_sections_together(run: ConfigFields) -> None:
 
 
 def _check_has_return(run: ConfigFields, where: str, policy_id: str) -> None:
-    """Whether a policy has agents, whose returns are measured."""
+    """Rejects a policy without agents, which has no return."""
     if policy_id not in run.policies:
         raise ValueError(f"{where}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
     for learner in run.league_learners.values():
@@ -159,7 +159,7 @@ def _check_evaluation(run: ConfigFields) -> None:
 
 
 def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    """Raises `ValueError` where `algorithm`, a policy's section (a user's own resolved), cannot learn in this run."""
+    """Raises `ValueError` if `algorithm`, a policy's resolved section, cannot learn in this run."""
     try:
         _check_algorithm(run, policy_id, algorithm)
     except ValueError as error:
@@ -169,7 +169,7 @@ def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfi
 
 
 def in_its_place(run: ConfigFields, policy_id: str, message: str) -> str:
-    """A message on fields of `algorithm`, with their names where the policy has a section of its own."""
+    """Returns a message with the fields of `algorithm` prefixed by the policy, if it has its own section."""
     own = run.policies[policy_id].algorithm is not None
     return re.sub(r"\balgorithm\.(?=\w)", f"policies.{policy_id}.algorithm.", message) if own else message
 
@@ -220,7 +220,7 @@ def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
 
 
 def check_minibatches(run: ConfigFields, agents: Mapping[str, int]) -> None:
-    """Of a PettingZoo environment, where so many `agents` act with each policy in one step; raises `ConfigError`."""
+    """Checks minibatches by the number of `agents` of each policy, once it is known; raises `ConfigError`."""
     for policy_id in run.trainable:
         if isinstance(algorithm := run.algorithm_of(policy_id), BatchOfUpdate):
             try:

@@ -1,4 +1,4 @@
-"""The config's section for a league: who plays whom, which snapshots are taken, and who else is an opponent."""
+"""Sections of a league: matchmaking, snapshots and other opponents."""
 
 import math
 from collections.abc import Mapping
@@ -11,35 +11,35 @@ from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, Durati
 from stagecoach.shared.league.table import PlayerKind
 
 MEAN_RETURN = "mean_return"
-"""Of `checkpoint.best_by` in a league."""
+"""Value of `checkpoint.best_by` in a league."""
 _SHARE = short_for("share", int, float)
 _PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$", max_length=100)]
 
 
 class ResetConfig(Section):
-    """When a learner begins again with its initial weights (as AlphaStar's exploiters do)."""
+    """Conditions for resetting a learner to its initial weights (as for AlphaStar's exploiters)."""
 
     win_rate: float | None = Field(None, gt=0, le=1)
-    """Once it wins this share of its matches against the current weights that it plays, over `snapshot.min_games`."""
+    """Win rate against the current weights of its opponents, over `snapshot.min_games` matches, at which it resets."""
     or_after: Annotated[OwnPlay, AT_LEAST_ONE] | None = None
-    """After so much of its own play since it last began, in `env_steps` or `episodes`."""
+    """Amount of its own play since the last reset, in `env_steps` or `episodes`, after which it resets."""
 
 
 class LearnerConfig(Section):
-    """One that learns in the league."""
+    """A learner of the league."""
 
     policy: str
-    """The policy id that learns."""
+    """Policy id of the learner."""
     plays: tuple[str, ...] = ()
-    """The policy whose agents' seats it takes, where no agent is mapped to its own. Its opponents are then the current
-    weights and the snapshots of the policies of the other sides alone: `[main]` for one that learns to exploit `main`,
-    which has all sides; where `attack` plays against `defend`, `[defend]` for one that learns to exploit `attack`."""
+    """Policy whose agents' seats it takes if no agent is mapped to its own. Its opponents are then the current weights
+    and snapshots of the other sides' policies only: `[main]` for an exploiter of `main` that has all sides; where
+    `attack` plays against `defend`, `[defend]` for an exploiter of `attack`."""
     reset: ResetConfig | None = None
-    """When it begins again; by default never. A snapshot of what it had learned joins the league first."""
+    """Reset to the initial weights; by default never. A snapshot joins the league first."""
 
     @property
     def seat(self) -> str:
-        """The policy id whose agents' seats it takes."""
+        """Policy id whose agents' seats it takes."""
         return self.plays[0] if self.plays else self.policy
 
     @model_validator(mode="after")
@@ -52,16 +52,16 @@ class LearnerConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """When a learner's weights join the league as a player that does not change; the initial ones always do."""
+    """Conditions for adding a snapshot of a learner's weights to the league; the initial weights are always added."""
 
     every: Annotated[OwnPlay, AT_LEAST_ONE] | None = Duration(50_000, "env_steps")
-    """After so much of the learner's own play, in `env_steps` or `episodes`; `null` for by `win_rate` alone."""
+    """Amount of the learner's own play between snapshots, in `env_steps` or `episodes`; `null` for `win_rate` only."""
     win_rate: float | None = Field(None, gt=0, le=1)
-    """Once it wins this share of its matches against others since its last snapshot, over `min_games` of them."""
+    """Win rate against others since its last snapshot, over `min_games` matches, at which it takes one."""
     min_games: int = Field(100, ge=1)
-    """How many matches a win rate needs before it counts; also how far back the win rates of PFSP look."""
+    """Minimum number of matches for a win rate; also the window of PFSP's win rates."""
     at_most_every: OwnPlay = Duration(0, "env_steps")
-    """The least of its own play between two snapshots by `win_rate`."""
+    """Minimum of its own play between two snapshots by `win_rate`."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
@@ -74,31 +74,33 @@ class PastConfig(Section):
     """Opponents among earlier snapshots."""
 
     share: float = Field(0.5, ge=0, le=1)
-    """Share of seats that they take."""
+    """Share of the seats."""
     choose: Literal["uniform", "recent", "pfsp"] = "uniform"
-    """`uniform`: each alike; `recent`: of n the newest n times as often as the oldest; `pfsp`: by (1 − x)², x being
-    the learner's win rate against each (prioritized fictitious self-play, Vinyals et al. 2019)."""
+    """Sampling of snapshots. `uniform`; `recent`: of n, the newest is n times as likely as the oldest; `pfsp`: weighted
+    by (1 − x)², where x is the learner's win rate against each (prioritized fictitious self-play, Vinyals et al.
+    2019)."""
     window: int = Field(10, ge=1)
-    """The newest snapshots that are drawn, of each policy; the first one always is, so that ratings do not drift."""
+    """Number of newest snapshots of each policy to sample from, in addition to the first, which keeps ratings from
+    drifting."""
 
 
 class FixedShareConfig(Section):
     """Opponents among `league.fixed`."""
 
     share: float = Field(0.0, ge=0, le=1)
-    """Share of seats that they take together; each of them by its `weight`."""
+    """Share of the seats for all fixed players, divided by their `weight`."""
 
 
 class OpponentsConfig(Section):
-    """Who takes the seats that the learner does not; the shares add up to 1. A seat for which there is no snapshot or
-    no fixed player goes to current weights instead."""
+    """Opponents of the learner; the shares add up to 1. A seat without a snapshot or fixed player goes to current
+    weights."""
 
     latest: float = Field(0.5, ge=0, le=1)
-    """Share of seats for the current weights of the policy that the seat's agents are mapped to."""
+    """Share of the seats for the current weights of the seat's own policy."""
     past: Annotated[PastConfig, _SHARE] = PastConfig()
-    """Earlier snapshots; a number is their share."""
+    """Earlier snapshots; a number sets their share."""
     fixed: Annotated[FixedShareConfig, _SHARE] = FixedShareConfig()
-    """Players of `league.fixed`; a number is their share."""
+    """Players of `league.fixed`; a number sets their share."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:
@@ -112,25 +114,26 @@ class OpponentsConfig(Section):
 
 
 class FixedPlayerConfig(Section):
-    """A player from elsewhere. `kind`, `sha256` and `seats` are filled in when the run starts."""
+    """A fixed player. `kind`, `sha256` and `seats` are filled in when the run starts."""
 
     source: str = Field(min_length=1)
-    """`random`; `module:function`, a scripted player; `RUN[/CHECKPOINT][#POLICY]`, where RUN may be
-    `s3://bucket/prefix/RUN` (reached as this run's store is), or a checkpoint's folder;
-    `RUN#PLAYER`, a snapshot of that run's league; `RUN#mean`, its mean strategy; or a file `….onnx`. It is copied into
-    this run's store."""
+    """Source of the player, which is copied into this run's store: `random`; `module:function`, a scripted player;
+    `RUN[/CHECKPOINT][#POLICY]`, where RUN may be `s3://bucket/prefix/RUN` (accessed like this run's store), or a
+    checkpoint's folder; `RUN#PLAYER`, a snapshot of that run's league; `RUN#mean`, its mean strategy; or a file
+    `….onnx`."""
     weight: float = Field(1.0, gt=0, le=1000)
-    """How often it is drawn beside the other fixed players: twice as often with 2 as with 1."""
+    """Sampling weight among the fixed players."""
     kind: PlayerKind | None = None
-    """What it is, by its source."""
+    """Kind of the player, determined by its source."""
     sha256: str = ""
-    """Of its bytes in the store (not of a function)."""
+    """SHA-256 of its bytes in the store (not of a function)."""
     seats: tuple[str, ...] = ()
-    """The policies whose seats it fits."""
+    """Policies whose seats it fits."""
 
 
 def first_learner(learners: Mapping[str, LearnerConfig]) -> LearnerConfig:
-    """Whose rating stands for a run's where none is named: the first by name, of those without `plays` if there are."""
+    """Returns the learner whose rating represents the run: the first by name, of those without `plays` if there are
+    any."""
     return min(learners.items(), key=lambda its: (its[1].seat != its[1].policy, its[0]))[1]
 
 
@@ -138,22 +141,22 @@ class LeagueConfig(Section):
     """Self-play against current weights, snapshots and fixed players (docs/LEAGUE.md)."""
 
     sides: tuple[tuple[str, ...], ...] = ()
-    """The agents of each side; a side's agents have one policy. By default each agent is a side."""
+    """Agents of each side; a side's agents share one policy. By default each agent is a side."""
     learners: dict[_PlayerName, LearnerConfig] = {}
-    """By name. By default each trainable policy learns."""
+    """Learners by name. By default each trainable policy learns."""
     snapshot: SnapshotConfig = SnapshotConfig()
     opponents: OpponentsConfig = OpponentsConfig()
     fixed: dict[_PlayerName, Annotated[FixedPlayerConfig, short_for("source", str)]] = {}
-    """Players that do not learn, name → source."""
+    """Fixed players, name → source."""
     players: int = Field(200, ge=2)
-    """Snapshots in the league, of all policies; beyond that the oldest leave, but never the first of a policy."""
+    """Maximum number of snapshots of all policies; beyond it the oldest leave, except the first of each policy."""
     swap_every: Annotated[DurationField, AT_LEAST_ONE] | None = None
-    """Only one learner trains at a time, and the next one's turn comes when the run's counters pass a multiple of this
-    (ML-Agents' `team_change`). By default all learn, match by match."""
+    """Interval, in the run's counters, at which training passes to the next learner (ML-Agents' `team_change`). By
+    default all learn, match by match."""
 
     @property
     def functions(self) -> frozenset[str]:
-        """The scripted players. No other code is run for a player, whatever a match table or an action trace names."""
+        """Scripted players. No other code runs for a player, whatever a match table or an action trace names."""
         return frozenset(player.source for player in self.fixed.values() if player.kind == "function")
 
     @model_validator(mode="after")

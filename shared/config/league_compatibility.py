@@ -68,8 +68,8 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
 
 
 def check_replay(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    """Raises `ValueError` where a league begins a policy again, or lets it wait, that learns from a replay buffer.
-    `algorithm` is its section, a user's own resolved."""
+    """Raises `ValueError` if a league resets or pauses a policy that learns from a replay buffer. `algorithm` is its
+    resolved section."""
     if run.league is None or getattr(algorithm, "replay_buffer", None) is None:
         return
     for name, learner in run.league_learners.items():
@@ -93,7 +93,7 @@ def check_replay(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) 
 
 
 def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: LearnerConfig, alone: bool) -> None:
-    """Whether there are the matches by whose win rate something is to happen."""
+    """Rejects win rates that no match counts for."""
     opponents, where = league.opponents, f"league.learners.{name}"
     if learner.plays == (learner.policy,):
         raise ValueError(f"{where}.plays=[{learner.policy}] names its own policy, whose seats it has; leave plays out")
@@ -112,7 +112,8 @@ def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: Le
 
 
 def check_stops(run: ConfigFields, agents: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a return to stop at that adds up several sides: evaluations play current weights."""
+    """Raises `ConfigError` for a return to stop at that is summed over several sides: evaluations play current
+    weights."""
     asked = run.stop_at.mean_return
     if run.league is None or asked is None:
         return
@@ -129,8 +130,8 @@ def check_stops(run: ConfigFields, agents: Mapping[str, str]) -> None:
 
 
 def seating(run: ConfigFields, agents: Mapping[str, str]) -> tuple[tuple[tuple[str, ...], ...], dict[str, str]]:
-    """The sides of a league by agent; and by learning policy the policy whose agents' seats it takes. Raises
-    `ConfigError` where sides and learners do not fit the environment's agents."""
+    """Returns the sides of a league by agent, and learning policy → policy whose agents' seats it takes. Raises
+    `ConfigError` if sides and learners do not fit the environment's agents."""
     if run.league is None:
         return (), {}
     sides = run.league.sides or tuple((agent,) for agent in agents)

@@ -1,4 +1,4 @@
-"""Reading a `Config`: file < environment < command line, and errors that name the nearest right key."""
+"""Loads a `Config` from file, environment and command line, with errors that suggest the nearest key."""
 
 import os
 import re
@@ -18,8 +18,8 @@ _MOST_VALUES = 100_000
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """The resolved config. `overrides` are `a.b=value` strings of the command line, `environ` the process environment
-    by default. Raises `ConfigError` for everything that is wrong with any of them."""
+    """Returns the resolved config. `overrides` are `a.b=value` strings of the command line, `environ` the process
+    environment by default. Raises `ConfigError` for mistakes in any of them."""
     data, changed = _read_yaml(path) if path is not None else {}, []
     for name, text in sorted((os.environ if environ is None else environ).items()):
         _refuse_single_underscores(name)
@@ -41,12 +41,12 @@ def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mappi
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
-    """Validates plain data; raises `ConfigError` that tells every mistake."""
+    """Validates plain data; raises `ConfigError` with all mistakes."""
     return validated(Config, dict(data))
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, as it is stored with a run."""
+    """Returns the resolved config as YAML, as it is stored with a run."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_StrictDumper, sort_keys=False)
 
 
@@ -60,7 +60,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """A config's YAML as plain data; raises `ConfigError`, naming `where` it came from."""
+    """Parses a config's YAML into plain data; raises `ConfigError` that names its source, `where`."""
     try:
         data = _loaded(text)
     except ValueError as error:
@@ -71,7 +71,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without silent surprises: a key that stands twice is an error, 1e-3 is a number, a date stays text."""
+    """YAML without silent surprises: duplicate keys are errors, 1e-3 is a number, a date stays text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -93,7 +93,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Writes what `_StrictLoader` reads back: a text that looks like 1e-3 gets quotes."""
+    """Writes YAML that `_StrictLoader` reads back: a text like 1e-3 gets quotes."""
 
 
 for _side in (_StrictLoader, _StrictDumper):
@@ -110,7 +110,7 @@ def _value(text: str, source: str) -> Any:
 
 
 def _loaded(text: str) -> Any:
-    """As plain data; raises `ValueError` with one line that says what is wrong."""
+    """Parses YAML into plain data; raises `ValueError` with one line."""
     try:
         data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
     except yaml.YAMLError as error:
@@ -132,7 +132,7 @@ def _loaded(text: str) -> Any:
 
 
 def _changed_section(data: dict[str, Any], keys: list[str], value: Any) -> tuple[str, str] | None:
-    """A section that becomes another one by its new name or kind, and keeps its fields; and how to write it instead."""
+    """Returns a section whose name or kind is changed while it keeps its fields, with the correct command."""
     *above, tag = keys
     here: Any = data
     for key in above:

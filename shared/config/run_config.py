@@ -1,7 +1,7 @@
 """The configuration of a run: frozen, strict, every field with its unit and the reason for its default.
 
-Comes in: a YAML file, environment variables `STAGECOACH__SECTION__FIELD`, `--set section.field=value`. Goes out: one
-validated `Config`. The later source wins: command line > environment > file > default (shared/config/loading.py).
+Sources: a YAML file, environment variables `STAGECOACH__SECTION__FIELD`, `--set section.field=value`. The later source
+wins: command line > environment > file > default (shared/config/loading.py).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ on threads, matrix products and ranks, and each checkpoint holds a window of epi
 
 
 class Config(ConfigFields):
-    """A run's whole config; one whose sections contradict each other does not exist."""
+    """A run's whole config; construction rejects contradictions between sections."""
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_algorithm(cls, data: Any) -> Any:
-        """What is not said is as `AlgorithmConfig.defaults` has it, and stands so in a resolved config."""
+        """Completes the data with the algorithm's defaults, which also appear in the resolved config."""
         return with_algorithm_defaults(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class Config(ConfigFields):
         return self
 
     def hash(self) -> str:
-        """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
+        """Returns the SHA-256 of the fields that decide learning (not placement, scale or end): 64 hex digits."""
         return hashlib.sha256(json.dumps(self._deciding(), sort_keys=True).encode()).hexdigest()
 
     def seating(self, agents: Mapping[str, str]) -> tuple[tuple[tuple[str, ...], ...], dict[str, str]]:
@@ -66,7 +66,7 @@ class Config(ConfigFields):
         check_stops(self, agents)
 
     def decides_otherwise(self, other: Config) -> list[str]:
-        """The fields by which this config's hash is another than that of `other`, with dots."""
+        """Returns the dotted fields in which the hashed part differs from that of `other`."""
         mine, theirs = (leaves(config._deciding()) for config in (self, other))
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 

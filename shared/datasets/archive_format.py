@@ -19,15 +19,16 @@ from stagecoach.shared.storage.log_archive import read_experience
 def read(
     location: str, description: EnvironmentDescription, endpoint_url: str | None = None
 ) -> dict[str, list[Episode]]:
-    """Each policy's episodes, as logged; raises `DatasetError`, `ArchiveIncomplete` or what the store raises."""
+    """Returns each policy's episodes, as logged; raises `DatasetError`, `ArchiveIncomplete` or what the store
+    raises."""
     found: dict[str, list[Episode]] = {policy_id: [] for policy_id in description.policies}
     fragments = _checked(read_experience(location, endpoint_url), location, description)
     for line in _lines(fragments, description.in_turns):
-        whole = line[0].header.seq == 0 and line[0].header.life == f"{line[0].header.incarnation}.0"
+        starts_episode = line[0].header.seq == 0 and line[0].header.life == f"{line[0].header.incarnation}.0"
         for policy_id, spaces in description.policies.items():
             columns = [item.columns[policy_id] for item in line]
             for slot in range(columns[0]["reward"].shape[1]):
-                found[policy_id] += episodes_of(_table(columns, slot, spaces, whole))
+                found[policy_id] += episodes_of(_table(columns, slot, spaces, starts_episode))
     return found
 
 
@@ -62,7 +63,7 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
 
 
 def _adapt_info(columns: Columns, wanted: Sequence[str]) -> None:
-    """Leaves out what this run did not ask for; what the recorded run did not ask for is unknown."""
+    """Drops info columns that this run does not request; adds those that are missing, as NaN."""
     names = [INFO + name for name in wanted]
     for name in [name for name in columns if name.startswith(INFO) and name not in names]:
         del columns[name]
@@ -71,7 +72,8 @@ def _adapt_info(columns: Columns, wanted: Sequence[str]) -> None:
 
 
 def _lines(fragments: Iterable[Fragment], in_turns: bool) -> list[list[Fragment]]:
-    """In turns each fragment is a line: a turn whose outcome came later than its end is missing."""
+    """Joins fragments that continue each other. In turn-based games each stands alone: a turn whose outcome came after
+    its end is missing."""
     lines: list[list[Fragment]] = []
     running: dict[str, list[Fragment]] = {}
     for item in fragments:
@@ -86,16 +88,17 @@ def _lines(fragments: Iterable[Fragment], in_turns: bool) -> list[list[Fragment]
 
 
 def _follows(before: Columns, after: Columns) -> bool:
-    """By what is acted first; an episode that still runs must be. Slots of others may hold anything, or begin later."""
+    """Returns whether `after` continues `before`: its first row matches, and no running episode is interrupted. Slots
+    of other agents may hold anything, or start later."""
     acted, running = after["mask"][0], (before["mask"] & ~(before["terminated"] | before["truncated"]))[-1]
     names = [name.removeprefix("bootstrap_") for name in before if name.startswith("bootstrap_")]
     same = all(np.array_equal(before[f"bootstrap_{name}"][acted], after[name][0][acted]) for name in names)
     return same and not (running & ~acted).any()
 
 
-def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) -> Table:
-    """All steps of one slot; what was masked (a native environment's reset) is left out. What was observed after a step
-    that terminated may not be in a fragment."""
+def _table(line: list[Columns], slot: int, spaces: PolicySpaces, starts_episode: bool) -> Table:
+    """Returns all steps of one slot, except masked steps (a native environment's reset). A fragment may lack the
+    observation after a step that terminated."""
     observed, acted_on = spaces.observation.column_names("obs"), spaces.action.column_names("action")
     told = [name for name in line[0] if name.startswith(INFO)]
     parts: dict[str, list[Array]] = defaultdict(list)
@@ -115,6 +118,6 @@ def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) ->
     return Table(
         {name: found[name] for name in observed}, {name: found[name] for name in acted_on},
         found["reward"], found["terminated"], found["truncated"], found["log_prob"],
-        {name: found[f"next_{name}"] for name in observed}, whole=whole, next_known=found["next_known"],
-        info={name: found[name] for name in told},
+        {name: found[f"next_{name}"] for name in observed}, starts_episode=starts_episode,
+        next_known=found["next_known"], info={name: found[name] for name in told},
     )  # fmt: skip

@@ -35,8 +35,8 @@ _LOG_PROBS = ("log_probs", "infos/action_log_probs")
 
 
 def read_dataset(config: RecordedConfig, description: EnvironmentDescription) -> Recordings:
-    """Reads it for all policies of `description`, without what critics alone see; raises `DatasetError`, or what the
-    store of an archive raises."""
+    """Reads a dataset for all policies of `description`, without the inputs of critics; raises `DatasetError`, or the
+    errors of an archive's store."""
     acting = {policy_id: spaces.acting for policy_id, spaces in description.policies.items()}
     description = replace(description, policies=acting)
     kind, path = _format(config), Path(config.path).expanduser()
@@ -63,14 +63,14 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
 def _good_enough(config: RecordedConfig, episodes: list[Episode], where: str) -> list[Episode]:
     if config.min_return is None:
         return episodes
-    whole = [(episode, episode.record.episode_return) for episode in episodes if episode.record is not None]
-    best = max((episode_return for _, episode_return in whole), default=None)
+    complete = [(episode, episode.record.episode_return) for episode in episodes if episode.record is not None]
+    best = max((episode_return for _, episode_return in complete), default=None)
     if best is None or best < config.min_return:
         raise DatasetError(
             f"{config.section}.min_return={config.min_return}: the best whole episode of {where} returned "
             f"{'nothing: there is none' if best is None else f'{best:g}'}"
         )
-    return [episode for episode, episode_return in whole if episode_return >= config.min_return]
+    return [episode for episode, episode_return in complete if episode_return >= config.min_return]
 
 
 def _format(config: RecordedConfig) -> str:
@@ -91,7 +91,7 @@ def _format(config: RecordedConfig) -> str:
 
 
 def read_csv(path: Path, description: EnvironmentDescription) -> dict[str, list[Episode]]:
-    """Each policy's episodes, with columns `info/NAME`, NaN where it has none; raises `DatasetError`."""
+    """Reads each policy's episodes, with columns `info/NAME`, NaN where missing; raises `DatasetError`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
@@ -117,8 +117,8 @@ def read_csv(path: Path, description: EnvironmentDescription) -> dict[str, list[
 
 
 def _of_policy(path: Path, header: list[str], numbered: list[tuple[int, list[str]]], policy_id: str) -> "_Cells":
-    """The policy's rows, agent by agent, without the columns that are empty in all of them: other policies'. Each comes
-    with its line in the file."""
+    """Returns the policy's rows, agent by agent, without columns that are empty in all of them (other policies'). Each
+    row comes with its line in the file."""
     places = {name: header.index(name) for name in (_POLICY, _AGENT) if name in header}
     if _POLICY in places:
         numbered = [(line, row) for line, row in numbered if row[places[_POLICY]].strip() == policy_id]
@@ -220,7 +220,7 @@ def _csv_table(cells: _Cells, spaces: PolicySpaces, info_columns: Sequence[str])
 
 
 def _changes(cells: _Cells) -> Array:
-    """After which rows the episode's id changes, or the agent."""
+    """Returns rows after which the episode's id or the agent changes."""
     changes = np.zeros(cells.rows, np.bool_)
     for name in ("episode", _AGENT):
         if name in cells:
@@ -246,7 +246,7 @@ def _check_steps(cells: _Cells, table: Table) -> None:
 
 
 def read_hdf5(path: Path, description: EnvironmentDescription) -> dict[str, list[Episode]]:
-    """Each policy's episodes, with `infos/NAME` as columns, NaN where it has none; raises `DatasetError`."""
+    """Reads each policy's episodes, with `infos/NAME` as columns, NaN where missing; raises `DatasetError`."""
     found = {}
     with _opened(path) as file:
         for policy_id, spaces in description.policies.items():

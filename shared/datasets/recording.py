@@ -20,10 +20,10 @@ from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescr
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode, or what is recorded of it, L steps long."""
+    """An episode of L steps, or the recorded part of it."""
 
     observations: Columns
-    """`obs…` `[L + 1, …]`: the last row is what was observed after the last step."""
+    """`obs…` `[L + 1, …]`: the last row was observed after the last step."""
     actions: Columns
     """`action…` `[L, …]`."""
     reward: Array
@@ -31,16 +31,16 @@ class Episode:
     log_prob: Array
     """`[L]`, float32; NaN where it is not known."""
     terminated: bool
-    """Whether the last step ended it; otherwise it was truncated, or the data end there."""
+    """The last step terminated the episode; otherwise it was truncated, or the data end there."""
     record: EpisodeRecord | None
-    """None where its beginning or its end is not in the data."""
+    """Outcome of the episode; None if its start or end is not in the data."""
     last_known: bool = True
-    """Whether the data have what was observed after the last step. Where they do not the step terminated, and the row
-    before stands there again."""
+    """The data have the observation after the last step. Otherwise the step terminated, and the row before is
+    repeated."""
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[L]`, float32, of the run's `environment.info_columns`; NaN where it is not known."""
     begun: bool = True
-    """Whether the first row is where an episode begins."""
+    """The first row starts an episode."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -48,7 +48,7 @@ class Episode:
 
 class Recording:
     def __init__(self, spaces: PolicySpaces, episodes: Sequence[Episode], where: str) -> None:
-        """Raises `DatasetError` where there is no step, or an action that its own mask forbids."""
+        """Raises `DatasetError` if there are no steps, or an action is forbidden by its own mask."""
         kept = [episode for episode in episodes if len(episode)]
         if not kept:
             raise DatasetError(f"{where} holds no transition; expected at least one")
@@ -94,7 +94,7 @@ class Recording:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of all that is learned from (64 hex digits): the same for the same transitions in any format."""
+        """SHA-256 of the transitions: the same for the same transitions in any format."""
         found = hashlib.sha256()
         arrays = self.columns | {"ends": self._ends, "terminated": self._terminated, "last_known": self._last_known}
         for name, array in sorted(arrays.items()):
@@ -123,10 +123,9 @@ class Recording:
         return -(-len(self) // steps)
 
     def cut(self, pieces: Sequence[int] | Array, steps: int) -> tuple[Columns, list[EpisodeRecord]]:
-        """Pieces side by side as a fragment's columns (shared/experience/fragment.py), and what ended in them.
+        """Returns pieces as a fragment's columns (shared/experience/fragment.py), and the episodes that ended in them.
 
-        A piece that is shorter than `steps` is filled up with masked steps. An episode that was cut off ends like a
-        truncated one.
+        Masked steps fill up a piece of less than `steps`. An episode that was cut off ends like a truncated one.
         """
         step = np.arange(steps)[:, None] + np.asarray(pieces, np.int64)[None, :] * steps
         mask = step < len(self)
@@ -154,11 +153,11 @@ class Recording:
 
 
 class Recordings(dict[str, Recording]):
-    """Policy id → what is recorded of it."""
+    """Policy id → its recording."""
 
     @property
     def sha256(self) -> str:
-        """Hash of all that is learned from (64 hex digits): of a single policy the recording's own."""
+        """SHA-256 of the transitions; for a single policy the recording's own."""
         hashes = [f"{policy_id} {self[policy_id].sha256}" for policy_id in sorted(self)]
         return hashes[0][-64:] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
@@ -235,9 +234,9 @@ class Table:
     next_obs: Columns | None = None
     """`obs…`: what was observed after each step."""
     cut_after: Array | None = None
-    """After which rows another episode begins, though the row neither terminated nor truncated."""
-    whole: bool = True
-    """Whether the first row begins an episode."""
+    """Rows after which another episode starts without termination or truncation."""
+    starts_episode: bool = True
+    """The first row starts an episode."""
     next_known: Array | None = None
     """`[M]`, bool: where `next_obs` is valid (it may not be after a step that terminated). None: everywhere."""
     info: Columns = field(default_factory=dict)
@@ -257,7 +256,7 @@ def episodes_of(table: Table) -> Iterator[Episode]:
     first = 0
     for last in np.flatnonzero(bounds).tolist():
         rows = slice(first, last + 1)
-        begun = table.whole or first > 0
+        begun = table.starts_episode or first > 0
         record = EpisodeRecord(float(table.reward[rows].sum(dtype=np.float64)), last + 1 - first)
         yield _episode(table, first, last, record if begun and ends[last] else None, begun)
         first = last + 1

@@ -34,16 +34,16 @@ class Heads(Policy):
         self.agents = agents
         self.distribution = ActionDistribution(spaces.action)
         self.value_scale = ValueScale() if normalize_values else None
-        """Where there is one, `value` is in its units."""
+        """Scale of `value`, if there is one."""
 
     @property
     def read_columns(self) -> tuple[str, ...]:
-        """What actor and critic read."""
+        """Inputs of actor and critic."""
         names = self.spaces.observation.column_names("obs")
         return names + (team_columns(self.spaces.observation) if self.agents else ())
 
     def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
-        """None where the critic sees more than its agent, or has learned nothing."""
+        """Returns nothing if the critic sees more than its agent, or has learned nothing."""
         observation = self.spaces.observation
         if self.agents or observation.own is not observation or self.network.get("without_value"):
             return {}
@@ -107,7 +107,7 @@ class ActorCritic(Heads):
 
 
 class Core(nn.Module):
-    """Base of networks with a recurrent core, on the features of their encoder; before other heads are made."""
+    """Base of networks with a recurrent core on the features of their encoder."""
 
     config: PolicyConfig
     encoder: Encoder
@@ -188,26 +188,26 @@ class Stateful(Policy):
         self.distribution, self.normalizer = policy.distribution, policy.normalizer
         self._policy = policy
         self.state = state
-        """`[S, state_size]`: what it remembers."""
+        """`[S, state_size]`: the hidden state."""
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[S, P]` for `self.distribution`; from now on it remembers these observations."""
+        """`[S, P]` for `self.distribution`; updates the hidden state."""
         params, self.state = self._policy.step(observations, self.state)
         return params
 
     def of(self, slots: Tensor) -> "Stateful":
-        """The same of these slots `[R]` alone; what it remembers from now on is its own."""
+        """Returns the same policy for slots `[R]` only, with its own state."""
         return Stateful(self._policy, self.state[slots])
 
     def forget(self, over: Tensor) -> None:
-        """The episodes of the slots where `over` `[S]` have ended."""
+        """Resets the state of the slots whose episodes ended, `over` `[S]`."""
         self.state = self.state.masked_fill(over.unsqueeze(1), 0.0)
 
 
 def with_states(
     policies: Mapping[str, Policy], slots: Mapping[str, int], states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Stateful]:
-    """The policies with a hidden state, each with its state, else with that of `slots` new episodes."""
+    """Returns the policies with a hidden state, each with its state, else with that of `slots` new episodes."""
     recurrent = {policy_id: policy for policy_id, policy in policies.items() if policy.state_size}
     begun = {policy_id: policy.initial_state(slots[policy_id]) for policy_id, policy in recurrent.items()}
     begun |= {policy_id: state for policy_id, state in (states or {}).items() if policy_id in recurrent}

@@ -62,7 +62,7 @@ class SquashedGaussian:
 
 
 def _log_density(before: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
-    """Of tanh(before), where before = mean + σ noise; ln(1 − tanh² x) as 2 (ln 2 − x − softplus(−2x)), finite."""
+    """Log density of tanh(before), where before = mean + σ noise; ln(1 − tanh² x) as 2 (ln 2 − x − softplus(−2x))."""
     slope = math.log(2.0) - before - nn.functional.softplus(-2.0 * before)
     return (-0.5 * noise.square() - log_std - HALF_LOG_2PI - 2.0 * slope).sum(dim=-1)
 
@@ -82,7 +82,7 @@ class Certain:
         return self.bounds.columns(torch.tanh(params))
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
-        """It has no density: NaN, which stands for unknown."""
+        """NaN, which stands for unknown, since there is no density."""
         return params.new_full((len(params),), math.nan)
 
 
@@ -155,7 +155,7 @@ class BoundedActions(nn.Module):
         self.register_buffer("middle", (lower + upper) / 2, persistent=False)
         self.register_buffer("scale", (upper - lower) / 2, persistent=False)
         self.log_volume = float(torch.log(((upper - lower) / 2).to(torch.float64)).sum())
-        """What a log density in [-1, 1] is more than one in the environment's units."""
+        """Difference of a log density in [-1, 1] and one in the environment's units."""
 
     def columns(self, flat: Tensor) -> dict[str, Tensor]:
         """`[B, D]` in [-1, 1] → action columns."""

@@ -1,4 +1,4 @@
-"""What only critics have, and acting never reads: an encoder of what a whole team observes, and the scale of values."""
+"""Parts of critics that acting never uses: an encoder of a whole team's observations, and the scale of values."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -22,7 +22,8 @@ def team_columns(observation: SpaceSpec) -> tuple[str, ...]:
 
 
 class EachAgent(nn.Module):
-    """What A agents observe, side by side: choices one-hot, images convolved (alike for all), zeros for the absent."""
+    """Observations of A agents, concatenated: choices one-hot, images convolved (with shared weights), zeros for absent
+    agents."""
 
     def __init__(self, observation: SpaceSpec, config: PolicyConfig, agents: int) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class EachAgent(nn.Module):
     def forward(
         self, observations: Mapping[str, Tensor], there: Tensor, normalizer: ObservationNormalizer | None
     ) -> Tensor:
-        """From rows `[B · A, …]` and who is there, `[B, A]`: `[B, features]`."""
+        """Maps rows `[B · A, …]` and presence `[B, A]` to `[B, features]`."""
         rows: Tensor = self.each(observations, normalizer)
         return (rows.reshape(*there.shape, rows.shape[1]) * there.unsqueeze(2)).flatten(1)
 
@@ -48,7 +49,7 @@ class EnvironmentState(nn.Module):
     def forward(
         self, observations: Mapping[str, Tensor], there: Tensor, normalizer: ObservationNormalizer | None
     ) -> Tensor:
-        """As `EachAgent`, from the row of each team's first agent that is there."""
+        """Encodes like `EachAgent`, from the row of each team's first present agent."""
         first = torch.arange(len(there), device=there.device) * there.shape[1] + there.argmax(dim=1)
         found: Tensor = self.each({name: tensor[first] for name, tensor in observations.items()}, normalizer)
         return found
@@ -71,8 +72,8 @@ class TeamEncoder(nn.Module):
 
 
 class ValueScale(nn.Module):
-    """Running mean and deviation of value targets, as MAPPO's ValueNorm: averages over batches that forget slowly,
-    without the bias of their beginning. Until it has seen any, mean 0 and deviation 1."""
+    """Running mean and standard deviation of value targets, as MAPPO's ValueNorm: exponentially weighted averages over
+    batches with bias correction. Mean 0 and deviation 1 before the first batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class ValueScale(nn.Module):
 
     @torch.no_grad()
     def update(self, targets: Tensor) -> None:
-        """Takes in targets `[B]` in the environment's units."""
+        """Updates the scale with targets `[B]` in the environment's units."""
         if not len(targets):
             return
         seen = targets.to(torch.float64)
@@ -94,7 +95,7 @@ class ValueScale(nn.Module):
         return (values - mean) / deviation
 
     def restored(self, values: Tensor) -> Tensor:
-        """What a critic predicts, in the environment's units: the inverse of `normalized`."""
+        """Returns a critic's prediction in the environment's units: the inverse of `normalized`."""
         mean, deviation = self.moments(values)
         return values * deviation + mean
 

@@ -24,7 +24,7 @@ class Categorical:
         self.parameters = sum(leaf.nvec)
 
     def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
-        """By the Gumbel-max trick: argmax(logits + Gumbel noise)."""
+        """Samples by the Gumbel-max trick: argmax(logits + Gumbel noise)."""
         noise = torch.empty_like(params).exponential_(generator=generator).log_()
         return self.mode(params - noise)
 

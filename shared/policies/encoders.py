@@ -1,4 +1,4 @@
-"""From observation columns to features: one-hot choices, normalized vectors, convolutions for images, then an MLP."""
+"""Encoders of observations: one-hot choices, normalized vectors, convolutions for images, then an MLP."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from stagecoach.shared.experience.spaces import Leaf, SpaceSpec
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """A layer with orthogonal weights of this gain and zero bias (Saxe et al. 2014), as PPO's reference has it."""
+    """Returns a layer with orthogonal weights of this gain and zero bias (Saxe et al. 2014), as in PPO's reference."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -21,7 +21,7 @@ def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
 
 
 def unrounded(values: Tensor) -> Tensor:
-    """What a network returns in bfloat16 (`trainer.precision`) as float32; anything else as it is."""
+    """Returns bfloat16 outputs (`trainer.precision`) as float32."""
     return values.to(torch.float32) if values.dtype == torch.bfloat16 else values
 
 
@@ -39,7 +39,7 @@ class ObservationNormalizer(nn.Module):
         return normalized
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Takes in observations `[B, …]` by column."""
+        """Updates the moments with observations `[B, …]` by column."""
         for name, index in self._names.items():
             moments = self.moments[index]
             assert isinstance(moments, RunningMoments)
@@ -47,7 +47,7 @@ class ObservationNormalizer(nn.Module):
 
 
 def mlp(width: int, config: PolicyConfig) -> tuple[nn.Sequential, int]:
-    """The layers of `hidden_sizes` on so many inputs, and how many outputs they have."""
+    """Returns the layers of `hidden_sizes`, and their number of outputs."""
     layers: list[nn.Module] = []
     for size in config.hidden_sizes:
         norm = [nn.LayerNorm(size)] if config.layer_norm else []
@@ -57,7 +57,7 @@ def mlp(width: int, config: PolicyConfig) -> tuple[nn.Sequential, int]:
 
 
 class ParallelLayerNorm(nn.Module):
-    """Layer normalization of K networks that compute as one `[K, B, size]`, with weights of its own for each."""
+    """Layer normalization of K networks computed together, `[K, B, size]`, each with its own weights."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ParallelLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, 1, size))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Of all K, or of the first ones."""
+        """Normalizes the values of all K networks, or of the first ones given."""
         normalized, count = nn.functional.layer_norm(values, values.shape[-1:]), len(values)
         return normalized * self.weight[:count] + self.bias[:count]
 
@@ -107,10 +107,10 @@ class Encoder(nn.Module):
 
 
 class _Image(nn.Module):
-    """Bytes to channels first in [0, 1]: H×W×C, C×H×W, and stacks of either (stack × H × W × C).
+    """Converts bytes to channels first in [0, 1]: H×W×C, C×H×W, and stacks of either (stack × H × W × C).
 
-    Which of the two is told by the two sides that are alike (a board may have more planes than rows), else by the fewer
-    channels.
+    The layout follows from the two equal sides (a board may have more planes than rows), else from the smaller number
+    of channels.
     """
 
     def __init__(self, leaf: Leaf) -> None:
@@ -161,14 +161,15 @@ _STACKS: dict[str, tuple[list[ConvolutionLayer], int]] = {
     "nature": ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512),  # Mnih et al. 2015
     "small": ([(16, 3, 1)], 128),  # MinAtar's network (Young and Tian 2019)
 }
-"""Layers, and how many features they come to."""
+"""Layers, and the number of features."""
 _MOST_CHOICES = 1 << 17
-"""Of an observed choice: beyond it the first layer alone is larger than any other network here, and hardly learns."""
+"""Limit of an observed choice: beyond it the first layer alone is larger than any other network here, and hardly
+learns."""
 _SMALLEST = {"nature": 36, "small": 5, "residual": 1}
 
 
 def _convolutions(leaf: Leaf, kind: str | Sequence[ConvolutionLayer]) -> tuple[nn.Sequential, int]:
-    """With the number of features; raises `UnsupportedSpace` where the images are too small."""
+    """Returns convolutions and their number of features; raises `UnsupportedSpace` if the images are too small."""
     image = _Image(leaf)
     channels, height, width = image.shape
     if not isinstance(kind, str):
@@ -193,7 +194,7 @@ def _convolutions(leaf: Leaf, kind: str | Sequence[ConvolutionLayer]) -> tuple[n
 
 
 def _stacked(image: _Image, plan: Sequence[ConvolutionLayer], features: int, leaf: Leaf) -> tuple[nn.Sequential, int]:
-    """Convolutions without padding, a layer of `features` behind them."""
+    """Returns convolutions without padding, followed by a layer of `features`."""
     layers: list[nn.Module] = [image]
     channels, height, width = image.shape
     for number, (outputs, kernel, stride) in enumerate(plan, 1):
@@ -213,7 +214,7 @@ def flat_size(leaf: Leaf) -> int:
 
 
 def flat(values: Tensor, leaf: Leaf) -> Tensor:
-    """A leaf's column `[B, …]` as float32 `[B, flat_size]`: choices one-hot, numbers beside each other."""
+    """Returns a leaf's column `[B, …]` as float32 `[B, flat_size]`, with one-hot choices."""
     if not leaf.nvec:
         return values.reshape(-1, leaf.size).to(torch.float32)
     if leaf.kind == "multi_binary":  # both ones carry the same information, but all choices are encoded alike
@@ -226,12 +227,12 @@ def flat(values: Tensor, leaf: Leaf) -> Tensor:
 
 _EPSILON = 1e-8
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
-"""Numbers that a float32 rounds: their mean is subtracted before it does."""
+"""Types that float32 rounds: the mean is subtracted before conversion."""
 
 
 class RunningMoments(nn.Module):
     """Normalizes `[B, size]` to zero mean and unit variance, by buffers that travel with the policy's weights. The
-    identity until it has seen anything. Moments are float64, merged batch by batch (Chan et al. 1979)."""
+    identity before the first update. Moments are float64, merged batch by batch (Chan et al. 1979)."""
 
     def __init__(self, size: int, clip: float) -> None:
         super().__init__()
@@ -273,9 +274,9 @@ _MINUS_ONE = torch.tensor(-1.0)
 
 
 class Tanh(nn.Module):
-    """tanh as 2σ(2x) − 1, for float32 on a CPU, where PyTorch's own tanh takes four times as long: a third of a small
-    network's gradient step. Elsewhere, and where a policy is exported, PyTorch's own. It differs from tanh by at most
-    2e-7, and is the same in acting and in learning."""
+    """tanh as 2σ(2x) − 1 for float32 on a CPU, four times as fast as PyTorch's: a third of a small network's gradient
+    step. PyTorch's own elsewhere, and in exports. It differs from tanh by at most 2e-7, and is the same in acting and
+    in learning."""
 
     def forward(self, values: Tensor) -> Tensor:
         if values.dtype != torch.float32 or values.device.type != "cpu" or torch.compiler.is_compiling():
@@ -287,7 +288,7 @@ class Tanh(nn.Module):
 
 
 class _Tanh(torch.autograd.Function):
-    """With tanh's own derivative, 1 − y², in one pass."""
+    """Uses tanh's own derivative, 1 − y², in one pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from stagecoach.shared.experience.spaces import PolicySpaces
 ILLEGAL = -1e9
 """The logit or value of an illegal choice: its probability is exactly 0 in float32, and so is 0 · ILLEGAL."""
 UNUSED_LOG_STD = -0.5 * (1 + math.log(2 * math.pi))
-"""Of a normal whose entropy is 0; no weight decides how probable what is drawn from it is."""
+"""Log standard deviation of a normal distribution with entropy 0."""
 
 
 def legal_choices(observations: Mapping[str, Tensor], spaces: PolicySpaces) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What every policy is: a torch module that a worker acts with and the trainer learns, the same class on both sides."""
+"""Base of all policies: a torch module that a worker acts with and the trainer learns."""
 
 import copy
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class Distribution(Protocol):
-    """How actions follow from a policy's outputs: pure functions of `params` [B, P]; actions are dicts of columns."""
+    """Distribution of actions given a policy's outputs: pure functions of `params` [B, P]."""
 
     draws: bool
-    """Whether `sample` may give another action than `mode`."""
+    """`sample` may differ from `mode`."""
 
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """A random joint action."""
@@ -49,13 +49,13 @@ class Policy(nn.Module):
         self.spaces = spaces
         self.config = config
         self.network = network
-        """What it was made with beside the config; stands in its file."""
+        """Constructor arguments in addition to the config; stored in its file."""
         normalizer = ObservationNormalizer(spaces.observation, config.clip_observations)
         self.normalizer = normalizer if config.normalize_observations else None
 
     @property
     def state_size(self) -> int:
-        """How many numbers it remembers from step to step, per slot; 0 for one that acts on the observation alone."""
+        """Size of the hidden state per slot; 0 for a policy without memory."""
         return self.config.state_size
 
     def initial_state(self, slots: int) -> Tensor:
@@ -67,7 +67,7 @@ class Policy(nn.Module):
         raise NotImplementedError(f"a policy of kind {self.kind} has no parameters for observations alone")
 
     def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        """`action_parameters` as one acts in training: with noise on the weights, where a policy has that."""
+        """Returns `action_parameters` for training, with noise on noisy weights."""
         return self.action_parameters(observations)
 
     def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,12 +75,12 @@ class Policy(nn.Module):
         return self.action_parameters(observations), state
 
     def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
-        """What it has learned to predict, in the units of the rewards that were learned from: `value` `[B]`, the
-        discounted return, and `action_values` `[B, A]`, that after each choice; only what its network knows."""
+        """Returns learned predictions in the units of the learning rewards, as far as the network has them: `value`
+        `[B]`, the discounted return, and `action_values` `[B, A]`, the return after each choice."""
         return {}
 
 
 def copy_sharing_buffers(network: Network) -> Network:
-    """A copy with weights of its own that has the buffers of `network`, for all that acts or learns beside it (target
-    networks, disturbed policies): statistics move with each batch, and a copy's own would become stale."""
+    """Returns a copy with its own weights that shares the buffers of `network`, for target networks and perturbed
+    policies: statistics change with each batch, and copied buffers would become stale."""
     return copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})

@@ -1,7 +1,7 @@
 """The Q network: the value of each choice of one discrete action, as a number or as a distribution.
 
-All layers but the last hidden one are shared; that belongs to each stream (two where it duels). An ensemble has several
-heads, each with streams of its own, which are computed together: their rows stand one head's after another's.
+All layers but the last hidden one are shared; each stream (two if dueling) has its own. The heads of an ensemble are
+computed together: their rows follow each other.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class BestChoice:
         return {self._name: params.argmax(dim=1)}
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
-        """`[B]`: 0 for the best choice; a finite number for the others, that stands for never."""
+        """`[B]`: 0 for the best choice; a finite number that stands for never for the others."""
         best = params.argmax(dim=1) == actions[self._name]
         return torch.where(best, 0.0, torch.full_like(params[:, 0], _NEVER))
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer for each of K heads, with weights of its own."""
+    """A linear layer for each of K heads."""
 
     def __init__(self, heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ParallelLinear(nn.Module):
 
 
 class Stream(nn.Module):
-    """A hidden layer (where there is one) and the outputs, for each of the heads."""
+    """An optional hidden layer and the outputs, for each of the heads."""
 
     def __init__(
         self, inputs: int, hidden: int | None, outputs: int, config: PolicyConfig, *, noisy: bool, heads: int
@@ -88,7 +88,7 @@ class Stream(nn.Module):
             self.norm = nn.LayerNorm(hidden) if heads == 1 else ParallelLayerNorm(heads, hidden)
 
     def forward(self, values: Tensor, noise: Iterator[LayerNoise] | None) -> Tensor:
-        """`[B, inputs]` → `[B, outputs]`, or `[K, B, outputs]` of K heads; takes as much noise as it has layers."""
+        """Maps `[B, inputs]` to `[B, outputs]`, or `[K, B, outputs]` of K heads; consumes noise for each layer."""
         for number, layer in enumerate(self.layers):
             if number:
                 values = self._activation(values if self.norm is None else self.norm(values))
@@ -97,11 +97,11 @@ class Stream(nn.Module):
 
 
 class QNetwork(Policy):
-    """Observation → values of all choices. What acting needs is here; targets belong to the algorithm."""
+    """Maps observations to values of all choices. Targets belong to the algorithm."""
 
     kind = "q_network"
     support: Tensor
-    """`[atoms]`: the returns that c51's probabilities are of."""
+    """`[atoms]`: returns of c51's atoms."""
 
     def __init__(
         self, spaces: PolicySpaces, config: PolicyConfig, *, head: Head = "expected", dueling: bool = False,
@@ -121,7 +121,7 @@ class QNetwork(Policy):
         self.head = head
         self.width = {"expected": 1, "c51": atoms, "qr": quantiles}[head]
         self.heads = heads
-        """K: how many judge each choice."""
+        """K: number of heads."""
         self.register_buffer("support", torch.linspace(v_min, v_max, atoms), persistent=False)
         self.distribution: BestChoice = BestChoice(spaces.action)
         *below, hidden = config.hidden_sizes or (None,)
@@ -140,7 +140,7 @@ class QNetwork(Policy):
             self.prior.requires_grad_(False)
 
     def _features(self) -> int:
-        """How many the streams get."""
+        """Returns the number of inputs of the streams."""
         return self.encoder.features
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
@@ -156,7 +156,7 @@ class QNetwork(Policy):
         return unrounded(found)
 
     def _of_features(self, features: Tensor, noise: list[LayerNoise] | None = None) -> Tensor:
-        """What the streams make of features `[B, …]`, `[K·B, A, width]`."""
+        """Returns the streams' outputs for features `[B, …]`, `[K·B, A, width]`."""
         drawn = None if noise is None else iter(noise)
         found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
         if self.value is not None:  # Wang et al. 2016, eq. 9
@@ -171,7 +171,7 @@ class QNetwork(Policy):
         return outputs.squeeze(-1) if self.width == 1 else outputs.mean(dim=-1)
 
     def head_values(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
-        """`[K, B, A]`: the value of each choice by each head; that of illegal ones is `ILLEGAL`."""
+        """`[K, B, A]`: value of each choice by each head; `ILLEGAL` for illegal choices."""
         return self.legal(self.means(self.outputs(observations, noise)), observations)
 
     def legal(self, values: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
@@ -183,7 +183,7 @@ class QNetwork(Policy):
         return self._together(self.head_values(observations))
 
     def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        """`[B, A]`, with noise on the weights where they are noisy: drawn anew each time, the same for all rows."""
+        """`[B, A]`, with new noise on noisy weights, the same for all rows."""
         return self._together(self.head_values(observations, self.draw_noise(generator)))
 
     def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ class QNetwork(Policy):
 
 
 class RecurrentQNetwork(Core, QNetwork):
-    """A Q network whose streams see what a recurrent core has made of all observations of the episode so far."""
+    """A Q network whose streams read the output of a recurrent core."""
 
     kind = "recurrent_q_network"
 
@@ -206,7 +206,7 @@ class RecurrentQNetwork(Core, QNetwork):
         return self.config.core_size
 
     def values(self, observations: Mapping[str, Tensor], after: Tensor) -> Tensor:
-        """`[B, A]`, where the state after the observations is this `[B, state size]`; illegal ones are masked."""
+        """`[B, A]` for the state after the observations, `[B, state size]`; illegal choices are masked."""
         found = unrounded(self._of_features(self._outputs(after)))
         return masked(found.squeeze(2), observations, self.spaces)
 

@@ -1,6 +1,6 @@
-"""Which class a kind of policy is, and policies made from config and spaces.
+"""Registry of policy classes by kind, and construction from config and spaces.
 
-A file that arrives over the network names a kind, never code: the user's own module registers its kinds.
+A file that arrives over the network names a kind, never code: custom modules register their kinds.
 """
 
 import threading
@@ -40,7 +40,7 @@ def is_registered(kind: str) -> bool:
 
 
 def policy_class(kind: str) -> type[Policy]:
-    """The class; raises `ConfigError` for a kind that is not registered."""
+    """Returns the class; raises `ConfigError` for a kind that is not registered."""
     if kind in _BUILT_IN:
         found: type[Policy] = import_object(_BUILT_IN[kind], "policy")
         return found
@@ -53,7 +53,7 @@ def policy_class(kind: str) -> type[Policy]:
 
 
 def torch_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Ray shows a process only its own GPUs, and counts them from 0."""
+    """Resolves `auto` to a GPU if there is one. Ray shows a process only its own GPUs, and counts them from 0."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
@@ -64,7 +64,7 @@ def torch_device(name: str) -> torch.device:
 
 @contextmanager
 def borrowed_random_state(seed: int = 0) -> Iterator[None]:
-    """PyTorch draws initial weights from one global state: for one thread at a time, and given back as it was."""
+    """Locks and restores PyTorch's global random state, which initial weights are drawn from."""
     with _RANDOM_STATE, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -21,7 +21,7 @@ POLICY_FORMAT = 1
 
 @dataclass(frozen=True)
 class VersionHeader(PlainData):
-    """What comes with the weights of one policy version."""
+    """Header of the weights of one policy version."""
 
     version: int
     phase: Phase
@@ -113,12 +113,12 @@ def decode_policy(blob: bytes) -> tuple[Policy, int]:
 
 
 def finite_weights(policy: nn.Module) -> bool:
-    """Whether all weights are finite (a normalizer's bound may be infinite while it has seen nothing)."""
+    """Returns whether all weights are finite (a normalizer's bound may be infinite before its first update)."""
     return finite_arrays({name: tensor.detach().cpu().numpy() for name, tensor in _tensors(policy).items()})
 
 
 def finite_arrays(state: Columns) -> bool:
-    """As `finite_weights`, for the arrays of a policy's file."""
+    """Returns whether the arrays of a policy's file are finite, as `finite_weights` does."""
     return all(np.isfinite(array).all() for name, array in state.items() if not name.endswith(".bound"))
 
 

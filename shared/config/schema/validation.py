@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a config, in plain words: what was expected, what was found, what to do."""
+"""Translates pydantic's errors in a config into plain words: expected, found, remedy."""
 
 import difflib
 import re
@@ -40,7 +40,7 @@ _EXPECTED = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a section, as in {{name: value}}"),
     "none_required": "nothing",
 }
-"""Error type of pydantic → what it expected; with the bounds that it names."""
+"""Pydantic's error type → the expectation, with the bounds in it."""
 
 _PATTERNS = {
     r"^[\w.]+:\w+$": "package.module:function",
@@ -49,11 +49,12 @@ _PATTERNS = {
     r"^[A-Za-z][\w-]*$": "a name of letters, digits, - and _ that begins with a letter",
     "^[0-9a-f]{64}$": "a SHA-256, 64 hexadecimal digits",
 }
-"""What the patterns of config fields mean in words."""
+"""Pattern of a config field → its meaning in words."""
 
 
 def validated(model: type[Model], data: Any, within: str = "") -> Model:
-    """`data` as a `model`; raises `ConfigError` with all mistakes, and `within` (`algorithm.`) before their fields."""
+    """Validates `data` as a `model`; raises `ConfigError` with all mistakes, their fields prefixed by `within`
+    (`algorithm.`)."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -68,19 +69,20 @@ def validated(model: type[Model], data: Any, within: str = "") -> Model:
 
 
 class _Place(NamedTuple):
-    """Where a mistake is."""
+    """Location of a mistake."""
 
     path: list[str]
     owner: type[BaseModel]
-    """The section that the last key of `path` is in."""
+    """Section that holds the last key of `path`."""
     rivals: list[type[BaseModel]]
-    """The sections that could stand in place of the owner, by their name or kind."""
+    """Sections that could replace the owner, by their name or kind."""
     choices: list[type[BaseModel]]
-    """The sections that may stand at the place itself."""
+    """Sections that are valid at the location itself."""
 
 
 def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Place:
-    """Pydantic's `loc` also names which of several sections it takes, and the field that a plain number stands for."""
+    """Locates a mistake; pydantic's `loc` also names the chosen section of a union, and the field behind a plain
+    number."""
     path: list[str] = []
     owner, rivals, others, choices, in_container = model, [], [], [model], False
     for part in loc:
@@ -100,21 +102,21 @@ def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Pl
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field of this type may hold."""
+    """Returns the sections that a field of this type may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for inner in get_args(annotation) for section in sections_in(inner)]
 
 
 def section_tag(section: type[BaseModel]) -> tuple[str, str]:
-    """The field that tells a section from others in its place, and its value, which a user's own algorithm chooses."""
+    """Returns the field that distinguishes a section in a union, and its value, which a custom algorithm chooses."""
     field = "kind" if "kind" in section.model_fields else "name"
     value = section.model_fields[field].default if field in section.model_fields else ""
     return field, value if isinstance(value, str) else "package.module:Class (your own)"
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted paths of fields below `model`, sections included; of sections that always stand there."""
+    """Returns all dotted paths of fields below `model`, with those of sections that are always present."""
     paths: dict[str, None] = {}
     for name, field in model.model_fields.items():
         paths[f"{prefix}{name}"] = None
@@ -125,7 +127,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str) -> str:
-    """One mistake as `field: expected X, found Y; do Z`."""
+    """Formats one mistake as `field: expected X, found Y; do Z`."""
     where, kind, found = within + ".".join(place.path), item["type"], item["input"]
     context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in item.get("ctx", {}).items()}
     if kind == "value_error":  # a validator of ours, in words of its own
@@ -192,6 +194,6 @@ def _remedy(kind: str, found: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """What was found, for an error text; a URL could hold a password."""
+    """Formats a value for an error message; a URL could hold a password."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return "a URL" if "://" in text else printable(text, _SHOWN_CHARACTERS)
