@@ -44,7 +44,7 @@ def check_sections_together(run: ConfigFields) -> None:
         )
     warm_up = run.heatup.duration
     if warm_up.unit not in ("env_steps", "episodes") and warm_up.amount:
-        raise ValueError(f"heatup={str(warm_up)!r}: nothing is updated in warm-up; use env_steps or episodes")
+        raise ValueError(f"heatup={str(warm_up)!r}: warm-up has no updates; use env_steps or episodes")
     if run.rollout.complete_episodes:
         _check_complete_episodes(run)
     _check_parameters(run)
@@ -75,7 +75,7 @@ def _check_complete_episodes(run: ConfigFields) -> None:
     elif environment.several_agents or environment.vectorization == "native":
         what = "hierarchy" if environment.hierarchy else f"api={environment.api}"
         what = "vectorization=native" if environment.vectorization == "native" else what
-        why = f"with environment.{what} single environments cannot wait for the others; leave one of the two out"
+        why = f"not supported with environment.{what}; leave one of the two out"
     elif run.dataset is not None:
         why = "recorded experience is cut into fragments of rollout.fragment_steps; leave it out"
     if why:
@@ -95,8 +95,8 @@ def _check_native(environment: EnvironmentConfig) -> None:
     ):
         if given:
             raise ValueError(
-                f"environment.{field} with environment.vectorization=native, whose environment is that of all copies "
-                f"at once; use sync or async{other}"
+                f"environment.{field} with environment.vectorization=native, whose environment "
+                f"holds all copies at once; use sync or async{other}"
             )
 
 
@@ -106,13 +106,13 @@ def _check_parameters(run: ConfigFields) -> None:
     for name, entry in parameters.items():
         where, samplers = f"environment.parameters.{name}", entry.samplers(name, 0)
         if twice := sorted(drawn & set(samplers)):
-            raise ValueError(f"{where} sets {', '.join(twice)}, as another entry does; leave one of them out")
+            raise ValueError(f"{where} sets {', '.join(twice)}, which another entry sets too; leave one of them out")
         drawn |= set(samplers)
         for criterion in entry.criteria:
             if criterion.measure == "progress" and run.stop_at.env_steps is None:
                 raise ValueError(f"{where}: progress is the share of stop_at.env_steps; set that")
             if criterion.measure == "rating" and run.league is None:
-                raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
+                raise ValueError(f"{where}: rating needs a league, which the run does not have; use return")
             if criterion.policy and criterion.measure == "return":
                 _check_has_return(run, where, criterion.policy)
             elif criterion.policy and criterion.measure == "rating":
@@ -120,12 +120,12 @@ def _check_parameters(run: ConfigFields) -> None:
                     raise ValueError(f"{where}: {criterion.policy!r} has no rating; the learners have: {rated}")
             elif criterion.policy and criterion.measure in ("success", "length"):
                 raise ValueError(
-                    f"{where}: {criterion.measure} is that of whole episodes, of no policy alone; leave policy="
-                    f"{criterion.policy} out, or measure by return"
+                    f"{where}: {criterion.measure} is measured for whole episodes, not for a policy; remove "
+                    f"policy={criterion.policy}, or use return"
                 )
             elif criterion.policy and criterion.policy not in run.policies:
                 raise ValueError(
-                    f"{where}: a lesson's policy (ML-Agents' behavior), {criterion.policy!r}, is none; policies has "
+                    f"{where}: policy {criterion.policy!r} (ML-Agents' behavior) does not exist; policies has "
                     f"{sorted(run.policies)}"
                 )
         replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
@@ -134,11 +134,11 @@ def _check_parameters(run: ConfigFields) -> None:
             raise ValueError(
                 f"{where}.replay scores levels by the advantages of one agent: it works with ppo, a2c, impala and appo "
                 f"in a Gymnasium environment without a hierarchy, found algorithm.name={run.algorithm.name} and "
-                f"environment.{'hierarchy' if environment.hierarchy else f'api={environment.api}'}; draw the level by "
-                f"choice or uniform instead"
+                f"environment.{'hierarchy' if environment.hierarchy else f'api={environment.api}'}; use choice or "
+                f"uniform instead"
             )
     if parameters and environment.id.startswith("envpool:"):
-        raise ValueError("environment.parameters: EnvPool's environments take none; use sync or async Gymnasium ones")
+        raise ValueError("environment.parameters: not supported by EnvPool; use sync or async Gymnasium environments")
     if unknown := sorted(set(run.evaluation.parameters) - drawn):
         raise ValueError(
             f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
@@ -193,13 +193,11 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
     if isinstance(algorithm, OffPolicyConfig):
         _check_replay_buffer(run, policy_id, algorithm)
     if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
-        raise ValueError(
-            "algorithm.name=bc clones recorded experience; name it in dataset.path, without dataset.only_heatup"
-        )
+        raise ValueError("algorithm.name=bc needs recorded experience; set dataset.path, and dataset.only_heatup=false")
     if run.rollout.max_policy_lag and not algorithm.corrects_policy_lag:
         raise ValueError(
             f"rollout.max_policy_lag={run.rollout.max_policy_lag} with algorithm.name={algorithm.name}: its gradient "
-            f"is wrong for what an older policy acted; set it to 0, or use impala or appo, which correct for that"
+            f"is wrong for experience of older policies; set it to 0, or use impala or appo, which correct for it"
         )
     if not isinstance(algorithm, OwnAlgorithm):  # what it can is known once its class is imported
         _check_critics(run, policy_id, algorithm)
@@ -255,25 +253,24 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
     if capacity < update:
         raise ValueError(
             f"algorithm.replay_buffer.capacity={capacity} is less than the {update} transitions of each update "
-            f"({_factors(run)}), so that some would never be learned from; raise the first or lower one of the others"
+            f"({_factors(run)}), so some would be discarded unused; raise the first or lower one of the others"
         )
     if getattr(algorithm, "reward_signals", None) is not None and algorithm.n_step > 1:
         raise ValueError(
-            f"algorithm.n_step={algorithm.n_step} with algorithm.reward_signals: of what a replay buffer "
-            f"draws, signals reward single steps; set n_step=1"
+            f"algorithm.n_step={algorithm.n_step} with algorithm.reward_signals: with a replay "
+            f"buffer, signals reward single steps; set n_step=1"
         )
     buffer = algorithm.replay_buffer
     of_levels = isinstance(buffer, HindsightReplay) and (buffer.hindsight_actions or buffer.missed_penalty is not None)
     if of_levels and run.environment.hierarchy is None:
         raise ValueError(
             "algorithm.replay_buffer.hindsight_actions and missed_penalty are for the upper levels of a hierarchy "
-            "(environment.hierarchy, docs/HIERARCHY.md), and there is none; leave them out"
+            "(docs/HIERARCHY.md); leave them out, or set environment.hierarchy"
         )
     if buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
         raise ValueError(
-            f"algorithm.replay_buffer.kind=hindsight gives rewards of its own to the goals it puts in, and "
-            f"policies.{policy_id} changes those of the environment (reward_scale, reward_clip or transform), so "
-            f"that the two would not fit together; use one of the two"
+            f"algorithm.replay_buffer.kind=hindsight computes rewards of relabeled goals, which do not match "
+            f"rewards changed by policies.{policy_id} (reward_scale, reward_clip or transform); use one of the two"
         )
     drawn, what = algorithm.minibatch_size, "transitions"
     if isinstance(algorithm, R2D2Config):
@@ -294,26 +291,24 @@ def _check_exploration(algorithm: QLearningConfig, learns: bool) -> None:
         )
     if kind in {"ucb", "bootstrapped"} and algorithm.heads == 1:
         raise ValueError(
-            f"algorithm.exploration.kind={kind} acts by the heads of an ensemble, and algorithm.heads=1 is none; "
-            f"set heads to 10, or explore with epsilon_greedy"
+            f"algorithm.exploration.kind={kind} needs an ensemble, but algorithm.heads=1; set heads to 10, or "
+            f"use epsilon_greedy"
         )
     if kind in {"gaussian", "truncated_gaussian", "ou"}:
         raise ValueError(
-            f"algorithm.exploration.kind={kind} is for continuous actions, and {algorithm.name} has discrete ones; use "
-            f"epsilon_greedy, boltzmann, parameter_noise, or sampling with noisy=true"
+            f"algorithm.exploration.kind={kind} is for continuous actions, but {algorithm.name} has discrete actions; "
+            f"use epsilon_greedy, boltzmann, parameter_noise, or sampling with noisy=true"
         )
 
 
 def _check_demonstrations(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
     if algorithm.imitating and run.demonstrations is None:
-        raise ValueError(
-            f"algorithm.{algorithm.imitating[0]} imitates recorded experience; name it in demonstrations.path"
-        )
+        raise ValueError(f"algorithm.{algorithm.imitating[0]} needs recorded experience; set demonstrations.path")
     others = [run.policies[policy_id].algorithm or run.algorithm for policy_id in run.trainable]
     if run.demonstrations is not None and not any(its.imitating or isinstance(its, OwnAlgorithm) for its in others):
         raise ValueError(
-            f"demonstrations.path={run.demonstrations.path} with algorithm.name={algorithm.name}, which would do "
-            f"nothing with them; say how they are used (docs/DEMONSTRATIONS.md), or leave them out"
+            f"demonstrations.path={run.demonstrations.path} with algorithm.name={algorithm.name}, which does "
+            f"not use them; configure their use (docs/DEMONSTRATIONS.md), or leave them out"
         )
     if isinstance(algorithm, Cloning) and algorithm.behavioral_cloning is not None:
         _check_no_core(run, "algorithm.behavioral_cloning", _NO_HIDDEN_STATES)
@@ -325,26 +320,26 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
     name = algorithm.name
     if not algorithm.learns_from_others:
         raise ValueError(
-            f"algorithm.name={name} learns only from what its own policy acts, and dataset.path={run.dataset.path} is "
-            f"what another acted; use bc, or an algorithm with a replay buffer"
+            f"algorithm.name={name} learns only from its own policy's experience, not from dataset.path="
+            f"{run.dataset.path}; use bc, or an algorithm with a replay buffer"
         )
     if run.league is not None or name in {"vdn", "qmix"}:
         raise ValueError(
             f"dataset.path={run.dataset.path} with {f'algorithm.name={name}' if run.league is None else 'a league'}: "
-            f"of recorded experience each policy is given rows of its own, and not what others did beside it; leave "
-            f"the dataset out, or {'the league' if run.league is not None else 'use dqn'}"
+            f"recorded experience is separate for each policy, without the actions of others; leave the dataset "
+            f"out, or {'the league' if run.league is not None else 'use dqn'}"
         )
     if run.dataset.only_heatup and not run.heatup.duration.amount:
         raise ValueError(
-            f"dataset.only_heatup=true with heatup={str(run.heatup.duration)!r}: nothing of it would be learned; say "
-            f"how much, such as heatup='10000 env_steps'"
+            f"dataset.only_heatup=true with heatup={str(run.heatup.duration)!r}: the data would not be used; set "
+            f"a duration, such as heatup='10000 env_steps'"
         )
     evaluation = run.dataset.evaluation
     asked = evaluation.every_updates != 0 and evaluation != DataEvaluationConfig()
     if asked and algorithm.policy == "deterministic":
         raise ValueError(
-            f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={name} "
-            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac), or dqn"
+            f"dataset.evaluation compares action probabilities, but algorithm.name={name} has a "
+            f"deterministic policy; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac), or dqn"
         )
 
 
@@ -354,20 +349,21 @@ def _check_policies(run: ConfigFields) -> None:
     if run.trainer.compile:
         _check_no_core(run, "trainer.compile=true", "the length of its sequences changes with every minibatch")
     if not run.policies:
-        raise ValueError("policies: there must be one at least; leave the section out for a single one")
+        raise ValueError("policies is empty; add a policy, or leave the section out for a single policy")
     for policy_id in run.policies:
         fits = policy_id.replace("-", "").replace("_", "").isalnum() and len(policy_id.encode()) <= 100
         if not fits or policy_id in {"trainer", "manifest", "all"}:
             raise ValueError(
-                f"policies: {policy_id!r:.120} is not a usable policy id; use letters, digits, - and _, 100 at most"
+                f"policies: {policy_id!r:.120} is not a valid policy id; use letters, digits, - and _, "
+                f"at most 100 characters"
             )
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
     if not run.trainable:
         raise ValueError(
-            f"policies: none of {sorted(run.policies)} is trainable; leave trainable=false out of one (to play them as "
-            f"they are: `stagecoach evaluate`)"
+            f"policies: none of {sorted(run.policies)} is trainable; remove trainable=false from one (`stagecoach "
+            f"evaluate` only plays them)"
         )
 
 
@@ -376,8 +372,8 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
     if run.environment.api != "gymnasium" or run.league is not None or run.agents:
         found = "a league" if run.league else f"agents={run.agents}" if run.agents else "environment.api=pettingzoo"
         raise ValueError(
-            f"{where} with {found}: its levels (or options) are the only agents, over a Gymnasium environment; "
-            f"leave one of them out"
+            f"{where} with {found}: a hierarchy needs a Gymnasium environment, and its levels (or options) are "
+            f"the only agents; leave one of them out"
         )
     if hierarchy.options is not None:
         _check_options(run, hierarchy.options)
@@ -394,8 +390,8 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
         if hierarchy.test_subgoals and number and not isinstance(algorithm, OffPolicyConfig):
             raise ValueError(
                 f"{where}.test_subgoals={hierarchy.test_subgoals:g} with policies.{level.policy}.algorithm.name="
-                f"{algorithm.name}: it learns only from what it drew itself, and tests are acted greedily; below the "
-                f"top level use an algorithm with a replay buffer (ddpg, td3, sac, dqn), or test_subgoals=0"
+                f"{algorithm.name}: it learns only from its own samples, but tests act greedily; below the "
+                f"top level, use an algorithm with a replay buffer (ddpg, td3, sac, dqn), or test_subgoals=0"
             )
         buffer = getattr(algorithm, "replay_buffer", None)
         if isinstance(buffer, HindsightReplay):
@@ -406,8 +402,8 @@ def _check_options(run: ConfigFields, options: OptionsConfig) -> None:
     where, algorithms = "environment.hierarchy.options", list(run.algorithms().values())
     if len(algorithms) > 1 or not isinstance(algorithms[0], OnPolicyConfig):
         raise ValueError(
-            f"{where} with policies {sorted(run.policies)} of {[its.name for its in algorithms]}: controller and "
-            f"options are one policy that learns from what it just did; use ppo, appo, a2c or impala, and one policy"
+            f"{where} with policies {sorted(run.policies)} of {[its.name for its in algorithms]}: options "
+            f"need a single policy and an on-policy algorithm; use ppo, appo, a2c or impala, and one policy"
         )
     _check_turns(run, "the controller", 1 + max(options.lengths), f"leave the longest of {where}.lengths out")
 
@@ -415,8 +411,8 @@ def _check_options(run: ConfigFields, options: OptionsConfig) -> None:
 def _check_turns(run: ConfigFields, whose: str, turns: int, otherwise: str) -> None:
     if (steps := run.rollout.fragment_steps) < 2 * turns:
         raise ValueError(
-            f"rollout.fragment_steps={steps} with environment.hierarchy: an action of {whose} takes up to {turns} "
-            f"steps, counting those of all agents, and one that a fragment's end cuts is not learned from; set "
+            f"rollout.fragment_steps={steps} with environment.hierarchy: an action of {whose} lasts up to {turns} "
+            f"steps of all agents, and actions cut off at a fragment's end are not learned from; set "
             f"rollout.fragment_steps to {2 * turns} or more, or {otherwise}"
         )
 
@@ -428,18 +424,18 @@ def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightR
     if buffer.reward == "sparse" and (buffer.reward, buffer.threshold, buffer.terminates) != told:
         raise ValueError(
             f"{where} has reward=sparse, threshold={buffer.threshold} and terminates={str(buffer.terminates).lower()}, "
-            f"and the level of {level.policy!r} reward={told[0]}, threshold={told[1]}, and ends where its goal is "
-            f"achieved; say the same on both, and terminates: true"
+            f"and the level of {level.policy!r} reward={told[0]}, threshold={told[1]}, and ends when its goal is "
+            f"achieved; set the same values on both, and terminates: true"
         )
     if buffer.hindsight_actions and (not below or n_step > 1):
         raise ValueError(
-            f"{where}.hindsight_actions=true with algorithm.n_step={n_step}: it is for levels that give goals to one "
-            f"below, and for one step at a time; leave it out, or set n_step=1"
+            f"{where}.hindsight_actions=true with algorithm.n_step={n_step}: it needs a level "
+            f"below and n_step=1; leave it out, or set n_step=1"
         )
     if buffer.missed_penalty is not None and not (below and hierarchy.test_subgoals):
         raise ValueError(
-            f"{where}.missed_penalty={buffer.missed_penalty:g}: no goal of {level.policy!r} is ever tested; leave it "
-            f"out, or set environment.hierarchy.test_subgoals (0.3, say; the bottom level gives no goals)"
+            f"{where}.missed_penalty={buffer.missed_penalty:g}: goals of {level.policy!r} are never tested; leave it "
+            f"out, or set environment.hierarchy.test_subgoals, for example to 0.3 (the bottom level sets no goals)"
         )
 
 
@@ -450,8 +446,8 @@ def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig
     if not (mixes or isinstance(algorithm, OnPolicyConfig)) or run.environment.api == "gymnasium":
         raise ValueError(
             f"policies.{policy_id}.critic_observes={observes} with algorithm.name={algorithm.name} and environment.api="
-            f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic, qmix "
-            f"a mixer that sees the state; set critic_observes=own"
+            f"{run.environment.api}: it needs several agents and ppo, appo, impala or a2c, or qmix with "
+            f"critic_observes=state; set critic_observes=own"
         )
 
 

@@ -107,8 +107,8 @@ class OpponentsConfig(Section):
         total = self.latest + self.past.share + self.fixed.share
         if not math.isclose(total, 1.0, abs_tol=1e-6):
             raise ValueError(
-                f"latest={self.latest:g}, past.share={self.past.share:g} and fixed.share={self.fixed.share:g} come to "
-                f"{total:g}, expected 1; change one of them"
+                f"latest={self.latest:g}, past.share={self.past.share:g} and fixed.share={self.fixed.share:g} add up "
+                f"to {total:g}, expected 1; change one of them"
             )
         return self
 

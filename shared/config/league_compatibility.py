@@ -43,8 +43,8 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     if run.checkpoint.best_by not in ("all", MEAN_RETURN, *taught):
         raise ValueError(
-            f"checkpoint.best_by: {run.checkpoint.best_by!r} is no learner's policy, and so has no rating; the "
-            f"learners' are {', '.join(sorted(taught))}"
+            f"checkpoint.best_by: {run.checkpoint.best_by!r} has no rating, since no learner has this policy; the "
+            f"learners' policies are {', '.join(sorted(taught))}"
         )
     if left_out := sorted(name for name, its in run.policies.items() if its.trainable and name not in taught):
         raise ValueError(
@@ -58,8 +58,8 @@ def check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     if league.players <= len(learners):
         raise ValueError(
-            f"league.players={league.players} with {len(learners)} learners: the first snapshot of each stays, so no "
-            f"later one would; set it to more than {len(learners)}"
+            f"league.players={league.players} with {len(learners)} learners: only the first snapshots of "
+            f"each would be kept; set it to more than {len(learners)}"
         )
     snapshots = {name for name in league.fixed if SNAPSHOT.fullmatch(name)}
     if taken := sorted(({*league.fixed} & {*run.policies}) | snapshots):
@@ -106,8 +106,8 @@ def _check_meets(run: ConfigFields, league: LeagueConfig, name: str, learner: Le
     learn = {its.policy for its in run.league_learners.values()} >= {*run.policies}
     if learner.reset and learner.reset.win_rate is not None and learn and not opponents.latest + opponents.fixed.share:
         raise ValueError(
-            f"{where}.reset.win_rate counts matches against current weights, and with league.opponents.latest=0 there "
-            f"are none; give latest a share, or use reset.or_after"
+            f"{where}.reset.win_rate counts matches against current weights, which "
+            f"league.opponents.latest=0 excludes; give latest a share, or use reset.or_after"
         )
 
 

@@ -87,7 +87,7 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -141,7 +141,7 @@ def _changed_section(data: dict[str, Any], keys: list[str], value: Any) -> tuple
         return None
     section = ".".join(above)
     way = f"--set '{section}={{{tag}: {value}}}'"
-    return section, f"{section}.{tag}={value} alone keeps the section's other fields; {way} begins it anew"
+    return section, f"{section}.{tag}={value} alone keeps the section's other fields; {way} starts it from its defaults"
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

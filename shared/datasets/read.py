@@ -54,8 +54,8 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
         recordings[policy_id] = Recording(description.policies[policy_id], _good_enough(config, its, where), where)
     if config.sha256 not in (None, found := recordings.sha256):
         raise DatasetError(
-            f"{config.section}.path={config.path} has the SHA-256 {found[:12]}, the run was made with "
-            f"{str(config.sha256)[:12]} ({config.section}.sha256); bring back what was there, or start a new run"
+            f"{config.section}.path={config.path} has the SHA-256 {found[:12]}, the run expects "
+            f"{str(config.sha256)[:12]} ({config.section}.sha256); restore the data, or start a new run"
         )
     return recordings
 
@@ -68,7 +68,7 @@ def _good_enough(config: RecordedConfig, episodes: list[Episode], where: str) ->
     if best is None or best < config.min_return:
         raise DatasetError(
             f"{config.section}.min_return={config.min_return}: the best whole episode of {where} returned "
-            f"{'nothing: there is none' if best is None else f'{best:g}'}"
+            f"{'nothing, since it has none' if best is None else f'{best:g}'}"
         )
     return [episode for episode, episode_return in complete if episode_return >= config.min_return]
 

@@ -51,13 +51,13 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"swap_every": "0 episodes"}, "swap_every: expected at least 1"),
         ({"swap_every": "5 episodes"}, "with one learner, 'main', would change nothing"),
         ({"players": 2, "learners": {"a": {"policy": "main"}, "b": {"policy": "exploiter", "plays": ["main"]}}},
-         "players=2 with 2 learners: the first snapshot of each stays, so no later one would; set it to more than 2"),
+         "players=2 with 2 learners: only the first snapshots of each would be kept; set it to more than 2"),
         ({"learners": {"main": {"policy": "main", "plays": ["main"]}}}, r"plays=\[main\] names its own policy"),
         ({"snapshot": {"every": None, "win_rate": 0.6}, "opponents": {"latest": 1, "past": 0}},
          "each match of 'main' is against itself, so no snapshot of it would ever be taken; give snapshot.every"),
         ({"snapshot": {"at_most_every": "9 episodes"}}, "at_most_every='9 episodes' bounds snapshots by win_rate"),
         ({"opponents": {"latest": 0, "past": 1}, "learners": {"a": {"policy": "main"}, "b": RESET}},
-         "learners.b.reset.win_rate counts .* current weights, and with league.opponents.latest=0 there are none"),
+         "learners.b.reset.win_rate counts .* current weights, which league.opponents.latest=0 excludes"),
         ({"fixed": {"main": "random"}}, r"league.fixed: \['main'\] are ids of policies"),
         ({"fixed": {"main-0123456789ab": "random"}}, r"league.fixed: \['main-0123456789ab'\] are ids of"),
         ({"fixed": {"two words": "random"}}, "two words"),
@@ -84,7 +84,9 @@ def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_si
         league_config({"learners": {"main": {"policy": "main"}}}, PAIR)
     frozen = {"policies": {"main": {}, "exploiter": {"trainable": False}}}
     assert league_config({"learners": {"main": {"policy": "main"}}}, PAIR, **frozen).league is not None
-    with pytest.raises(ConfigError, match=r"best_by: 'exploiter' is no learner's policy, and so has no rating; .*main"):
+    with pytest.raises(
+        ConfigError, match=r"best_by: 'exploiter' has no rating, since no learner has this policy; .*main"
+    ):
         league_config({}, PAIR, checkpoint={"best_by": "exploiter"}, **frozen)
     with pytest.raises(ConfigError, match=r"best_by=mean_return in a league is measured against its fixed players"):
         league_config({}, checkpoint={"best_by": "mean_return"})

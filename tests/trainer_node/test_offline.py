@@ -104,5 +104,5 @@ def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, d
     new_game(config).play_to(1)
     lines = data.read_text().splitlines()
     data.write_text("\n".join(lines[:-1]))
-    with pytest.raises(DatasetError, match=r"has the SHA-256 .*bring back what was there, or start a new run"):
+    with pytest.raises(DatasetError, match=r"has the SHA-256 .*restore the data, or start a new run"):
         new_game(config)

@@ -81,7 +81,7 @@ class RewardSignalsConfig(Section):
         names = [name for name in type(self).model_fields if name != "extrinsic"]
         if all(getattr(self, name) is None for name in names):
             raise ValueError(
-                f"there is none beside extrinsic, which needs no section; give one of {', '.join(names)}, or leave "
+                f"extrinsic needs no section; add one of {', '.join(names)}, or leave "
                 f"reward_signals out (policies.<id>.reward_scale scales rewards)"
             )
         return self

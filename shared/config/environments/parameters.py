@@ -134,7 +134,7 @@ class SamplerConfig(Section):
         if empty := [list(each) for each in ranges if each is not None and each[0] > each[1]]:
             raise ValueError(f"the range {empty[0]} is empty; expected [low, high]")
         if wide := [list(each) for each in ranges if each is not None and math.isinf(each[1] - each[0])]:
-            raise ValueError(f"the range {wide[0]} is wider than the largest number; bring its bounds nearer")
+            raise ValueError(f"the range {wide[0]} is wider than the largest number; narrow it")
         if self.log_uniform is not None and self.log_uniform[0] <= 0:
             raise ValueError(f"log_uniform={list(self.log_uniform)}: expected bounds above 0")
         if (self.choice is not None and not self.choice) or (self.multi_range is not None and not self.multi_range):
@@ -225,11 +225,11 @@ class ParameterConfig(SamplerConfig):
         for number, lesson in enumerate(self.lessons):
             last = number == len(self.lessons) - 1
             if not last and lesson.until is None:
-                raise ValueError(f"lesson {number} has no `until`, so that lesson {number + 1} would never begin")
+                raise ValueError(f"lesson {number} has no `until`, so lesson {number + 1} would never start; add one")
             if last and lesson.until is not None:
                 raise ValueError(f"lesson {number} is the last one, and has an `until`; leave it out, or add a lesson")
             if not number and lesson.back is not None:
-                raise ValueError("lesson 0 has a `back`, and there is none before it; leave it out")
+                raise ValueError("lesson 0 has a `back`, but no lesson comes before it; leave it out")
             if lesson.back is not None and lesson.back.measure == "progress":
                 raise ValueError(f"lesson {number} goes back by progress, which never falls; use another measure")
             if lesson.values.keys() != self.lessons[0].values.keys():

@@ -66,7 +66,7 @@ class Section(BaseModel):
             if isinstance(value, bool) and field is not None:
                 kinds = {field.annotation, *get_args(field.annotation)}
                 if kinds & {int, float} and bool not in kinds:
-                    raise ValueError(f"{name} is a number, found {str(value).lower()}")
+                    raise ValueError(f"{name}: expected a number, found {str(value).lower()}")
         return data
 
     @model_validator(mode="before")
@@ -202,7 +202,7 @@ class Schedule(Section):
 
 def _never_negative(schedule: Schedule) -> Schedule:
     if schedule.least < 0:
-        raise ValueError(f"it must never be below 0, and would come to {schedule.least:g}")
+        raise ValueError(f"expected 0 or more, found {schedule.least:g}")
     return schedule
 
 

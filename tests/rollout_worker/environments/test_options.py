@@ -262,7 +262,7 @@ _OPTIONS = "environment.hierarchy.options"
         ("rewards", [f"{__name__}:of_two"], r"expected a function \(before, action, after, info\), found <function"),
         ("rewards", ["environment", "speed"], r"rewards.1=speed: the info of a step has only \['is_success'\]"),
         ("rewards", ["environment", f"{__name__}:not_a_number"], "not_a_number came to nan in a step; expected"),
-        ("lengths", [1, 16], r"fragment_steps=32 .* takes up to 17 steps.*set rollout.fragment_steps to 34"),
+        ("lengths", [1, 16], r"fragment_steps=32 .* lasts up to 17 steps.*set rollout.fragment_steps to 34"),
     ],
 )  # fmt: skip
 def test_describe_refuses_invalid_options(path: str, value: Any, words: str) -> None:

@@ -135,7 +135,7 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
         ),
         ({"uniform": [-1.7e308, 1.7e308]}, "wider than the largest number"),
         ({"multi_range": [[0, 1], [-1.7e308, 1.7e308]]}, "wider than the largest number"),
-        ({"lessons": [{"value": 0, "until": {"rating": 1}}, LESSONS[1]]}, "a rating is that of a league"),
+        ({"lessons": [{"value": 0, "until": {"rating": 1}}, LESSONS[1]]}, "rating needs a league"),
         ({"lessons": [{"value": 0, "until": {"progress": 0.5}}, LESSONS[1]]}, "set that"),
         ({"lessons": [{"value": 0, "until": {"return": 1, "policy": "x"}}, LESSONS[1]]}, "'x' names no policy"),
         ({"sampler_type": "normal", "sampler_parameters": {}}, "expected uniform, gaussian or multirangeuniform"),
@@ -155,11 +155,14 @@ LEVELS = {"parameters": {"x": {"replay": {"of": 3}}}}
     ("sections", "said"),
     [
         ({"environment": {"parameters": {"x": 1}, "vectorization": "native", "parameters_by": "rebuild"}}, "native"),
-        ({"environment": {"parameters": {"x": 1}, "id": "envpool:Pong-v5"}}, "EnvPool's environments take none"),
+        ({"environment": {"parameters": {"x": 1}, "id": "envpool:Pong-v5"}}, "not supported by EnvPool"),
         ({"environment": {"parameters": {"x": 1}}, "evaluation": {"parameters": {"y": 1}}}, "names y; .* draws .'x'"),
         ({"environment": LEVELS, "algorithm": {"name": "dqn"}}, "found algorithm.name=dqn"),
-        ({"environment": LEVELS | {"api": "pettingzoo", "id": "m:f"}}, "environment.api=pettingzoo; draw the level"),
-        ({"environment": {"parameters": {"a": 1, "s": {"lessons": [{"values": {"a": 1}}]}}}}, "s sets a, as another"),
+        ({"environment": LEVELS | {"api": "pettingzoo", "id": "m:f"}}, "environment.api=pettingzoo; use choice"),
+        (
+            {"environment": {"parameters": {"a": 1, "s": {"lessons": [{"values": {"a": 1}}]}}}},
+            "s sets a, which another",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_are_rejected(sections: Any, said: str) -> None:

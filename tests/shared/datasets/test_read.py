@@ -318,7 +318,7 @@ def test_the_hash_is_that_of_the_transitions_in_any_format(tmp_path: Path) -> No
         found.add(other.sha256)
     found.add(Recording(SPACES, episodes(SPACES, (6, 7, 4), "ttT"), "").sha256)
     assert len(found) == 6
-    with pytest.raises(DatasetError, match=r"has the SHA-256 .*, the run was made with 0000"):
+    with pytest.raises(DatasetError, match=r"has the SHA-256 .*, the run expects 0000"):
         read(tmp_path / "data.csv", DESCRIPTION, sha256="0" * 64)
 
 
