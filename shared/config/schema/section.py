@@ -34,7 +34,7 @@ def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
 Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
 _Distance = Annotated[float, Field(ge=0)]
 Distances = Annotated[_Distance | tuple[_Distance, ...], AfterValidator(_some_number)]
-"""How near a goal is achieved: a Euclidean distance, or one for each element."""
+"""Distance within which a goal is achieved: Euclidean, or one limit per element."""
 
 
 class Section(BaseModel):
