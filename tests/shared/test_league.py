@@ -33,7 +33,7 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
     ("league", "message"),
     [
         ({"opponents": {"latest": 0.5, "past": 0.4, "fixed": 0.2}, "fixed": {"r": "random"}},
-         "latest=0.5, past.share=0.4 and fixed.share=0.2 come to 1.1, expected 1"),
+         "latest=0.5, past.share=0.4 and fixed.share=0.2 add up to 1.1, expected 1"),
         ({"opponents": {"latest": 0.9, "past": 0, "fixed": 0.1}}, "with no player in league.fixed; add one"),
         ({"sides": [["main-0"], ["main-0", "main-1"]]}, r"sides: \['main-0'\] more than once"),
         ({"sides": [["main-0", "main-1"]]}, "expected two or more"),

@@ -21,8 +21,8 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ({}, CORE | {"trainer": {"compile": True}}, r"core=lstm with trainer\.compile=true: .*core=none"),
     (CLONING, CORE | SHOWN, r"policies.default.core=lstm with algorithm.behavioral_cloning"),
     (CLONING, {}, r"algorithm.behavioral_cloning needs recorded experience; set demonstrations.path"),
-    ({"reward_signals": {"gail": {}}}, {}, r"reward_signals.gail imitates recorded experience.*demonstrations.path"),
-    ({}, SHOWN, r"demonstrations.path=d.csv with algorithm.name=ppo.*do nothing"),
+    ({"reward_signals": {"gail": {}}}, {}, r"reward_signals.gail needs recorded experience.*demonstrations.path"),
+    ({}, SHOWN, r"demonstrations.path=d.csv with algorithm.name=ppo.*does not use them"),
     (CLONING | {"behavioral_cloning": {"strength": FALLING}}, SHOWN, r"strength.* expected 0 or more, found -0.1"),
     ({"reward_signals": {}}, {}, r"algorithm.reward_signals: extrinsic needs no section; add one of rnd"),
     ({"reward_signals": {"extrinsic": {"strength": 2}}}, {}, "extrinsic needs no section"),
@@ -50,14 +50,14 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ("r2d2", {"policies": {"default": {"core": "none"}}}, "policies.default.core=none.*r2d2.*set core=lstm or gru"),
     ({"name": "r2d2", "minibatch_size": 7}, {}, "minibatch_size=7 is less than rollout.fragment_steps=8"),
     ({"name": "rainbow", "reward_signals": {"rnd": {}}}, {}, "n_step=3 with algorithm.reward_signals.*set n_step=1"),
-    ("bc", {}, "bc clones recorded experience"),
+    ("bc", {}, "bc needs recorded experience"),
     ("dqn", {"dataset": RECORDED | {"only_heatup": True}}, "only_heatup=true with heatup='0 env_steps'"),
-    ("bc", {"dataset": RECORDED | {"only_heatup": True}, "heatup": "96 env_steps"}, "without dataset.only_heatup"),
+    ("bc", {"dataset": RECORDED | {"only_heatup": True}, "heatup": "96 env_steps"}, "and dataset.only_heatup=false"),
     *((name, {"environment": {"id": environment, "num_envs": 4}, "dataset": RECORDED | {"evaluation": evaluation}},
-       f"dataset.evaluation compares .*algorithm.name={name} has none")
+       f"dataset.evaluation compares .*algorithm.name={name} has a deterministic")
       for environment, names in (("Pendulum-v1", ("td3", "ddpg", "td3_bc")),)
       for name in names for evaluation in ({"every_updates": 10}, {"episodes": 5})),
-    *((name, {"dataset": {"path": "data.csv"}}, f"{name} learns only from what its own policy acts.*path=data.csv")
+    *((name, {"dataset": {"path": "data.csv"}}, f"{name} learns only from its own policy.*path=data.csv")
       for name in ON_POLICY),
 ]  # fmt: skip
 

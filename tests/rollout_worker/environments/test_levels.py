@@ -231,7 +231,7 @@ _BUFFER = "algorithm.replay_buffer"
         (f"policies.bottom.{_BUFFER}.hindsight_actions", True, "it needs a level below"),
         ("policies.middle.algorithm.n_step", 2, "set n_step=1"),
         (f"policies.bottom.{_BUFFER}.missed_penalty", 3, "goals of 'bottom' are never tested"),
-        ("environment.hierarchy.test_subgoals", 0, "is ever tested"),
+        ("environment.hierarchy.test_subgoals", 0, "are never tested"),
     ],
 )  # fmt: skip
 def test_describe_refuses_invalid_levels(path: str, value: Any, words: str) -> None:

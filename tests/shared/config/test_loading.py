@@ -231,7 +231,7 @@ def test_changed_name_of_section_says_what_to_write(
     path = write(f"{BASE}algorithm: {section}")
     text = refused(path, overrides, environ)
     assert text.startswith("unknown key algorithm.") and "alone keeps the section's other fields" in text
-    assert text.endswith(f"--set '{way}' begins it anew")
+    assert text.endswith(f"--set '{way}' starts it from its defaults")
     load_config(path, [way], {})
 
 
@@ -290,9 +290,9 @@ BILLION_LAUGHS = "a: &a [x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("seed: 1\nseed: 2", "key 'seed' stands twice"),
-        ("rollout: {workers: 1, workers: 2}", "key 'workers' stands twice"),
-        ("environment: {id: A-v0, kwargs: {a: {b: 1, b: 1}}}", "key 'b' stands twice"),
+        ("seed: 1\nseed: 2", "key 'seed' occurs twice"),
+        ("rollout: {workers: 1, workers: 2}", "key 'workers' occurs twice"),
+        ("environment: {id: A-v0, kwargs: {a: {b: 1, b: 1}}}", "key 'b' occurs twice"),
         ("a: b: c", "not valid YAML"),
         ("{{seed}}: 1", "cannot be a key"),
         ("? [a]\n: 1", "cannot be a key"),
