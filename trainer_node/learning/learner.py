@@ -276,11 +276,12 @@ def make_learner(
         if policy_id not in sections:
             policies[policy_id].to(device)
             continue
-        slots = config.environment.num_envs * description.slots(policy_id)
         setting = Setting(
-            device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations.get(policy_id),
-            config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
-            description.slots(policy_id), len(description.agents) > 1,
+            device, config.seed + index, steps, config.environment.num_envs * description.slots(policy_id),
+            rewards=rewards.get(policy_id), demonstrations=demonstrations.get(policy_id),
+            precision=config.trainer.precision, compile=config.trainer.compile,
+            fragments=config.rollout.fragments_per_update, agents=description.slots(policy_id),
+            among_others=len(description.agents) > 1,
         )  # fmt: skip
         algorithms[policy_id] = make_algorithm(policies[policy_id], sections[policy_id], setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)

@@ -1,7 +1,7 @@
 """What every learning algorithm is, and what it is given: tensors, arrays and config only."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -57,6 +57,7 @@ class Setting:
     fragment_steps: int
     slots: int
     """Of each fragment: T and S."""
+    _: KW_ONLY
     rewards: RewardFilter | None = None
     """Where rewards are normalized: an algorithm with a replay buffer does so as it draws, others get them so."""
     demonstrations: Demonstrations | None = None
