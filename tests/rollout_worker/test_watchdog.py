@@ -1,5 +1,6 @@
-"""A worker whose environments hang or leak, as a process of its own (the watchdog ends the process it is in): what it
-says, that its claim is free at once, and that none of its environments' processes is left.
+"""Watchdog of a worker whose environments hang or leak: its message, its released claim, and no process left behind.
+
+The worker is a separate process, since the watchdog ends its process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def hanging(tally: Path, place: str, **fields: Any) -> Config:
 
 @pytest.fixture
 def run_worker(make_role: MakeRole, tmp_path: Path) -> RunWorker:
-    """`python -m stagecoach.rollout_worker` on a run of this config, until it ends; and what a test sees of the run."""
+    """Runs `python -m stagecoach.rollout_worker` on a run of a config until it ends."""
 
     def run(config: Config, *arguments: str) -> tuple[RunContext, subprocess.CompletedProcess[str]]:
         role = make_role(config)
@@ -106,7 +107,7 @@ def test_watchdog_ends_process_that_holds_gil(run_worker: RunWorker, tmp_path: P
 
 @pytest.mark.parametrize("who", ["worker-0", "evaluator"])
 def test_watchdog_ends_process_when_close_hangs(make_role: MakeRole, tmp_path: Path, who: str) -> None:
-    """A worker's when it is drained, an evaluator's after its first episodes."""
+    """A worker closes when it is drained, an evaluator after its first episodes."""
     (tmp_path / "tally").write_text("x")  # not while the test looks at the spaces
     role = make_role(config := hanging(tmp_path / "tally", "close"))
     with published(make_role, config):
@@ -172,7 +173,7 @@ def test_resident_bytes_include_children() -> None:
 
 
 def test_watchdog_ignores_progress_and_named_waits(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The looks are called by hand, so that no time passes."""
+    """Checks are called directly, so that no time passes."""
     role = make_role(hanging(Path("/nowhere"), "none", step_deadline_seconds=1.0))
     heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")
     orders: list[str] = []

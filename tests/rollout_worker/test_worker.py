@@ -1,4 +1,4 @@
-"""The rollout worker on a real Redis: what it pushes, how it ends, and what it does when an environment raises."""
+"""Rollout worker on a real Redis: its pushes, its end, and failing environments."""
 
 from __future__ import annotations
 

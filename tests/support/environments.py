@@ -1,4 +1,4 @@
-"""Small environments whose every number can be worked out by hand, used in configs as
+"""Small environments whose numbers can be computed manually, used in configs as
 `tests.support.environments:X`.
 
 They are classes or functions at module level, so that processes that gymnasium spawns can import them too.
@@ -130,7 +130,7 @@ class OlderGenerator(Counting):
 
 
 def end_this_process(columns: dict[str, Array]) -> dict[str, Array]:
-    """A transform of experience that ends the trainer."""
+    """Transform of experience that ends the trainer."""
     os._exit(4)
 
 
@@ -356,7 +356,7 @@ class AnySpaces(Small):
 
 
 class Target(Small):
-    """One step long; pays −(action − 0.5)²."""
+    """Pays −(action − 0.5)² in episodes of one step."""
 
     observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
     action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
@@ -389,7 +389,7 @@ class Doorstep(Small):
 
 
 class Lever(Small):
-    """One step long; pays 1 for action 1."""
+    """Pays 1 for action 1 in episodes of one step."""
 
     observation_space = spaces.Box(-1.0, 1.0, (1,))
     action_space = spaces.Discrete(2)
@@ -612,7 +612,7 @@ class _PhaseVector(SyncVectorEnv):
 
 
 def phase_vector(num_envs: int | None = None) -> gym.Env[Array, Any] | SyncVectorEnv:
-    """A native vector environment that is told the phase."""
+    """Returns a native vector environment with `set_phase`."""
     if num_envs is None:
         return TellsPhase()
     return _PhaseVector([TellsPhase] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
@@ -694,7 +694,7 @@ CHASE_POLICIES: dict[str, Any] = {"policies": {"hunter": {}, "prey": {}}, "agent
 
 
 class OwlChase(Chase):
-    """A third agent, `owl`, watches for three steps: it chooses as the cat does, and observes what the mouse does."""
+    """Chase with `owl`, an agent for three steps with the cat's actions and the mouse's observations."""
 
     possible_agents = ["cat", "mouse", "owl"]
 

@@ -25,7 +25,7 @@ TORQUE = spaces.Box(LOW, HIGH)
 
 
 def policy_for(action: spaces.Space[Any] = TORQUE, algorithm: str = "") -> Any:
-    """For three observed numbers; by default PPO's actor-critic, or TD3's actor of two torques."""
+    """Returns a policy for three observed numbers: PPO's actor-critic, or TD3's actor for two torques."""
     return built_policy(SIGHT, action, algorithm or ("td3" if action is TORQUE else "ppo"), 0)
 
 
@@ -42,7 +42,7 @@ NOISES = ("gaussian", "truncated_gaussian", "ou", "parameter_noise")
 
 
 def observations(rows: int) -> dict[str, torch.Tensor]:
-    """The same ones each time."""
+    """Returns the same observations each time."""
     return {"obs": torch.randn(rows, 3, generator=generator(1))}
 
 

@@ -76,7 +76,7 @@ EXPLOITER = {
 
 
 class Three(Chase):
-    """A second prey, `vole`."""
+    """Chase with a second prey, `vole`."""
 
     possible_agents = ["cat", "mouse", "vole"]
 
@@ -170,7 +170,7 @@ def test_seated_learner_has_no_return_target(asked: dict[str, Any]) -> None:
 
 
 class LikeDQN(DQN):
-    """A user's own: what it has of a section is known once its class is imported."""
+    """User-defined algorithm, whose section is known once its class is imported."""
 
     Config = DQNConfig
 

@@ -51,7 +51,7 @@ TASK = "Count-v1"
 
 
 class FakePool:
-    """Counts from its seed; an episode has `LENGTH` steps, and after its end the next step only starts again."""
+    """Counts from its seed; an episode has `LENGTH` steps, and the step after its end only resets."""
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
     action_space = gym.spaces.Discrete(3)
@@ -91,7 +91,7 @@ class FakePool:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
-    """The pools that a stand-in for the package has made."""
+    """Pools created by a stand-in for the package."""
     made: list[FakePool] = []
 
     def make(task: str, env_type: str, **kwargs: Any) -> FakePool:

@@ -1,4 +1,4 @@
-"""Environments from the config, and the one-line errors if one cannot be made."""
+"""Environments from the config, and one-line errors if one cannot be created."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_missing_pettingzoo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_atari_id_without_module_names_full_id() -> None:
-    """In a process of its own: once ale_py is imported its ids are known."""
+    """Runs in another process, since importing ale_py registers its ids."""
     pytest.importorskip("ale_py")
     code = (
         "from stagecoach.rollout_worker.environments.factory import make_environment\n"

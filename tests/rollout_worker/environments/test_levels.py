@@ -29,7 +29,7 @@ from tests.support.stage import Stage, same
 
 
 def chosen(seen: dict[str, Any]) -> Any:
-    """Of arrays or tensors: a level above the bottom wanders, the bottom goes toward its goal."""
+    """Returns actions for arrays or tensors: upper levels wander, the bottom level moves toward its goal."""
     if "achieved_below" in seen:
         return seen["observation"] * 0.5 + seen["desired_goal"] * 0.25
     return (seen["desired_goal"] - seen["achieved_goal"]) * 0.25
@@ -192,7 +192,7 @@ def test_aec_loop_equals_evaluation(sections: dict[str, Any]) -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """`off_policy`, with one field, by its dotted path, set otherwise."""
+    """Returns `off_policy` with another value for one field, given by its dotted path."""
     sections = off_policy()
     *above, last = path.split(".")
     place: Any = sections

@@ -1,4 +1,4 @@
-"""Options with one controller: transitions beside a plain loop, parts that an agent leaves, successors, bad input."""
+"""Options with one controller: transitions against a plain loop, unused choices, successors, invalid input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = 4
 
 
 def rule(place: Any, option: Any) -> Any:
-    """Of arrays or tensors: action, length and option by where one is and who acts; 0 for what the actor has not."""
+    """Returns action, length and option for arrays or tensors, by place and acting agent; 0 for unused parts."""
     number = (place[..., 0] * 37 + place[..., 1] * 11).round() + option
     acts = option < OPTIONS
     return number % 3 * acts, number % 2 * ~acts, number % 4 * ~acts
@@ -47,7 +47,7 @@ def plainly(seen: Mapping[str, Any], option: int) -> list[int]:
 
 
 def stage(**more: Any) -> Stage:
-    """`more` is of the environment."""
+    """Returns a stage with these fields of the environment."""
     sections = with_options(**more)
     return Stage(sections.pop("environment"), **sections)
 
@@ -60,7 +60,7 @@ def test_option_transitions_equal_plain_loop(seed: int) -> None:
     told = {"controller": 0, "option": 0}
     for number in range(3):
         sample = its.sample(steps, ByRule())
-        columns = its_places(sample.columns["default"])
+        columns = places_only(sample.columns["default"])
         first, beyond = number * steps, (number + 1) * steps
         for place, name in enumerate(told):
             for env in range(2):
@@ -78,8 +78,8 @@ def test_option_transitions_equal_plain_loop(seed: int) -> None:
     assert min(told.values()) > 50
 
 
-def its_places(columns: Columns) -> Columns:
-    """Of what is observed the place alone."""
+def places_only(columns: Columns) -> Columns:
+    """Returns the columns with only the place of the observations."""
     return {name: array for name, array in columns.items() if "obs." not in name or name.endswith("obs.observation")}
 
 
@@ -166,7 +166,7 @@ def test_first_step_computes_all_option_rewards() -> None:
 
 
 class Doors(gym.Env[Any, Any]):
-    """Two of three doors are open, and told as a mask, in what is observed or in `info`."""
+    """Two of three doors are open, as a mask in the observation or in `info` says."""
 
     def __init__(self, told: str = "observation") -> None:
         self._told, self._open = told, np.array([0, 1, 1], np.int8)

@@ -1,4 +1,4 @@
-"""Parameters of episodes in the environments: what was drawn is what was given, and what the record says."""
+"""Parameters of episodes: the drawn values reach the environment and the record."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS["async in turns"] = KINDS["in turns"] | {"vectorization": "async"}
 
 
 class Parameterized(Stage):
-    """A stage whose sampler draws parameters from the first lessons' table."""
+    """Stage whose sampler draws parameters from the first lessons' table."""
 
     def __init__(self, environment: dict[str, Any], left: Any = ()) -> None:
         levels = [level["policy"] for level in environment.get("hierarchy", {}).get("levels", ())]
@@ -100,7 +100,7 @@ def test_parameters_follow_seed_and_are_recorded(kind: str, closing: Any) -> Non
 
 
 class Phased(gym.Wrapper[Any, Any, Any, Any]):
-    """Pays what it is told: nothing before, 1 in warm-up, 2 in training, 3 in a test; half of it if it is paused."""
+    """Pays by phase: 1 in warm-up, 2 in training, 3 in a test; half of it while paused."""
 
     phase, paused = "", True
 
@@ -126,7 +126,7 @@ def test_phase_survives_each_way_of_parameters(by: str, vectorization: str, clos
         stage.sampler.set_phase(phase)
         assert set(stage.sample(20).columns["default"]["reward"].reshape(-1).tolist()) == {paid}
     scores = evaluate_policies(stage.config, stage.description, stage.policies, seed=1, episodes=4)
-    assert all(record.episode_return == 1.5 * record.length for record in scores), "which is told of no pause"
+    assert all(record.episode_return == 1.5 * record.length for record in scores), "evaluation never pauses"
 
 
 def test_parameters_refuse_episodic_life() -> None:
@@ -137,7 +137,7 @@ def test_parameters_refuse_episodic_life() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("async", "native")])
 def test_successor_resumes_episodes_with_parameters(kind: str, closing: Any) -> None:
-    """Also where the table has changed since: what the episode was drawn stands in the action trace."""
+    """Parameters are in the action trace, since the table may have changed."""
     one, undisturbed = Parameterized(KINDS[kind]), Parameterized(KINDS[kind])
     for stage in (one, undisturbed):
         closing(stage)

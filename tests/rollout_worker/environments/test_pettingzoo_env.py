@@ -1,4 +1,4 @@
-"""Agents that come, leave and come again, at the same time or in turns: each transition against a plain loop."""
+"""Agents that join, leave and rejoin, in parallel or in turns: each transition against a plain loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from torch import Tensor
 from stagecoach.rollout_worker.environments.description import check_new, describe_environment
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.exploration.base import Acted, Exploration, Tensors
-from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure
 from stagecoach.shared.config.recorded import DatasetConfig
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
-from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment, kept_rows
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import RecurrentActorCritic
@@ -55,7 +53,7 @@ class ByRule(Exploration):
 
 
 class Turn(NamedTuple):
-    """A transition as a plain loop knows it; `began` and `known`: the step in which it was acted, and told."""
+    """Transition of a plain loop; `began` and `known` are the steps of its action and of its outcome."""
 
     began: int
     known: int
@@ -72,7 +70,7 @@ def listed(observation: Any) -> tuple[float, ...]:
 
 
 def plain_turns(seed: int, steps: int) -> dict[str, list[Turn]]:
-    """PettingZoo's loop over an AEC environment, episode after episode."""
+    """Runs PettingZoo's loop over an AEC environment, episode after episode."""
     env, turns, step, episode = InTurns(), defaultdict[str, list[Turn]](list), 0, 0
     while step < steps:
         env.reset(seed=episode_seed(seed, episode))
@@ -96,7 +94,7 @@ def plain_turns(seed: int, steps: int) -> dict[str, list[Turn]]:
 
 
 def plain_steps(seed: int, steps: int) -> dict[str, list[Turn]]:
-    """The same of a parallel one; one who has left without a word has terminated."""
+    """Runs the loop of a parallel environment; an agent that leaves without a flag has terminated."""
     env, turns, step, episode = AllAtOnce(), defaultdict[str, list[Turn]](list), 0, 0
     while step < steps:
         seen, _ = env.reset(seed=episode_seed(seed, episode))
@@ -113,7 +111,7 @@ def plain_steps(seed: int, steps: int) -> dict[str, list[Turn]]:
 
 
 def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
-    """What a fragment holds of a slot: what was seen and done, what it brought, and what is bootstrapped from."""
+    """Returns a slot's transitions in a fragment: observation, action, reward, flags and next observation."""
     finals = {(step, at): listed(columns["final_obs"][row]) for row, (step, at) in enumerate(columns["final_index"])}
     rows = []
     for step in np.flatnonzero(columns["mask"][:, slot]):
@@ -153,7 +151,7 @@ def test_game_transitions_equal_plain_loop(
     ("environment", "plain"), [(TURNS, plain_turns), (AT_ONCE, plain_steps)], ids=["turns", "at once"]
 )
 def test_archive_returns_episodes_per_agent(tmp_path: Path, environment: dict[str, Any], plain: Any) -> None:
-    """In turns, a fragment's end cuts them: the turn that is open there is in no fragment."""
+    """Fragments cut episodes in turns: the turn that is open at the end is in no fragment."""
     steps, count, in_turns = 11, 6, environment is TURNS
     stage = Stage(environment, policies={"a": {}, "b": {}, "of": {"trainable": False}}, agents=THREE)
     sent = []
@@ -252,11 +250,22 @@ def test_invalid_agent_data_is_environment_failure(kind: str, says: str) -> None
         Stage({"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": kind}}).sample(20)
 
 
-def test_agent_ended_before_limit_has_terminated() -> None:
-    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Struck", "num_envs": 1, "max_episode_steps": 2})
-    columns = stage.sample(4).columns["default"]
-    first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
-    assert first == {"mask": [True, True, False], "terminated": [True, False, False], "truncated": [False, True, False]}
+@pytest.mark.parametrize(
+    ("name", "limit", "acted", "terminated", "truncated"),
+    [
+        ("Struck", 2, [1, 1, 0], [1, 0, 0], [0, 1, 0]),
+        ("Dropped", 3, [1, 1, 1], [1, 0, 0], [0, 1, 1]),
+        ("Reborn", 5, [1], [1], [0]),
+    ],
+)
+def test_agent_ended_before_limit_has_terminated(
+    name: str, limit: int, acted: list[int], terminated: list[int], truncated: list[int]
+) -> None:
+    """Ended in the last turn, dropped without a flag, or dropped and rejoined."""
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 1, "max_episode_steps": limit})
+    columns = stage.sample(6).columns["default"]
+    first = [columns[flag][0, : len(acted)].astype(int).tolist() for flag in ("mask", "terminated", "truncated")]
+    assert first == [acted, terminated, truncated]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -266,13 +275,6 @@ def test_limit_in_mid_cycle_pays_rewards_once(limit: int) -> None:
     assert sample.episodes
     for record in sample.episodes:
         assert record.agent_returns == pytest.approx(dict.fromkeys(NAMES, (0.0, 1.0, 11.0)[limit // 3]))
-
-
-def test_dropped_agent_has_terminated_at_limit() -> None:
-    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Dropped", "num_envs": 1, "max_episode_steps": 3})
-    columns = stage.sample(4).columns["default"]
-    first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
-    assert first == {"mask": [True] * 3, "terminated": [True, False, False], "truncated": [False, True, True]}
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_episode_steps": 5}])
@@ -328,17 +330,18 @@ def test_final_mask_of_waiting_agent_at_limit() -> None:
     assert columns["final_obs.action_mask"].tolist() == [[1, 0, 0], [0, 1, 0]]
 
 
-def test_rejoined_agent_had_terminated() -> None:
-    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Reborn", "num_envs": 1, "max_episode_steps": 5})
-    columns = stage.sample(6).columns["default"]
-    assert columns["mask"][:2, 0].tolist() == [True, True]
-    assert columns["terminated"][:2, 0].tolist() == [True, False]
-    assert columns["reward"][:2, 0].tolist() == [2.0, 2.0]
-
-
-def test_episode_ends_any_counts_agent_that_leaves() -> None:
-    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Leaver", "num_envs": 1, "episode_ends": "any"})
-    assert [its.length for its in stage.sample(8).episodes] == [2, 2, 2, 2]
+@pytest.mark.parametrize(
+    ("game", "ends", "length"),
+    [
+        ({"id": f"{MODULE}:Leaver"}, "any", 2),
+        ({"id": f"{MODULE}:OutOfTime", "kwargs": {"dies": True}}, "any", 1),
+        ({"id": f"{MODULE}:OutOfTime", "kwargs": {"dies": True}}, "all", 6),
+    ],
+)
+def test_episode_ends_any_counts_each_agent(game: dict[str, Any], ends: str, length: int) -> None:
+    """Also an agent that leaves without a flag, and one that has not acted yet."""
+    stage = Stage(game | {"api": "pettingzoo", "num_envs": 1, "episode_ends": ends})
+    assert {record.length for record in stage.sample(14).episodes} == {length}
 
 
 def test_agent_truncated_at_game_end_is_bootstrapped() -> None:
@@ -350,12 +353,6 @@ def test_agent_truncated_at_game_end_is_bootstrapped() -> None:
     columns = cleared.columns["default"]
     assert np.flatnonzero(columns["truncated"].any(axis=1)).tolist() == [1] and not columns["terminated"].any()
     assert columns["final_obs"][:3, 1].tolist() == [6.0] * 3
-
-
-@pytest.mark.parametrize(("ends", "length"), [("any", 1), ("all", 6)])
-def test_episode_ends_any_counts_agent_without_turn(ends: str, length: int) -> None:
-    game = {"api": "pettingzoo", "id": f"{MODULE}:OutOfTime", "num_envs": 1, "kwargs": {"dies": True}}
-    assert {its.length for its in Stage(game | {"episode_ends": ends}).sample(14).episodes} == {length}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
@@ -378,22 +375,6 @@ def test_deployed_state_critic_has_no_value() -> None:
     assert seen.value is None and seen.probabilities is not None
 
 
-def test_fragment_of_turns_has_size_of_kept_rows() -> None:
-    stage = Stage(TURNS | {"num_envs": 4})
-    sample = stage.sample(60)
-    sent = fragment.Fragment(stage.header(sample, 60), sample.columns)
-    rows = int(kept_rows(sample.columns["default"]).sum())
-    assert rows < 0.5 * sample.columns["default"]["mask"].size
-    assert len(fragment.encode(sent)) < 0.75 * sum(array.nbytes for array in sample.columns["default"].values())
-
-
-def test_trace_of_turns_has_all_steps() -> None:
-    stage = Stage(TURNS)
-    stage.sample(6)
-    trace = action_trace.read(stage.left)
-    assert trace is not None and trace.steps >= max(trace.lengths)
-
-
 BOOTSTRAPPED = {"name": "dqn", "minibatch_size": 8, "heads": 3, "exploration": {"kind": "bootstrapped", "epsilon": 0.1}}
 WANDERING = {"name": "td3", "minibatch_size": 8, "exploration": {"kind": "ou", "sigma": 0.2, "theta": 0.15}}
 
@@ -402,7 +383,7 @@ WANDERING = {"name": "td3", "minibatch_size": 8, "exploration": {"kind": "ou", "
     ("algorithm", "kwargs"), [(BOOTSTRAPPED, {}), (WANDERING, {"boxes": True})], ids=["one head", "ou noise"]
 )
 def test_slot_exploration_is_deterministic_in_turns(algorithm: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Twice the same from the same beginning, whichever slots have a turn together."""
+    """Two runs from the same start are equal, whichever slots have a turn together."""
     samples = []
     for _ in range(2):
         stage = Stage(TURNS | {"num_envs": 3, "kwargs": kwargs}, algorithm=algorithm)
@@ -482,7 +463,7 @@ def test_fragment_steps_refuse_lost_turns() -> None:
 
 
 def test_archive_is_read_without_critic_state(tmp_path: Path) -> None:
-    """So an archive of a run with such critics is imitated by one without, and the other way."""
+    """A run without state critics can imitate an archive of a run with them, and vice versa."""
     found = {}
     for wrote in ("own", "state"):
         stage = Stage(AT_ONCE, policies={"default": {"critic_observes": wrote}})

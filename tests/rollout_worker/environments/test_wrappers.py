@@ -1,4 +1,4 @@
-"""Wrappers of our own, and that gymnasium's work as docs/FILTERS.md writes them."""
+"""Our wrappers, and Gymnasium's as written in docs/FILTERS.md."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_wrappers_refuse_unsuitable_environments(made: Callable[[], object], say
 
 
 class Fourfold(gym.Wrapper[Any, Any, Any, Any]):
-    """Each step is four of the environment's."""
+    """Takes four steps of the environment per step."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         return [self.env.step(action) for _ in range(4)][-1]
@@ -250,7 +250,7 @@ def test_filters_page_recipes_work(wrapper: dict[str, Any]) -> None:
 
 
 def test_filters_page_lists_all_wrappers() -> None:
-    """Every filter of the table that is a wrapper."""
+    """Checks each filter of the table that is a wrapper."""
     names = {wrapper["path"].partition(":")[2].removesuffix("Observation") for wrapper in WRITTEN}
     of_observations = {"Rescale", "FrameStack", "Crop", "Grayscale", "Resize", "Flatten", "Clip"}
     assert names == of_observations | {"DiscretizeAction", "EpisodicLife", "FireReset", "MapAction", "RescaleAction"}

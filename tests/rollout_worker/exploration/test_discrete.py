@@ -114,7 +114,7 @@ def test_bootstrapped_head_follows_episode_seed() -> None:
     values = policy.head_values(sight)[:, 0]
 
     def told(seeds: list[int]) -> tuple[Exploration, list[int]]:
-        """An exploration of 8 slots: two agents in each of 4 environments; and the head of each slot."""
+        """Returns an exploration and the head of each of 8 slots: two agents in each of 4 environments."""
         exploration = exploring(kind="bootstrapped")
         for environment, seed in enumerate(seeds):
             exploration.begin(environment, seed)

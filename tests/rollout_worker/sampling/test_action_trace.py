@@ -17,7 +17,7 @@ LIFE = SeedLineage(1, 0, 0, 0)
 
 
 def line(environment: dict[str, Any], sections: Mapping[str, Any] = {}, left: Sequence[bytes] = ()) -> Stage:
-    """A worker's line of fragments, in three environments."""
+    """Returns a worker's stage with three environments."""
     return Stage({"num_envs": 3} | environment, left=left, **sections)
 
 
@@ -61,7 +61,7 @@ def test_read_returns_none_for_incomplete_trace() -> None:
 
 
 def test_read_returns_none_for_malformed_trace() -> None:
-    """As somebody else may have written it."""
+    """Traces that are valid blobs, but written by somebody else."""
 
     def step(**changes: Any) -> bytes:
         made = {"lineage": LIFE, "number": 0, "episodes": (0, 0), "lengths": (4, 4), "digest": "d", "actions": actions}

@@ -30,7 +30,7 @@ def sampled(source: DatasetSampler, count: int) -> list[Sample]:
 
 
 def firsts(samples: list[Sample]) -> list[int]:
-    """Which piece each slot holds, by its first observation."""
+    """Returns the piece in each slot, identified by its first observation."""
     spaces = [recording().cut([piece], 4)[0]["obs"][0, 0] for piece in range(recording().pieces(4))]
     observed = [row for sample in samples for row in sample.columns["default"]["obs"][0]]
     return [next(n for n, first in enumerate(spaces) if np.array_equal(first, row)) for row in observed]

@@ -27,12 +27,12 @@ COUNTING = {"id": f"{MODULE}:Counting"}
 
 
 def line(environment: dict[str, Any], sections: Mapping[str, Any] = {}, left: Sequence[bytes] = ()) -> Stage:
-    """A worker's line of fragments, in three environments."""
+    """Returns a worker's stage with three environments."""
     return Stage({"num_envs": 3} | environment, left=left, **sections)
 
 
 def spaces(observation: str, action: str, length: int = 14) -> dict[str, Any]:
-    """An environment with these spaces; its episodes end in the midst of a fragment, at its end, and later."""
+    """Returns an environment with these spaces; episodes end in mid-fragment, at its end, and later."""
     kwargs = {"observation": observation, "action": action, "length": length}
     return {"id": f"{MODULE}:AnySpaces", "kwargs": kwargs}
 
@@ -190,8 +190,8 @@ def test_agents_of_one_policy_have_own_slots() -> None:
 LSTM: dict[str, Any] = {"core": "lstm", "core_size": 5, "share_encoder": True, "hidden_sizes": [8]}
 
 
-def retold(stage: Stage, policy_id: str, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[T, S]` of a fragment, and the state after it, worked out from its columns alone."""
+def recomputed(stage: Stage, policy_id: str, columns: Columns) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities `[T, S]` and final state, computed only from a fragment's columns."""
     policy = cast(RecurrentActorCritic, stage.policies[policy_id])
     tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
     over = tensors["terminated"] | tensors["truncated"] | ~tensors["mask"]
@@ -225,7 +225,7 @@ def test_recurrent_state_follows_from_state_in(environment: dict[str, Any], sect
             np.testing.assert_allclose(columns["state_in"], state.numpy(), rtol=1e-5, atol=1e-6)
         else:
             assert not columns["state_in"].any()
-        log_prob, state = retold(stage, policy_id, columns)
+        log_prob, state = recomputed(stage, policy_id, columns)
         np.testing.assert_allclose(columns["log_prob"], log_prob.numpy(), rtol=1e-4, atol=1e-5)
         ended += int((columns["terminated"] | columns["truncated"]).sum())
         assert state.any() or (~columns["mask"][-1] | columns["terminated"][-1] | columns["truncated"][-1]).all()
@@ -291,7 +291,7 @@ def test_successor_equals_undisturbed_worker(environment: dict[str, Any], sectio
 
 
 def test_bootstrapped_head_lasts_for_episode() -> None:
-    """Every head always does the same, each another of Acrobot's three actions; episodes take 9 steps of 7."""
+    """Each head always takes another of Acrobot's three actions; episodes of 9 steps, fragments of 7."""
     worker = line(
         {"id": "Acrobot-v1", "max_episode_steps": 9}, {"algorithm": ENSEMBLE | {"prior_scale": 0, "heads": 3}}
     )
@@ -309,7 +309,7 @@ def test_bootstrapped_head_lasts_for_episode() -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_ou_noise_lasts_for_episode(left: bool) -> None:
-    """Fragments of 8 steps, episodes of 20; the policy does nothing. `left`: each fragment is acted by a successor."""
+    """Fragments have 8 steps, episodes 20; the policy outputs 0. With `left`, a successor acts each fragment."""
     environment = {"id": "Pendulum-v1", "max_episode_steps": 20, "num_envs": 32}
     worker, columns = line(environment, {"algorithm": WANDERING}), []
     for _ in range(15):
