@@ -298,7 +298,8 @@ class Evaluator:
                 try:
                     played = play_sides(
                         config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
-                        opponents, policies, config.evaluation.episodes, seed, self._watchdog,
+                        opponents=opponents, policies=policies, games=config.evaluation.episodes, seed=seed,
+                        watchdog=self._watchdog,
                     )  # fmt: skip
                 except errors.SharedObjectUnusable as error:
                     self._context.tell("evaluation", f"{name} is not played: {error}")

@@ -143,7 +143,7 @@ class Played:
 
 def play_sides(
     config: Config, description: EnvironmentDescription, players: Mapping[str, PlayerRef],
-    fits: Sequence[Collection[str]], opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
+    fits: Sequence[Collection[str]], *, opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
     watchdog: Watchdog | None = None,
 ) -> dict[int, tuple[Played, ...]]:  # fmt: skip
     """Plays `games` games of two `players` for each side that the first can take; the other takes all other sides.
@@ -155,13 +155,16 @@ def play_sides(
     for side in playable(seats, *fits):
         lineup = [mine if other == side else theirs for other in range(len(seats))]
         seeds = seed, episode_seed(seed, 1 + side)  # each side has its own random stream
-        played[side] = play_match(config, description, table, lineup, opponents, policies, games, seeds, watchdog)
+        played[side] = play_match(
+            config, description, table, lineup, opponents=opponents, policies=policies, games=games, seeds=seeds,
+            watchdog=watchdog,
+        )  # fmt: skip
     return played
 
 
 @torch.inference_mode()
 def play_match(
-    config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str],
+    config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str], *,
     opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
     watchdog: Watchdog | None = None,
 ) -> tuple[Played, ...]:  # fmt: skip

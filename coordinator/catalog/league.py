@@ -90,7 +90,9 @@ def match(
     fits = {name: set(ref.seats) for name, ref in players.items()}
     each = -(-games // max(1, len(playable(seats, *fits.values()))))
     opponents = Opponents(held.__getitem__, {ref.source for ref in players.values()}, greedy=greedy)
-    played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
+    played = play_sides(
+        config, description, players, list(fits.values()), opponents=opponents, policies=policies, games=each, seed=seed
+    )
     if not played:
         raise UserError(
             f"{first} and {second} cannot play each other in {config.environment.id}, whose seats are "

@@ -340,7 +340,8 @@ def test_match_sides_have_own_random_streams() -> None:
     dice, fits = PlayerRef("random", "", "random", ("default",)), (("default",), ("default",))
     players, policies = {"a": dice, "b": dice}, policies_of(config)
     description, opponents = describe_environment(config), Opponents(lambda sha256: b"")
-    one, again = (play_sides(config, description, players, fits, opponents, policies, 20, 5) for _ in range(2))
+    acting: dict[str, Any] = {"opponents": opponents, "policies": policies, "games": 20, "seed": 5}
+    one, again = (play_sides(config, description, players, fits, **acting) for _ in range(2))
     results = {side: [its.match.result(side) for its in played] for side, played in one.items()}
     assert one == again and results[0] != results[1]
 
@@ -363,7 +364,8 @@ def test_match_players_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.games.takes_one", played)
     one, fits = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), (("default",), ("default",))
     opponents, policies = Opponents(lambda sha256: b"", {one.source}), policies_of(config)
-    play_sides(config, description, {"a": one, "b": one}, fits, opponents, policies, 2, 0, watchdog)
+    acting: dict[str, Any] = {"opponents": opponents, "policies": policies, "games": 2, "seed": 0}
+    play_sides(config, description, {"a": one, "b": one}, fits, **acting, watchdog=watchdog)
     assert seen == {"the players of a match", "step of its environments"}
 
 

@@ -5,20 +5,32 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
 from stagecoach.shared.base.errors import EnvironmentUnusable
 
-FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
-"""A run cannot learn in it; it raised (`environment.failures_allowed` tolerates some); it is wrong; it is harmless."""
 _NO_WARNING = "no warning"
 _HERE = Path(__file__).parent
 
 
+class Severity(StrEnum):
+    FATAL = "fatal"
+    """A run cannot learn in the environment."""
+    RAISED = "raised"
+    """It raised an exception; `environment.failures_allowed` tolerates some."""
+    WRONG = "wrong"
+    NOTE = "note"
+    """Harmless."""
+
+
+FATAL, RAISED, WRONG, NOTE = Severity
+
+
 @dataclass(frozen=True)
 class Problem:
-    severity: str
+    severity: Severity
     found: str
     expected: str
     remedy: str
@@ -38,7 +50,7 @@ class Report:
         self._deadline, self.tell = deadline_seconds, tell
         self._told: set[tuple[str, str]] = set()
 
-    def add(self, severity: str, found: str, expected: str, remedy: str) -> None:
+    def add(self, severity: Severity, found: str, expected: str, remedy: str) -> None:
         """Sends a problem once, however often it is found."""
         if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
             self._told.add(key)
