@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
-from stagecoach.coordinator.lifecycle.fixed_players import find_player
+from stagecoach.coordinator.catalog.fixed_players import find_player
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.playing import play_sides, playable

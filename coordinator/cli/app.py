@@ -18,7 +18,8 @@ from stagecoach.coordinator.cli import league, profile_and_bench, runs
 from stagecoach.coordinator.cli import page as pages
 from stagecoach.coordinator.cli.config import ConfigArgument, config_file
 from stagecoach.coordinator.cli.curves import compare, metrics, plot
-from stagecoach.coordinator.cli.options import (
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import (
     RUNS,
     EndpointUrl,
     Exit,
@@ -28,7 +29,6 @@ from stagecoach.coordinator.cli.options import (
     Sets,
     TrustConfig,
     attached,
-    console,
     example,
     on_run,
     run_ids,
@@ -41,7 +41,7 @@ from stagecoach.shared.base.process import interruptible
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation
-    from stagecoach.coordinator.run import Run
+    from stagecoach.coordinator.runs.run import Run
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
 # `--version` and `runs` need none of them.
@@ -178,7 +178,7 @@ def train(
         from stagecoach.coordinator.cli import foreground
         from stagecoach.coordinator.lifecycle.preparation import Continuation
         from stagecoach.coordinator.lifecycle.ray_job import reachable, submission
-        from stagecoach.coordinator.run import Run
+        from stagecoach.coordinator.runs.run import Run
         from stagecoach.shared.config.loading import load_config
 
     _check_together(force=force, or_resume=or_resume, detach=detach, page=page, page_told=page_port or page_token_file)
@@ -241,7 +241,7 @@ def prepare(
 ) -> None:
     """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
     with interruptible():
-        from stagecoach.coordinator.run import Run
+        from stagecoach.coordinator.runs.run import Run
         from stagecoach.shared.config.loading import load_config
 
     Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
@@ -263,7 +263,7 @@ def resume(
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
     with interruptible():
         from stagecoach.coordinator.cli import foreground
-        from stagecoach.coordinator.run import Run
+        from stagecoach.coordinator.runs.run import Run
 
     folder = attached(run, runs_dir).folder
     if detach and folder.remote is None:
@@ -314,7 +314,7 @@ def replay(
 @on_run
 def status(run: "Run", as_json: Json = False) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
-    from stagecoach.coordinator.cli.live_view import print_status
+    from stagecoach.coordinator.cli.terminal.live_view import print_status
 
     found = run.status()
     console.json(found.as_dict()) if as_json else print_status(found, console)
@@ -335,7 +335,7 @@ def attach(run: "Run", detach: Detach = False) -> None:
     """Watch a live run; if its coordinator has died, start another, which continues the run exactly."""
     with interruptible():
         from stagecoach.coordinator.cli import foreground
-        from stagecoach.coordinator.cli.live_view import print_status
+        from stagecoach.coordinator.cli.terminal.live_view import print_status
 
     state = run.status(accounting=False).state
     if run.live and not detach:

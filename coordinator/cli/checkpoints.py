@@ -11,9 +11,10 @@ from rich.table import Column, Table
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
 from stagecoach.coordinator.catalog.checkpoint_operations import State
-from stagecoach.coordinator.cli.live_view import dropped_in_words, ledger_line
-from stagecoach.coordinator.cli.options import NARROW, Exit, Json, TrustConfig, console, example, on_run
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.cli.terminal.console import NARROW, console
+from stagecoach.coordinator.cli.terminal.live_view import dropped_in_words, ledger_line
+from stagecoach.coordinator.cli.terminal.options import Exit, Json, TrustConfig, example, on_run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted, figure, score_in_words
 from stagecoach.shared.config.run_config import Config

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagecoach.coordinator.cli.options import Exit, Json, Sets, console, example
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import Exit, Json, Sets, example
 from stagecoach.shared.base.errors import PACKAGE, ConfigError, RunExists, UserError
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.user_code import extend_imports
@@ -126,7 +127,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
-    from stagecoach.coordinator.diagnostics.doctor import examine
+    from stagecoach.coordinator.lifecycle.doctor import examine
     from stagecoach.shared.config.loading import load_config
 
     path = config_file(path) if path else None

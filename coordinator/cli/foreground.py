@@ -17,11 +17,12 @@ import typer
 
 from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.catalog.status import Status
-from stagecoach.coordinator.cli.live_view import LiveView, print_status, print_summary
-from stagecoach.coordinator.cli.options import Exit, PrintableConsole, console
 from stagecoach.coordinator.cli.profile_and_bench import show_profile
+from stagecoach.coordinator.cli.terminal.console import PrintableConsole, console
+from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status, print_summary
+from stagecoach.coordinator.cli.terminal.options import Exit
 from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thread
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.printable import complain, printable
 from stagecoach.shared.base.process import handle, tell_of_exits

@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagecoach.coordinator.cli.options import (
-    NARROW,
-    RUNS,
-    EndpointUrl,
-    Json,
-    RunsDir,
-    TrustConfig,
-    console,
-    example,
-    on_run,
-)
+from stagecoach.coordinator.cli.terminal.console import NARROW, console
+from stagecoach.coordinator.cli.terminal.options import RUNS, EndpointUrl, Json, RunsDir, TrustConfig, example, on_run
 from stagecoach.shared.base.printable import counted, figure
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.run import Run
+    from stagecoach.coordinator.runs.run import Run
 
 app = typer.Typer()
 _PLAYER = (

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from stagecoach.coordinator.cli.options import (
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import (
     PLACE,
     RUNS,
     EndpointUrl,
     RedisUrl,
     RunsDir,
     attached,
-    console,
     example,
     run_ids,
 )

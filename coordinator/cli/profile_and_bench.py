@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from stagecoach.coordinator.cli.options import Json, console, example, on_run
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import Json, example, on_run
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import UserError
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.run import Run
+    from stagecoach.coordinator.runs.run import Run
     from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 
 app = typer.Typer()

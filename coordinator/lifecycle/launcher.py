@@ -8,9 +8,9 @@ from functools import partial
 import redis
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
+from stagecoach.coordinator.catalog.fixed_players import Players, read_snapshot, with_fixed_players
 from stagecoach.coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission, new_run_id
 from stagecoach.coordinator.catalog.status import ended_status, is_supervised
-from stagecoach.coordinator.lifecycle.fixed_players import Players, read_snapshot, with_fixed_players
 from stagecoach.coordinator.lifecycle.preparation import (
     EXACTLY,
     Continuation,

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from stagecoach.coordinator.lifecycle.fixed_players import NO_PLAYERS, Players, store_fixed_players
+from stagecoach.coordinator.catalog.fixed_players import NO_PLAYERS, Players, store_fixed_players
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,

@@ -26,13 +26,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from stagecoach.coordinator.catalog.league import league_of
-from stagecoach.coordinator.catalog.run_comparison import config_fields, differences
 from stagecoach.coordinator.page.access import LOOPBACK, Gate, refusal
 from stagecoach.coordinator.page.connections import serving
 from stagecoach.coordinator.page.panels import PANELS
 from stagecoach.coordinator.page.prometheus import exposition
 from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, matching
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.runs.run_comparison import config_fields, differences
 from stagecoach.shared.base.errors import (
     CheckpointNotFound,
     ObjectMissing,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stagecoach.coordinator.catalog.status import bottleneck, live_status
-from stagecoach.coordinator.diagnostics.doctor import examine
+from stagecoach.coordinator.lifecycle.doctor import examine
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.coordinator.lifecycle.validation import check_services
 from stagecoach.rollout_worker.worker import Worker

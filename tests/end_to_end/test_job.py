@@ -194,7 +194,7 @@ def test_missing_or_wrong_cluster_is_named(laptop: CommandLine, cluster: Cluster
     (laptop.folder / "data.bin").unlink()
     laptop.environ["RAY_AUTH_TOKEN"] = "0" * 64
     check("refuses the token", cluster.dashboard)
-    from stagecoach.coordinator.diagnostics.doctor import open_ray  # which imports torch
+    from stagecoach.coordinator.lifecycle.doctor import open_ray  # which imports torch
 
     assert open_ray(cluster.head.address, cluster.head.dashboard) == [], "strangers are kept out, as `doctor` finds"
 

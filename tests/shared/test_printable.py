@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.lifecycle.preparation import create_flow
 from stagecoach.shared.base.errors import PACKAGE
 from stagecoach.shared.base.printable import complain, counted, printable, printable_data, score_in_words

@@ -16,8 +16,8 @@ from typing import Any
 import boto3
 import pytest
 
-from stagecoach.coordinator.diagnostics.doctor import examine
 from stagecoach.coordinator.diagnostics.store_trial import try_store
+from stagecoach.coordinator.lifecycle.doctor import examine
 from stagecoach.coordinator.lifecycle.validation import check_services
 from stagecoach.coordinator.services.embedded import BUCKET, free_port
 from stagecoach.shared.base.address import Address

@@ -4,14 +4,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stagecoach.coordinator.cli.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, console, example
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import RUNS, EndpointUrl, Json, Place, RunsDir, attached, example
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stagecoach.coordinator.catalog.run_comparison import RunResult
+    from stagecoach.coordinator.runs.run_comparison import RunResult
 
 app = typer.Typer()
 
@@ -23,7 +24,7 @@ def compare(
     """Compare two runs: the fields of their configs that differ, scores, steps, time and throughput."""
     from rich.table import Table
 
-    from stagecoach.coordinator.catalog.run_comparison import config_fields, differences, result_of
+    from stagecoach.coordinator.runs.run_comparison import config_fields, differences, result_of
 
     handles = [attached(name, runs_dir, endpoint_url=endpoint_url) for name in (run, other)]
     results = [result_of(handle) for handle in handles]

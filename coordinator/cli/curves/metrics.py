@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stagecoach.coordinator.cli.options import Json, console, example, on_run
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import Json, example, on_run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.run import Run
+    from stagecoach.coordinator.runs.run import Run
     from stagecoach.shared.storage.metric_log import Rows
 
 app = typer.Typer()

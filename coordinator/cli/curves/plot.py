@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagecoach.coordinator.cli.curves.metrics import Stream, check_metrics, metric_names
-from stagecoach.coordinator.cli.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, console, example, run_ids
+from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, example, run_ids
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.user_code import with_extra
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from stagecoach.coordinator.catalog.run_metrics import Bins
-    from stagecoach.coordinator.run import Run
+    from stagecoach.coordinator.runs.run import Run
     from stagecoach.shared.experience.spaces import Array
 
 app = typer.Typer()
@@ -57,7 +58,7 @@ def plot(
     """Draw curves of runs, with evaluations as dots; of runs that differ in their seed alone the mean, and its 95 %
     interval over seeds."""
     make_figure, style = require_matplotlib()
-    from stagecoach.coordinator.catalog.run_comparison import groups_by_seed
+    from stagecoach.coordinator.runs.run_comparison import groups_by_seed
 
     handles = [attached(run, runs_dir, endpoint_url=endpoint_url) for run in dict.fromkeys(runs)]
     path = output or Path(f"{handles[0].run_id}.png")
@@ -148,7 +149,7 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
     """A line for a run; of several seeds a thin one each, and mean and interval as far as all of them go."""
     import numpy as np
 
-    from stagecoach.coordinator.catalog.run_comparison import interval
+    from stagecoach.coordinator.runs.run_comparison import interval
 
     color, style = f"C{number % 10}", ("-", "--", ":")[number // 10 % 3]
     for curve in curves:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagecoach.coordinator.catalog.status import is_supervised, live_status
-from stagecoach.coordinator.cli.live_view import metrics_table, one_line, print_status
-from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.cli.terminal.console import PrintableConsole
+from stagecoach.coordinator.cli.terminal.live_view import metrics_table, one_line, print_status
 from stagecoach.coordinator.fleet.autoscaler import Scaling
 from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_resume
 from stagecoach.coordinator.page.totals import Totals

@@ -15,15 +15,15 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from stagecoach.coordinator.catalog.fixed_players import with_fixed_players
 from stagecoach.coordinator.catalog.league import league_of, match
 from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.cli.league import _matrix
-from stagecoach.coordinator.diagnostics.doctor import examine
 from stagecoach.coordinator.lifecycle import launcher, preparation
-from stagecoach.coordinator.lifecycle.fixed_players import with_fixed_players
+from stagecoach.coordinator.lifecycle.doctor import examine
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.page.server import serve
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from stagecoach.shared.base.printable import figure

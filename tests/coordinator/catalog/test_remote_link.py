@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
+from stagecoach.coordinator.catalog.fixed_players import find_player
 from stagecoach.coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
-from stagecoach.coordinator.lifecycle.fixed_players import find_player
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.ray_job import JobServer
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.storage.checkpoint_store import MARKS
 from tests.support.checkpoints import upload_in

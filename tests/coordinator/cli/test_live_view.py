@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from stagecoach.coordinator.cli import live_view
-from stagecoach.coordinator.cli.live_view import LiveView
-from stagecoach.coordinator.cli.options import PrintableConsole
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.cli.terminal import live_view
+from stagecoach.coordinator.cli.terminal.console import PrintableConsole
+from stagecoach.coordinator.cli.terminal.live_view import LiveView
+from stagecoach.coordinator.runs.run import Run
 
 
 def view_of(error: BaseException, screen: io.StringIO, supervises: bool = True, terminal: bool = False) -> LiveView:

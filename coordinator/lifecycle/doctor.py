@@ -25,8 +25,8 @@ from botocore.handlers import disable_signing
 from packaging.requirements import Requirement
 from redis.utils import str_if_bytes
 
+from stagecoach.coordinator.catalog.fixed_players import with_fixed_players
 from stagecoach.coordinator.diagnostics.store_trial import PROBE, try_store
-from stagecoach.coordinator.lifecycle.fixed_players import with_fixed_players
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
