@@ -51,7 +51,7 @@ def refused(path: Path | None, overrides: list[str] | None = None, environ: dict
     return text
 
 
-def test_the_later_source_wins(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_sources_follow_precedence(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     path, environ = write(BASE), {"STAGECOACH__ROLLOUT__WORKERS": "5", "PATH": "/bin"}
     for file, overrides, variables, workers in (
         (None, ["environment.id=A-v0", "stop_at.updates=1"], {}, 2),
@@ -95,7 +95,7 @@ def test_overrides_are_yaml_values(write: WriteConfig) -> None:
     assert str(config.checkpoint.every) == "5 episodes"
 
 
-def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
+def test_environment_variables_reach_every_field() -> None:
     for path in field_paths(Config):
         environ = {"STAGECOACH__" + path.replace(".", "__").upper(): "{no such thing: 1}"}
         if path.startswith("algorithm.") and path != "algorithm.name":
@@ -128,7 +128,7 @@ def paths_below(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
             yield from ((name, *between, *rest) for rest in paths_below(below))
 
 
-def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
+def test_errors_of_every_field_are_plain() -> None:
     places = dict.fromkeys(paths_below(Config), "ppo")
     places |= {("algorithm", *path): name for name, model in ALGORITHMS.items() for path in paths_below(model)}
     told: list[tuple[tuple[str, ...], Any, str]] = []
@@ -188,13 +188,13 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
     ],
     ids=lambda text: text[:40],
 )
-def test_a_wrong_value_is_told_with_what_to_do(override: str, said: str, write: WriteConfig) -> None:
+def test_wrong_value_error_has_remedy(override: str, said: str, write: WriteConfig) -> None:
     text = refused(write(BASE + "seed: 1"), [override])
     assert said in text and len(text) < 450
 
 
 @pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "sac", "td3"])
-def test_replay_buffer_without_kind_has_that_of_the_default(name: str, write: WriteConfig) -> None:
+def test_replay_buffer_has_default_kind(name: str, write: WriteConfig) -> None:
     """What it does not say is as in the algorithm's default, also what differs from the kind's own."""
     before, after = (
         load_config(write(BASE), [f"algorithm={{name: {name}{more}}}"], {}).algorithm.model_dump()["replay_buffer"]
@@ -209,7 +209,7 @@ def test_schema_accepts_replay_buffer_without_kind() -> None:
     assert "oneOf" not in found and len(found["anyOf"]) == 5
 
 
-def test_exploration_without_kind_has_that_of_the_default(write: WriteConfig) -> None:
+def test_exploration_has_default_kind(write: WriteConfig) -> None:
     found = load_config(write(BASE), ["algorithm={name: dqn, exploration: {epsilon: 0.25}}"], {}).algorithm.acting
     assert (found.kind, found.model_dump()["epsilon"]["start"]) == ("epsilon_greedy", 0.25)
 
@@ -225,7 +225,7 @@ def test_exploration_without_kind_has_that_of_the_default(write: WriteConfig) ->
         ),
     ],
 )  # fmt: skip
-def test_changed_name_of_section_says_what_to_write(
+def test_changed_section_name_error_has_remedy(
     section: str, overrides: list[str], environ: dict[str, str], way: str, write: WriteConfig
 ) -> None:
     path = write(f"{BASE}algorithm: {section}")
@@ -235,7 +235,7 @@ def test_changed_name_of_section_says_what_to_write(
     load_config(path, [way], {})
 
 
-def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
+def test_config_error_lists_all_mistakes(write: WriteConfig) -> None:
     text = refused(write(BASE), ["rollout.workrs=1", "algorithm.gamma=2", "sed=1"])
     assert all(word in text for word in ("rollout.workers", "algorithm.gamma", "did you mean seed?"))
 
@@ -256,7 +256,7 @@ def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
         ("redis.endpoint_url", "store.endpoint_url"),
     ],
 )
-def test_a_misspelt_key_gets_the_nearest_right_one(wrong: str, right: str, write: WriteConfig) -> None:
+def test_unknown_key_error_suggests_nearest_key(wrong: str, right: str, write: WriteConfig) -> None:
     path = write(BASE)
     top = wrong.split(".")[0]
     shown = wrong if top in Config.model_fields else top
@@ -269,7 +269,7 @@ def test_a_misspelt_key_gets_the_nearest_right_one(wrong: str, right: str, write
     assert expected in refused(write(yaml.safe_dump(nested)))
 
 
-def test_a_variable_with_too_few_underscores_is_not_ignored_and_those_of_other_meaning_are(write: WriteConfig) -> None:
+def test_environment_variable_with_few_underscores_is_rejected(write: WriteConfig) -> None:
     for name, right in {
         "STAGECOACH_ROLLOUT__WORKERS": "STAGECOACH__ROLLOUT__WORKERS",
         "STAGECOACH_ROLLOUT_WORKERS": "STAGECOACH__ROLLOUT__WORKERS",
@@ -313,17 +313,17 @@ BILLION_LAUGHS = "a: &a [x]\n" + "".join(
         ("environment: {}", "environment.id is missing"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused(text: str, words: str, write: WriteConfig) -> None:
+def test_invalid_file_is_rejected(text: str, words: str, write: WriteConfig) -> None:
     assert words in refused(write(text))
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
     assert "`stagecoach init` writes one" in refused(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot read" in refused(tmp_path) and "cannot read" in refused(tmp_path / "binary.yaml")
 
 
-def test_merge_keys_are_understood_and_their_own_keys_win(write: WriteConfig) -> None:
+def test_yaml_merge_keys_have_lower_precedence(write: WriteConfig) -> None:
     text = BASE + "policies:\n  red: &base {hidden_sizes: [8], cnn: small}\n  blue: {<<: *base, hidden_sizes: [16]}\n"
     config = load_config(write(text), [], {})
     assert (config.policies["blue"].hidden_sizes, config.policies["blue"].cnn) == ((16,), "small")
@@ -341,7 +341,7 @@ def test_merge_keys_are_understood_and_their_own_keys_win(write: WriteConfig) ->
     ],
     ids=str,
 )
-def test_a_dumped_config_loads_to_the_same(sections: dict[str, Any], write: WriteConfig) -> None:
+def test_config_dump_round_trips(sections: dict[str, Any], write: WriteConfig) -> None:
     config = minimal_config(**sections)
     found = load_config(write(dump_config(config)), [], {})
     assert (found, found.hash(), dump_config(found)) == (config, config.hash(), dump_config(config))
@@ -361,9 +361,7 @@ plain_values = st.recursive(
 
 @settings(derandomize=True, max_examples=60)
 @given(kwargs=st.dictionaries(st.text(max_size=5), plain_values, max_size=3))
-def test_environment_arguments_come_back_from_a_dump_as_they_were(
-    kwargs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_environment_kwargs_round_trip(kwargs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     config = parse_config({"environment": {"id": "X-v0", "kwargs": kwargs}, "stop_at": {"updates": 1}})
     path = tmp_path_factory.mktemp("dumped") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

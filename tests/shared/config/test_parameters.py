@@ -42,7 +42,7 @@ def parameters(**entries: Any) -> Any:
     ),
     st.integers(0, 2**64 - 1),
 )
-def test_each_sampler_draws_what_it_says_and_the_same_for_a_seed_whatever_else_is_drawn(its: Any, seed: int) -> None:
+def test_samplers_depend_on_seed_and_name_only(its: Any, seed: int) -> None:
     sampler, fits = its
     alone, beside = (table_at(parameters(**each), {}) for each in ({"x": sampler}, {"x": sampler, "a": 1, "z": 2}))
     assert fits(alone.draw(seed)["x"])
@@ -50,7 +50,7 @@ def test_each_sampler_draws_what_it_says_and_the_same_for_a_seed_whatever_else_i
     assert ParameterTable.from_dict(alone.as_dict()) == alone
 
 
-def test_draws_have_the_distribution_that_was_asked_for() -> None:
+def test_samplers_have_their_distribution() -> None:
     entries = {"g": {"gaussian": [3, 2]}, "m": {"multi_range": [[0, 1], [5, 8]]}, "l": {"log_uniform": [0.01, 100]}}
     entries |= {"i": {"integers": [1, 4]}}
     drawn = [table_at(parameters(**entries), {}).draw(seed) for seed in range(4000)]
@@ -62,7 +62,7 @@ def test_draws_have_the_distribution_that_was_asked_for() -> None:
     assert abs(np.corrcoef(found["g"], found["m"])[0, 1]) < 0.06, "each is drawn for itself"
 
 
-def test_a_lesson_may_set_several_parameters_and_evaluations_play_the_last_one() -> None:
+def test_lessons_set_several_parameters_and_last_is_evaluated() -> None:
     stage = {"lessons": [{"values": {"a": 1, "b": 2}, "until": {"success": 0.5}}, {"values": {"a": 3, "b": 4}}]}
     config = config_of({"parameters": {"stage": stage, "c": 5}}, evaluation={"parameters": {"b": 9}})
     entries = config.environment.parameters
@@ -71,7 +71,7 @@ def test_a_lesson_may_set_several_parameters_and_evaluations_play_the_last_one()
     assert table is not None and table.draw(0) == {"a": 3, "b": 9, "c": 5} and table.lessons == {"stage": 1}
 
 
-def test_the_words_of_ml_agents_mean_the_same() -> None:
+def test_ml_agents_keys_are_accepted() -> None:
     criteria = {
         "measure": "reward", "behavior": "default", "signal_smoothing": True, "min_lesson_length": 50,
         "threshold": 0.2, "require_reset": True,
@@ -143,7 +143,7 @@ def test_the_words_of_ml_agents_mean_the_same() -> None:
         ({"replay": {"of": 1}}, "expected 2 or more, found 1"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(entry: Any, said: str) -> None:
+def test_invalid_parameters_are_rejected(entry: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parameters(x=entry)
 
@@ -165,7 +165,7 @@ LEVELS = {"parameters": {"x": {"replay": {"of": 3}}}}
         ),
     ],
 )
-def test_sections_that_do_not_fit_are_rejected(sections: Any, said: str) -> None:
+def test_parameters_of_unfit_runs_are_rejected(sections: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config_of(**sections)
 

@@ -40,9 +40,7 @@ def two(b: Any, **sections: Any) -> Any:
         ({"learning_rate": {"start": 1e-2}}, {"learning_rate": 0.5}, {"learning_rate": {"start": 0.5}}),
     ],
 )  # fmt: skip
-def test_a_policys_algorithm_is_laid_over_the_runs_unless_it_has_another_name(
-    common: Any, own: Any, expected: dict[str, Any]
-) -> None:
+def test_policy_algorithm_overrides_run_algorithm(common: Any, own: Any, expected: dict[str, Any]) -> None:
     config = two({"algorithm": own}, algorithm=common, rollout={"max_policy_lag": 0, "fragment_steps": 64})
 
     def holds(found: Any, wanted: Any) -> bool:
@@ -57,7 +55,7 @@ def test_a_policys_algorithm_is_laid_over_the_runs_unless_it_has_another_name(
     assert again == config and again.hash() == config.hash()
 
 
-def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> None:
+def test_policy_network_follows_its_algorithm() -> None:
     config = two({"algorithm": "sac"})
     assert config.policies["b"].hidden_sizes == (256, 256) != config.policies["a"].hidden_sizes
     assert two({"algorithm": "sac", "hidden_sizes": [5]}).policies["b"].hidden_sizes == (5,)
@@ -99,7 +97,7 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
         ({"agents": {"*": "c"}}, r"agents.\*='c' names no policy"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line_with_the_field_named(sections: dict[str, Any], message: str) -> None:
+def test_invalid_policies_are_rejected_by_field(sections: dict[str, Any], message: str) -> None:
     sections = dict(sections)
     b = sections.pop("b", {})
     with pytest.raises(ConfigError, match=message) as caught:
@@ -107,17 +105,17 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_field_named(sections: di
     assert "\n" not in str(caught.value)
 
 
-def test_a_policy_that_does_not_learn_need_not_fit_into_the_runs_updates() -> None:
+def test_frozen_policy_is_not_checked_against_updates() -> None:
     config = two({"trainable": False, "algorithm": {"minibatch_size": 10**6}})
     assert config.trainable == ["a"] and config.algorithms()["b"].name == "ppo"
 
 
-def test_recorded_experience_is_of_the_policies_that_learn_from_it() -> None:
+def test_recorded_experience_belongs_to_imitating_policies() -> None:
     config = two({"algorithm": "sac"}, demonstrations={"path": "x"}, algorithm=IMITATING)
     assert (config.recorded("dataset"), config.recorded("demonstrations")) == (["a", "b"], ["a"])
 
 
-def test_agents_are_mapped_by_name_and_then_by_the_first_pattern_that_fits() -> None:
+def test_agents_map_by_name_then_first_pattern() -> None:
     agents = {"wolf_*": "a", "*_7": "b", "wolf_1": "b"}
     config = minimal_config(policies={"a": {}, "b": {}}, agents=agents)
     assert [config.policy_of(agent) for agent in ("wolf_1", "wolf_2", "wolf_7", "sheep_7")] == ["b", "a", "a", "b"]
@@ -137,7 +135,7 @@ def test_hash_depends_on_each_policy_and_order_of_agents() -> None:
     ) == ["environment.episode_ends"]
 
 
-def test_code_that_a_policys_algorithm_names_is_told_before_it_is_run() -> None:
+def test_named_code_includes_policy_algorithms() -> None:
     own = {"algorithm": {"name": "mine.algorithms:Mine", "step": 3}}
     assert named_code(two(own))["policies.b.algorithm.name"] == "mine.algorithms:Mine"
     replay = {"kind": "hindsight", "reward": "mine.goals:reward"}
@@ -145,6 +143,6 @@ def test_code_that_a_policys_algorithm_names_is_told_before_it_is_run() -> None:
     assert named["policies.b.algorithm.replay_buffer.reward"] == "mine.goals:reward"
 
 
-def test_where_policies_begin() -> None:
+def test_policy_beginnings_override_the_runs() -> None:
     config = two({"initialize_from": "x#main"}, initialize_from="y")
     assert beginnings(config) == {"a": "y", "b": "x#main"} and not beginnings(two({}))

@@ -74,7 +74,7 @@ FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_what_cannot_work_together_is_refused_with_both_values(sections: dict[str, Any], words: list[str]) -> None:
+def test_contradictions_are_rejected_with_both_values(sections: dict[str, Any], words: list[str]) -> None:
     text = refused(**sections)
     assert [word for word in words if word not in text] == []
     minimal_config(algorithm={"minibatch_size": 64})  # the largest that fits
@@ -113,7 +113,7 @@ def test_what_cannot_work_together_is_refused_with_both_values(sections: dict[st
     ],
     ids=str,
 )  # fmt: skip
-def test_a_value_out_of_bounds_is_refused_by_name(sections: dict[str, Any], where: str) -> None:
+def test_value_out_of_bounds_is_rejected_by_name(sections: dict[str, Any], where: str) -> None:
     assert refused(**sections).startswith(f"{where}")
 
 
@@ -136,14 +136,14 @@ SECRET = "hunter2"
     ],
     ids=str,
 )
-def test_credentials_are_refused_and_not_repeated(sections: dict[str, Any]) -> None:
+def test_credentials_are_rejected_and_not_repeated(sections: dict[str, Any]) -> None:
     text, url = refused(**sections), str(sections).partition("'url': '")[2]
     assert SECRET not in text
     if "@" in url and url.startswith(("redis", "s3")):
         assert f"Use {'AWS_ACCESS_KEY_ID' if url.startswith('s3') else 'STAGECOACH_REDIS_PASSWORD'} instead" in text
 
 
-def test_what_the_shorthands_of_a_config_stand_for() -> None:
+def test_shorthands_expand_to_sections() -> None:
     config = minimal_config(
         redis={"url": "rediss://h:6380/2"},
         store={"url": "s3://b/p", "endpoint_url": "http://h:1"},
@@ -158,7 +158,7 @@ def test_what_the_shorthands_of_a_config_stand_for() -> None:
         config.policy_of("b")
 
 
-def test_a_config_cannot_be_changed() -> None:
+def test_config_is_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         minimal_config().rollout.workers = 3  # type: ignore[misc]
 
@@ -184,7 +184,7 @@ def test_a_config_cannot_be_changed() -> None:
     ],
     ids=str,
 )
-def test_what_decides_the_learning_changes_the_hash_and_is_named(sections: dict[str, Any]) -> None:
+def test_hash_covers_fields_that_decide_learning(sections: dict[str, Any]) -> None:
     changed = minimal_config(**sections)
     assert changed.hash() != minimal_config().hash()
     named = changed.decides_otherwise(minimal_config())
@@ -205,7 +205,7 @@ def test_what_decides_the_learning_changes_the_hash_and_is_named(sections: dict[
     ],
     ids=str,
 )
-def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[str, Any]) -> None:
+def test_hash_ignores_placement_and_length(sections: dict[str, Any]) -> None:
     assert minimal_config(**sections).hash() == minimal_config().hash()
     one, other = (minimal_config(environment={"id": "X-v0", "kwargs": k}) for k in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
     assert one.hash() == other.hash(), "nor does the order of keys"
@@ -254,7 +254,7 @@ NOT_READ = {("algorithm", "name"), ("algorithm", "normalize_values")}
 """Decides which algorithm's section is meant; the section itself hands it to the network (`network`)."""
 
 
-def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
+def test_every_field_is_read_and_described() -> None:
     sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     used = reads(path.read_text() for path in sources)
     assert ("config", "clip_range") in used and ("config", "clip_rage") not in used
@@ -285,7 +285,7 @@ def short(algorithm: Any, **sections: Any) -> Config:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
+def test_algorithm_defaults_complete_the_config(name: str) -> None:
     config = short(name)
     hidden, activation, random, (steps, fragments, lag), every = BY_ALGORITHM[name]
     policy, rollout = config.policies["default"], config.rollout
@@ -300,7 +300,7 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
-def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
+def test_explicit_values_override_algorithm_defaults() -> None:
     rollout = {"max_policy_lag": 0, "fragments_per_update": 3}
     config = short("sac", heatup="0 env_steps", rollout=rollout, policies={"a": {"activation": "elu"}, "b": {}})
     assert config.heatup.duration.amount == config.rollout.max_policy_lag == 0
@@ -310,7 +310,7 @@ def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
     assert config.hash() != short("sac").hash()
 
 
-def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_hide_no_mistake() -> None:
+def test_dataset_has_no_warm_up_and_defaults_hide_no_mistake() -> None:
     data = {"path": "data.csv"}
     assert short("sac", dataset=data).heatup.duration.amount == 0
     for section, value, said in (
@@ -335,7 +335,7 @@ def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_h
         ({"stop_at": {"success_rate": 1.1}}, "expected 1 or less, found 1.1"),
     ],
 )
-def test_evaluations_that_contradict_the_rest_are_rejected(sections: dict[str, Any], message: str) -> None:
+def test_contradicting_evaluations_are_rejected(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         minimal_config(**sections)
 

@@ -34,7 +34,7 @@ FIELD: TypeAdapter[Schedule] = TypeAdapter(ScheduleField)
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_each_kind_of_schedule_has_its_values(schedule: Any, counts: list[int], values: list[float]) -> None:
+def test_schedule_kinds_have_their_values(schedule: Any, counts: list[int], values: list[float]) -> None:
     made = FIELD.validate_python(schedule)
     assert made.value(Counters(env_steps=10**9, episodes=10**9)) == values[0], "another unit does not count"
     assert [made.value(Counters(updates=count)) for count in counts] == pytest.approx(values)
@@ -48,7 +48,7 @@ def test_each_kind_of_schedule_has_its_values(schedule: Any, counts: list[int], 
     start=st.floats(1e-6, 1e6), end=st.floats(1e-6, 1e6), sign=st.sampled_from([1, -1]),
     counts=st.tuples(st.integers(0, 200), st.integers(0, 200)),
 )  # fmt: skip
-def test_between_two_values_no_schedule_leaves_them_or_turns(
+def test_schedules_are_monotonic_and_bounded(
     kind: str, start: float, end: float, sign: int, counts: tuple[int, int]
 ) -> None:
     if kind != "exponential":  # which has no way to the other side of 0
@@ -82,19 +82,19 @@ def test_between_two_values_no_schedule_leaves_them_or_turns(
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_schedule_is_refused_and_what_none_can_do_is_said(value: object, message: str) -> None:
+def test_invalid_schedules_are_rejected(value: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         FIELD.validate_python(value)
 
 
 @settings(derandomize=True)
 @given(amount=st.integers(0, 10**15), unit=st.sampled_from(UNITS))
-def test_a_duration_reads_what_it_writes(amount: int, unit: Unit) -> None:
+def test_duration_round_trips(amount: int, unit: Unit) -> None:
     assert parse_duration(str(Duration(amount, unit))) == Duration(amount, unit)
     assert parse_duration(f"  {amount:_}   {unit} ") == Duration(amount, unit)
 
 
-def test_what_is_no_duration_is_refused_and_the_right_form_shown() -> None:
+def test_invalid_durations_are_rejected_with_example() -> None:
     others = ("10", "updates", "10 minutes", "-1 updates", "1.5 updates", "1e3 updates", "10updates", "", 10, None)
     for text in others:
         expected = (
@@ -105,7 +105,7 @@ def test_what_is_no_duration_is_refused_and_the_right_form_shown() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_duration_looks_at_its_own_counter_only(unit: Unit) -> None:
+def test_duration_depends_on_its_counter_only(unit: Unit) -> None:
     assert Duration(0, unit).reached(Counters()) and Duration(0, unit).index(Counters(**{unit: 5})) == 0
     others = Counters(**{name: 1000 for name in UNITS if name != unit})
     assert not Duration(1, unit).reached(others)

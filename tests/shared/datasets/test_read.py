@@ -76,9 +76,7 @@ def assert_same(found: Recording, listed: Sequence[Episode]) -> None:
     ("observation", "action"), [(BOX, CHOICE), (BOX, TORQUE), (NESTED, CHOICE)], ids=["choice", "torque", "nested"]
 )
 @pytest.mark.parametrize("layout", WRITERS)
-def test_each_layout_is_read_as_it_was_written(
-    tmp_path: Path, layout: str, observation: SpaceSpec, action: SpaceSpec
-) -> None:
+def test_formats_round_trip(tmp_path: Path, layout: str, observation: SpaceSpec, action: SpaceSpec) -> None:
     if layout != "csv":
         pytest.importorskip("h5py")
     write, name = WRITERS[layout]
@@ -93,7 +91,7 @@ def test_each_layout_is_read_as_it_was_written(
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_a_folder_that_minari_itself_wrote() -> None:
+def test_minari_dataset_is_read() -> None:
     box = SpaceSpec((Leaf("", "box", (4,), "float32", low=(-9.0,), high=(9.0,)),), 0)
     choice = SpaceSpec((Leaf("", "discrete", (), "int64", (2,), (0,)),), 0)
     fell, stopped = read(MINARI, described(box, choice)).episodes()
@@ -106,7 +104,7 @@ def test_a_folder_that_minari_itself_wrote() -> None:
         np.testing.assert_allclose(after[:, 0] - before[:, 0], 0.02 * before[:, 1], atol=1e-6)
 
 
-def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> None:
+def test_archive_returns_acted_episodes(tmp_path: Path) -> None:
     description = described(NESTED, CHOICE)
     listed = episodes(spaces_of(description), (5, 1, 7, 4, 6, 1), "tTtTtt")
     recording = Recording(spaces_of(description), listed, "memory")
@@ -119,7 +117,7 @@ def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> N
     np.testing.assert_array_equal(found[2].observations["obs.cam"], listed[2].observations["obs.cam"][:7])
 
 
-def test_an_archive_of_turns_lacks_one_at_each_end_of_a_fragment_even_where_observations_hide_it(
+def test_archive_of_turns_drops_turns_at_fragment_ends(
     tmp_path: Path,
 ) -> None:
     recording = Recording(SPACES, episodes(SPACES, (5, 7), "tT"), "memory")
@@ -131,7 +129,7 @@ def test_an_archive_of_turns_lacks_one_at_each_end_of_a_fragment_even_where_obse
         assert [episode.record is not None for episode in found] == [not in_turns] * len(lengths)
 
 
-def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> None:
+def test_archive_with_gaps_and_masks_is_read(tmp_path: Path) -> None:
     listed = episodes(SPACES, (12, 3, 9), "ttt")
     recording = Recording(SPACES, listed, "memory")
     pieces = [recording.cut([piece], 4)[0] for piece in range(6)]
@@ -155,7 +153,7 @@ def without(path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_a_probability_may_be_unknown_of_a_step_and_of_all(tmp_path: Path) -> None:
+def test_log_probs_may_be_unknown(tmp_path: Path) -> None:
     listed = episodes(SPACES)
     listed[1].log_prob[0] = np.nan
     write_csv(tmp_path / "data.csv", SPACES, listed)
@@ -167,7 +165,7 @@ def test_a_probability_may_be_unknown_of_a_step_and_of_all(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_each_layout_brings_the_numbers_of_the_info_that_the_run_asks_for(tmp_path: Path) -> None:
+def test_formats_carry_info_columns(tmp_path: Path) -> None:
     import h5py
 
     listed = episodes(SPACES, (5, 1, 7, 4), "tTtT", log_prob=False)
@@ -201,7 +199,7 @@ def test_each_layout_brings_the_numbers_of_the_info_that_the_run_asks_for(tmp_pa
 SEVERAL = EnvironmentDescription({"ann": "a", "bob": "b", "cy": "b"}, {"a": SPACES, "b": PolicySpaces(NESTED, TORQUE)})
 
 
-def test_rows_of_several_policies_may_alternate_in_a_csv(tmp_path: Path) -> None:
+def test_csv_rows_of_policies_may_alternate(tmp_path: Path) -> None:
     """Agent by agent each policy's episodes, in columns that another policy may not have."""
     listed = {agent: episodes(SEVERAL.policies[its], (5, 4), "tc") for agent, its in SEVERAL.agents.items()}
     parts = []
@@ -232,7 +230,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_an_hdf5_file_has_a_group_of_each_of_several_policies(tmp_path: Path) -> None:
+def test_hdf5_has_a_group_per_policy(tmp_path: Path) -> None:
     import h5py
 
     listed = {policy_id: episodes(spaces) for policy_id, spaces in SEVERAL.policies.items()}
@@ -246,7 +244,7 @@ def test_an_hdf5_file_has_a_group_of_each_of_several_policies(tmp_path: Path) ->
         read_dataset(DatasetConfig(path=str(tmp_path / "a.h5")), SEVERAL)
 
 
-def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
+def test_missing_next_observations_stay_unknown(tmp_path: Path) -> None:
     listed = episodes(SPACES)
     path = tmp_path / "data.csv"
     write_csv(path, SPACES, listed)
@@ -261,7 +259,7 @@ def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) ->
     assert recording.cut([0], 20)[0]["final_index"].tolist() == [[14, 0]], "only the one that was stopped"
 
 
-def test_fragments_cut_from_it_are_what_the_log_takes() -> None:
+def test_cut_fragments_are_valid() -> None:
     description = described(NESTED, CHOICE)
     recording = Recording(spaces_of(description), episodes(spaces_of(description)), "memory")
     assert recording.pieces(4) == 5
@@ -299,7 +297,7 @@ def test_cut_agrees_with_a_walk_through_the_episodes() -> None:
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_the_hash_is_that_of_the_transitions_in_any_format(tmp_path: Path) -> None:
+def test_hash_is_equal_in_all_formats(tmp_path: Path) -> None:
     listed = episodes(SPACES, ends="tTtT", log_prob=False)
     write_csv(tmp_path / "data.csv", SPACES, listed)
     write_d4rl(tmp_path / "data.h5", SPACES, listed)
@@ -341,7 +339,7 @@ PROBLEMS: list[tuple[dict[str, Any] | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), PROBLEMS, ids=[message[10:30] for _, message in PROBLEMS])
-def test_a_csv_that_does_not_fit_is_named(tmp_path: Path, content: dict[str, Any] | bytes, message: str) -> None:
+def test_unfit_csv_is_rejected(tmp_path: Path, content: dict[str, Any] | bytes, message: str) -> None:
     if isinstance(content, bytes):
         (tmp_path / "data.csv").write_bytes(content)
     else:
@@ -363,7 +361,7 @@ HDF5_PROBLEMS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.usefixtures("needs_h5py")
-def test_an_hdf5_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_unfit_hdf5_is_rejected(tmp_path: Path) -> None:
     import h5py
 
     for number, (name, array, message) in enumerate(HDF5_PROBLEMS):
@@ -380,7 +378,7 @@ def test_an_hdf5_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
         read(path, DESCRIPTION)
 
 
-def test_an_action_that_its_own_mask_forbids_is_named() -> None:
+def test_action_forbidden_by_its_mask_is_rejected() -> None:
     mask = Leaf("action_mask", "box", (4,), "int8", low=(0.0,), high=(1.0,), mask=True)
     spaces = PolicySpaces(SpaceSpec((*BOX.leaves, mask), {"tuple": [0, 1]}), CHOICE)
     recorded = episodes(spaces, (5, 3), "tt")
@@ -394,7 +392,7 @@ def test_an_action_that_its_own_mask_forbids_is_named() -> None:
         Recording(spaces, recorded, "data")
 
 
-def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -> None:
+def test_unknown_or_unfit_dataset_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for name, message in (
         ("notes.txt", "is of no known format"),
@@ -417,7 +415,7 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
         read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
 
 
-def test_only_episodes_that_are_good_enough(tmp_path: Path) -> None:
+def test_min_return_selects_episodes(tmp_path: Path) -> None:
     listed = episodes(SPACES, (5, 6, 7, 4), "tTtc")
     write_csv(tmp_path / "data.csv", SPACES, listed)
     returns = sorted(episode.record.episode_return for episode in listed if episode.record is not None)
@@ -430,7 +428,7 @@ def test_only_episodes_that_are_good_enough(tmp_path: Path) -> None:
         read(tmp_path / "data.csv", DESCRIPTION, min_return=returns[-1] + 1)
 
 
-def test_numbers_are_cast_to_the_spaces_own_types(tmp_path: Path) -> None:
+def test_numbers_are_cast_to_space_types(tmp_path: Path) -> None:
     description = described(NESTED, TORQUE)
     listed = episodes(spaces_of(description))
     write_csv(tmp_path / "data.csv", spaces_of(description), listed, **{"obs.cam.3": [256.0] * ROWS})

@@ -46,7 +46,7 @@ def observe(name: str, seed: int = 0) -> Any:
     return space.sample()
 
 
-def test_it_is_loaded_from_a_checkpoint_of_one_or_several_policies_a_file_or_bytes(tmp_path: Path) -> None:
+def test_policy_loads_from_checkpoint_file_or_bytes(tmp_path: Path) -> None:
     data = policy_bytes()
     folder = tmp_path / "7_Step-1.ckpt"
     (folder / "default").mkdir(parents=True)
@@ -80,7 +80,7 @@ def make_run(folder: Path) -> None:
     (folder / POINTER).write_text(json.dumps(content))
 
 
-def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the_newest(tmp_path: Path) -> None:
+def test_run_folder_selects_promoted_best_or_newest(tmp_path: Path) -> None:
     make_run(tmp_path)
     assert load_policy(tmp_path).version == 3
     observation, counts = observe("box"), load_policy(policy_bytes(seed=1))
@@ -129,14 +129,14 @@ def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the
         ("tuple", (0,), r"an observation is \(an array of shape \(\) and dtype int64, \{'x': .*\}\) .*; found \("),
     ],
 )
-def test_what_is_no_observation_is_told_with_what_one_is(space: str, observation: Any, said: str) -> None:
+def test_invalid_observation_error_shows_expected_form(space: str, observation: Any, said: str) -> None:
     policy = load_policy(policy_bytes(space))
     policy.act(observe(space))
     with pytest.raises(UserError, match=said):
         policy.act(observation)
 
 
-def test_all_parts_of_a_batch_are_as_long() -> None:
+def test_batch_parts_have_equal_length() -> None:
     policy = load_policy(policy_bytes("dict"))
     batch = {name: np.asarray(part)[None] for name, part in observe("dict").items()}
     policy.act_batch(batch)
@@ -144,9 +144,7 @@ def test_all_parts_of_a_batch_are_as_long() -> None:
         policy.act_batch(batch | {"joints": np.repeat(batch["joints"], 2, axis=0)})
 
 
-def test_the_folder_of_a_run_on_this_machine_stands_for_its_embedded_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_folder_reads_embedded_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bucket = tmp_path / "runs" / "a" / "s3" / "stagecoach"
     bucket.mkdir(parents=True)
@@ -165,7 +163,7 @@ def test_the_folder_of_a_run_on_this_machine_stands_for_its_embedded_bucket(
         load_policy("runs/a", "other")
 
 
-def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:
+def test_acting_imports_no_store_redis_ray_or_gymnasium() -> None:
     code = (
         "import sys, stagecoach.shared.deployment.deployed_policy; "
         "print(*{'boto3', 'redis', 'ray', 'gymnasium'} & {*sys.modules})"
@@ -177,16 +175,14 @@ def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:
 @pytest.mark.parametrize(
     ("observation", "action"), [*(("box", name) for name in ACTIONS), *((name, "discrete") for name in OBSERVATIONS)]
 )
-def test_every_observation_is_understood_and_actions_are_in_the_environments_space(
-    observation: str, action: str
-) -> None:
+def test_deployed_policy_supports_every_space(observation: str, action: str) -> None:
     policy = load_policy(policy_bytes(observation, action))
     for seed in range(5):
         for greedy in (True, False):
             assert ACTIONS[action].contains(policy.act(observe(observation, seed), greedy=greedy))
 
 
-def test_greedy_is_the_same_each_time_also_in_a_batch_and_sampling_is_not() -> None:
+def test_greedy_is_deterministic_and_sampling_is_not() -> None:
     state = torch.random.get_rng_state()
     policy = load_policy(policy_bytes(action="box"))
     observation = observe("box")
@@ -201,7 +197,7 @@ def test_greedy_is_the_same_each_time_also_in_a_batch_and_sampling_is_not() -> N
 
 
 @pytest.mark.parametrize("action", ["discrete", "multi_discrete", "box", "dict"])
-def test_it_tells_the_value_and_how_probable_each_action_is(action: str) -> None:
+def test_deployed_policy_reports_value_and_probabilities(action: str) -> None:
     policy = load_policy(policy_bytes(action=action))
     observations = np.stack([observe("box", seed) for seed in range(4)])
     taken = policy.act_batch(observations, greedy=False)
@@ -236,7 +232,7 @@ def _nth(nested: Any, row: int) -> Any:
     return tuple(_nth(value, row) for value in nested) if isinstance(nested, tuple) else nested[row]
 
 
-def test_a_q_network_tells_the_value_of_each_choice() -> None:
+def test_q_network_reports_value_of_each_choice() -> None:
     spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
     policy = DeployedPolicy(QNetwork(spaces, PolicyConfig(), dueling=True), 1)
     seen = policy.inspect(observe("box"))
@@ -245,7 +241,7 @@ def test_a_q_network_tells_the_value_of_each_choice() -> None:
     assert policy.act(observe("box")) - ACTIONS["discrete"].start == seen.action_values.argmax()  # type: ignore[attr-defined]
 
 
-def test_a_recurrent_q_network_tells_values_in_the_units_of_rewards() -> None:
+def test_recurrent_q_values_are_in_reward_units() -> None:
     spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
     config = PolicyConfig(core="gru", share_encoder=True)
     plain, learned = (RecurrentQNetwork(spaces, config, rescaled=rescaled) for rescaled in (False, True))
@@ -257,13 +253,13 @@ def test_a_recurrent_q_network_tells_values_in_the_units_of_rewards() -> None:
 
 
 @pytest.mark.parametrize("unknown", [{"without_value": True}, {"agents": 2}])
-def test_a_value_that_is_not_learned_from_what_the_agent_observes_is_not_told(unknown: dict[str, Any]) -> None:
+def test_centralized_value_is_not_reported(unknown: dict[str, Any]) -> None:
     spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
     seen = DeployedPolicy(ActorCritic(spaces, PolicyConfig(), **unknown), 1).inspect(observe("box"))
     assert seen.value is None and seen.probabilities is not None
 
 
-def test_hidden_state_is_told_and_set_again_and_asking_does_not_move_it() -> None:
+def test_hidden_state_is_readable_and_settable() -> None:
     policy = load_policy(encode_policy(built_policy(
         OBSERVATIONS["box"], ACTIONS["box"], core="lstm", core_size=7, share_encoder=True
     ), 1))  # fmt: skip

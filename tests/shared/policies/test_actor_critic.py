@@ -33,7 +33,7 @@ def policy_for(observation: str, action: str, **config: Any) -> ActorCritic:
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("action", ["discrete", "dict"])
-def test_it_acts_and_judges_in_every_observation_space_with_or_without_a_core(observation: str, action: str) -> None:
+def test_actor_critic_supports_every_observation_space(observation: str, action: str) -> None:
     policy = policy_for(observation, action, normalize_observations=True)
     rows = batch_of(OBSERVATIONS[observation], 6)
     assert policy.normalizer is not None
@@ -51,7 +51,7 @@ def test_it_acts_and_judges_in_every_observation_space_with_or_without_a_core(ob
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_its_parameters_fit_its_distribution_in_every_action_space(action: str) -> None:
+def test_actor_critic_supports_every_action_space(action: str) -> None:
     policy = policy_for("box", action)
     rows = batch_of(OBSERVATIONS["box"], 3)
     params = policy.action_parameters(rows)
@@ -61,7 +61,7 @@ def test_its_parameters_fit_its_distribution_in_every_action_space(action: str) 
     assert all(ACTIONS[action].contains(pick(nested, row)) for row in range(3))
 
 
-def test_the_deviation_of_each_gaussian_is_behind_its_own_mean() -> None:
+def test_gaussian_deviations_follow_their_means() -> None:
     space = spaces.Tuple((spaces.Box(-1.0, 1.0, (2,)), spaces.Discrete(3), spaces.Box(-1.0, 1.0, (1,))))
     policy = built_policy(OBSERVATIONS["box"], space)
     assert isinstance(policy, ActorCritic)
@@ -78,7 +78,7 @@ def test_the_deviation_of_each_gaussian_is_behind_its_own_mean() -> None:
     torch.testing.assert_close(policy.distribution.log_prob(params, actions), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_untrained_policy_is_nearly_uniform_with_the_configured_deviation() -> None:
+def test_untrained_policy_is_nearly_uniform() -> None:
     rows = batch_of(OBSERVATIONS["box"], 100)
     params = policy_for("box", "discrete").action_parameters(rows)
     assert torch.softmax(params, 1).sub(0.25).abs().max().item() < 0.02
@@ -88,7 +88,7 @@ def test_an_untrained_policy_is_nearly_uniform_with_the_configured_deviation() -
     assert params[:, 2:].unique().tolist() == pytest.approx([-0.7])
 
 
-def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
+def test_initial_weights_follow_from_seed_alone() -> None:
     made = []
     for seed, noise in ((4, 0), (4, 1), (5, 0)):
         torch.manual_seed(noise)
@@ -103,7 +103,7 @@ def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
     assert not torch.equal(a, b), "policies of one run start apart"
 
 
-def test_a_shared_encoder_is_one_encoder() -> None:
+def test_shared_encoder_is_one_encoder() -> None:
     apart, shared = policy_for("dict", "discrete"), policy_for("dict", "discrete", share_encoder=True)
     assert shared.critic is shared.actor and apart.critic is not apart.actor
     count = [sum(p.numel() for p in policy.parameters()) for policy in (apart, shared)]
@@ -167,7 +167,7 @@ def one_by_one(
 
 @CORES
 @pytest.mark.parametrize("places", [(), ((0, 0), (3, 1), (4, 1), (8, 2))], ids=["no end", "ends"])
-def test_a_sequence_is_what_acting_step_by_step_is(core: str, places: tuple[tuple[int, int], ...]) -> None:
+def test_sequence_equals_step_by_step_acting(core: str, places: tuple[tuple[int, int], ...]) -> None:
     policy = recurrent(core, normalize_observations=True)
     assert policy.normalizer is not None
     policy.normalizer.update({"obs": observed(5).flatten(0, 1)})
@@ -182,7 +182,7 @@ def test_a_sequence_is_what_acting_step_by_step_is(core: str, places: tuple[tupl
 
 
 @CORES
-def test_gradients_flow_back_in_time_to_the_episodes_beginning(core: str) -> None:
+def test_gradients_flow_back_to_episode_start(core: str) -> None:
     policy = recurrent(core)
     obs = observed().requires_grad_()
     state = policy.initial_state(SLOTS).requires_grad_()
@@ -204,7 +204,7 @@ def test_policies_without_a_core_remember_nothing() -> None:
     assert torch.equal(params, policy.action_parameters(rows)) and state.shape == (SLOTS, 0)
 
 
-def test_a_core_needs_more_than_observations_and_an_algorithm_that_learns_sequences() -> None:
+def test_core_needs_algorithm_for_sequences() -> None:
     with pytest.raises(NotImplementedError, match="recurrent_actor_critic has no parameters for observations alone"):
         recurrent("gru").action_parameters({"obs": observed()[0]})
     with pytest.raises(ConfigError, match=r"policies\.p\.core=lstm: algorithm \w+ learns single steps .* core=none"):
@@ -212,7 +212,7 @@ def test_a_core_needs_more_than_observations_and_an_algorithm_that_learns_sequen
 
 
 @CORES
-def test_a_deployed_policy_remembers_until_it_or_a_row_of_its_batch_is_reset(core: str) -> None:
+def test_deployed_policy_remembers_until_reset(core: str) -> None:
     policy = recurrent(core)
     acting, alone = DeployedPolicy(policy, 1), DeployedPolicy(policy, 1)
     obs, over = observed(), ends((3, 1), (3, 4))
@@ -231,7 +231,7 @@ def test_a_deployed_policy_remembers_until_it_or_a_row_of_its_batch_is_reset(cor
         alone.reset()
 
 
-def test_a_batch_of_another_size_is_refused_until_it_is_reset() -> None:
+def test_batch_of_another_size_is_rejected_until_reset() -> None:
     acting = DeployedPolicy(recurrent("lstm"), 1)
     acting.act_batch(observed()[0].numpy())
     with pytest.raises(UserError, match=r"1 observations, but the policy holds state for 5 episodes; call reset\(\)"):

@@ -73,7 +73,7 @@ def references(space: spaces.Space[Any], params: Tensor) -> list[Distribution]:
     ],
     ids=str,
 )  # fmt: skip
-def test_it_is_the_product_of_torchs_distributions_with_their_gradients_and_divergence(
+def test_distribution_matches_product_of_torch_distributions(
     space: spaces.Space[Any], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     distribution = distribution_of(space)
@@ -98,7 +98,7 @@ def test_it_is_the_product_of_torchs_distributions_with_their_gradients_and_dive
     assert distribution.divergence(params, params).abs().max() < 1e-6 < distribution.divergence(params, other).min()
 
 
-def test_extreme_parameters_stay_finite_and_have_no_gradient_beyond_the_bounds() -> None:
+def test_extreme_parameters_stay_finite() -> None:
     choices, extreme = distribution_of(spaces.Discrete(3)), torch.tensor([[1e4, -1e4, 0.0]])
     assert choices.sample(extreme, generator(0))["action"].tolist() == [0]
     assert choices.log_prob(extreme, {"action": torch.tensor([0])}).item() == 0.0
@@ -113,7 +113,7 @@ def test_extreme_parameters_stay_finite_and_have_no_gradient_beyond_the_bounds()
     assert params.grad[0, 2:].tolist() == [0.0, 0.0]
 
 
-def test_choices_are_sampled_as_often_as_their_probabilities_say() -> None:
+def test_choices_are_sampled_by_probability() -> None:
     distribution = distribution_of(spaces.MultiDiscrete([3, 2]))
     probabilities = torch.tensor([0.5, 0.3, 0.2, 0.9, 0.1])
     rows = 40_000
@@ -153,7 +153,7 @@ def squashed(action: spaces.Space[Any]) -> SquashedGaussian:
     return SquashedGaussian(BoundedActions(describe_space(action)))
 
 
-def test_the_density_is_that_of_torchs_transformed_distribution() -> None:
+def test_squashed_density_matches_torch() -> None:
     distribution = squashed(NESTED)
     params = torch.randn(500, 6, generator=generator()) * 0.5
     actions = distribution.sample(params, generator(1))
@@ -178,7 +178,7 @@ def test_the_density_is_that_of_torchs_transformed_distribution() -> None:
     torch.testing.assert_close(log_prob.to(torch.float64)[inside], plain[inside], rtol=1e-3, atol=2e-3)
 
 
-def test_its_gradients_are_those_of_finite_differences() -> None:
+def test_squashed_gradients_match_finite_differences() -> None:
     distribution = squashed(spaces.Box(-3.0, 1.0, (2,)))
     noise = torch.randn(4, 2, generator=generator(1), dtype=torch.float64)
     params = torch.randn(4, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
@@ -214,7 +214,7 @@ def test_log_std_init_is_the_spread_at_the_start() -> None:
     assert (params[:, 3:] == -1.25).all() and (params[:, :3] == 0).all()
 
 
-def test_a_deterministic_policy_draws_what_is_best() -> None:
+def test_deterministic_policy_samples_its_mode() -> None:
     policy = built_policy(SIGHT, NESTED, "td3")
     params = policy.action_parameters({"obs": torch.randn(4, 3)})
     best, drawn = policy.distribution.mode(params), policy.distribution.sample(params, generator())
@@ -234,13 +234,13 @@ def test_a_deterministic_policy_draws_what_is_best() -> None:
     ],
     ids=["unbounded", "half bounded", "integers", "no width", "mixed"],
 )
-def test_spaces_without_finite_bounds_are_refused_in_one_line(name: str, action: spaces.Space[Any]) -> None:
+def test_spaces_without_finite_bounds_are_rejected(name: str, action: spaces.Space[Any]) -> None:
     with pytest.raises(UnsupportedSpace, match="continuous actions need Boxes of floats with finite bounds") as refused:
         built_policy(SIGHT, action, name)
     assert "\n" not in str(refused.value)
 
 
-def test_integers_cannot_be_drawn_and_no_gradient_goes_through_choices() -> None:
+def test_actor_rejects_integers_and_choice_gradients() -> None:
     with pytest.raises(UnsupportedSpace, match="Box of int32 cannot be sampled; use floats"):
         distribution_of(spaces.Box(0, 5, (2,), np.int32))
     for name in ("td3", "ddpg"):

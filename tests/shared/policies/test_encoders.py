@@ -24,7 +24,7 @@ SMALL = PolicyConfig(cnn="small", hidden_sizes=(16,))
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
-def test_each_row_of_every_space_becomes_features_by_itself(name: str) -> None:
+def test_encoder_treats_rows_independently(name: str) -> None:
     encoder = Encoder(describe_space(OBSERVATIONS[name]), SMALL)
     rows = batch_of(OBSERVATIONS[name], 4)
     together = encoder(rows, None)
@@ -47,7 +47,7 @@ def test_each_row_of_every_space_becomes_features_by_itself(name: str) -> None:
     ],
     ids=["discrete", "multi-discrete", "bits", "dict"],
 )  # fmt: skip
-def test_choices_are_one_hot_counted_from_their_start_and_leaves_stand_beside_each_other(
+def test_choices_are_one_hot_from_their_start(
     space: spaces.Space[Any], values: list[Any], expected: list[list[int]]
 ) -> None:
     spec = describe_space(space)
@@ -66,7 +66,7 @@ def test_choices_are_one_hot_counted_from_their_start_and_leaves_stand_beside_ea
      ((2, 8, 8, 17), 34, (8, 8), (0, 5, 7, 0))],
     ids=["HWC", "CHW", "stacked gray", "stack of HWC", "stack of CHW", "chess", "chess first", "16 gray", "stacked go"],
 )  # fmt: skip
-def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
+def test_images_are_channels_first_and_scaled(
     shape: tuple[int, ...], channels: int, size: tuple[int, int], place: tuple[int, ...], dtype: Any, most: int
 ) -> None:
     space = spaces.Box(0, most, shape, dtype)
@@ -82,7 +82,7 @@ def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
 
 
 @pytest.mark.parametrize(("kind", "least"), [("nature", 36), ("small", 5), ("auto", 5)])
-def test_the_smallest_images_allowed_work_and_smaller_ones_are_refused_by_name(kind: Any, least: int) -> None:
+def test_images_below_smallest_size_are_rejected(kind: Any, least: int) -> None:
     def encoder(*size: int) -> Encoder:
         spec = describe_space(spaces.Dict({"camera": spaces.Box(0, 255, (*size, 3), np.uint8)}))
         return Encoder(spec, PolicyConfig(cnn=kind))
@@ -95,7 +95,7 @@ def test_the_smallest_images_allowed_work_and_smaller_ones_are_refused_by_name(k
 
 
 @pytest.mark.parametrize(("side", "kind"), [(8, "small"), (35, "small"), (36, "nature"), (84, "nature")])
-def test_auto_is_the_same_network_to_the_bit_as_the_one_that_fits(side: int, kind: Any) -> None:
+def test_auto_cnn_equals_the_network_that_fits(side: int, kind: Any) -> None:
     spec, image = (
         describe_space(spaces.Box(0, 255, (side, side, 2), np.uint8)),
         np.full((1, side, side, 2), 7, np.uint8),
@@ -109,7 +109,7 @@ def test_auto_is_the_same_network_to_the_bit_as_the_one_that_fits(side: int, kin
     assert PolicyConfig().cnn == "auto"
 
 
-def test_layers_of_ones_own_see_each_line_of_four_on_a_board_and_too_large_ones_are_refused_by_name() -> None:
+def test_custom_convolutions_see_lines_of_four_and_are_checked() -> None:
     spec = describe_space(spaces.Dict({"board": spaces.Box(0, 1, (6, 7, 2), np.bool_)}))
     config = PolicyConfig.model_validate_json(PolicyConfig(cnn=((8, 4, 1), (4, 2, 1))).model_dump_json())
     encoder = Encoder(spec, config)
@@ -123,7 +123,7 @@ def test_layers_of_ones_own_see_each_line_of_four_on_a_board_and_too_large_ones_
 
 
 @pytest.mark.parametrize("size", [(1, 2), (8, 8), (21, 30)])
-def test_residual_blocks_take_images_of_any_size_and_learn_from_every_pixel(size: tuple[int, int]) -> None:
+def test_residual_cnn_uses_every_pixel_of_any_size(size: tuple[int, int]) -> None:
     encoder = Encoder(describe_space(spaces.Box(0, 255, (*size, 3), np.uint8)), PolicyConfig(cnn="residual"))
     assert sum(isinstance(module, torch.nn.Conv2d) for module in encoder.modules()) == 15, "as in the paper's figure 3"
     images = torch.randint(0, 256, (4, *size, 3), dtype=torch.uint8)
@@ -138,7 +138,7 @@ def test_residual_blocks_take_images_of_any_size_and_learn_from_every_pixel(size
     assert torch.equal(block(values), values), "what it adds is nothing then"
 
 
-def test_the_activation_is_the_configured_one() -> None:
+def test_activation_is_configurable() -> None:
     spec = describe_space(spaces.Box(-1.0, 1.0, (3,)))
     for name, kind in {"tanh": Tanh, "relu": torch.nn.ReLU, "elu": torch.nn.ELU, "silu": torch.nn.SiLU}.items():
         encoder = Encoder(spec, PolicyConfig.model_validate({"activation": name, "hidden_sizes": (5, 6)}))
@@ -148,7 +148,7 @@ def test_the_activation_is_the_configured_one() -> None:
     assert isinstance(norm, torch.nn.LayerNorm) and norm.normalized_shape == (5,)
 
 
-def test_a_layer_norm_of_several_networks_is_pytorchs_of_each() -> None:
+def test_parallel_layer_norm_matches_pytorch() -> None:
     ours, values = ParallelLayerNorm(3, 5), torch.randn(3, 4, 5)
     with torch.no_grad():
         ours.weight.normal_(), ours.bias.normal_()
@@ -162,7 +162,7 @@ def test_a_layer_norm_of_several_networks_is_pytorchs_of_each() -> None:
 VALUES = torch.cat([torch.linspace(-30, 30, 10_001), torch.tensor([0.0, 1e-8, -1e-8, 1e-3, torch.inf, -torch.inf])])
 
 
-def test_it_is_tanh_to_float32s_precision_and_the_same_with_and_without_gradients() -> None:
+def test_tanh_matches_to_float32_precision() -> None:
     before = VALUES.clone()
     found = Tanh()(VALUES)
     assert torch.equal(VALUES, before)
@@ -171,7 +171,7 @@ def test_it_is_tanh_to_float32s_precision_and_the_same_with_and_without_gradient
     assert Tanh()(torch.tensor([torch.nan])).isnan().all()
 
 
-def test_the_gradient_is_that_of_tanh_and_so_is_the_gradients_gradient() -> None:
+def test_tanh_has_exact_first_and_second_gradients() -> None:
     at = torch.linspace(-4, 4, 101)
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -185,7 +185,7 @@ def test_the_gradient_is_that_of_tanh_and_so_is_the_gradients_gradient() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_pytorchs(dtype: torch.dtype) -> None:
+def test_tanh_of_other_precisions_is_pytorchs(dtype: torch.dtype) -> None:
     values = VALUES[:100].to(dtype)
     assert torch.equal(Tanh()(values), torch.tanh(values))
 
@@ -209,7 +209,7 @@ def as_bytes(moments: RunningMoments) -> dict[str, bytes]:
 
 @settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 99), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_moments_are_those_of_all_data_together(seed: int, sizes: list[int]) -> None:
+def test_moments_match_all_data_together(seed: int, sizes: list[int]) -> None:
     parts = batches(seed, sizes)
     everything = torch.cat(parts).numpy()
     moments = moments_after(parts)
@@ -225,7 +225,7 @@ def test_moments_are_those_of_all_data_together(seed: int, sizes: list[int]) -> 
     np.testing.assert_allclose(moments(values).numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_the_identity_until_it_has_seen_anything() -> None:
+def test_moments_are_identity_before_first_update() -> None:
     moments = RunningMoments(2, clip=1.0)
     values = torch.tensor([[1e20, -3.25], [0.0, 1e-30]])
     assert torch.equal(moments(values), values)
@@ -233,7 +233,7 @@ def test_it_is_the_identity_until_it_has_seen_anything() -> None:
     assert torch.equal(moments(values), values)
 
 
-def test_clipping_starts_with_the_first_update_also_of_what_is_constant() -> None:
+def test_clipping_starts_with_the_first_update() -> None:
     moments = RunningMoments(1, clip=2.0)
     moments.update(torch.tensor([[-1.0], [1.0]]))
     assert moments(torch.tensor([[1.5], [100.0], [-100.0]])).flatten().tolist() == pytest.approx([1.5, 2.0, -2.0])
@@ -242,7 +242,7 @@ def test_clipping_starts_with_the_first_update_also_of_what_is_constant() -> Non
     assert constant(torch.tensor([[7.0], [8.0]])).flatten().tolist() == [0.0, 10.0], "not divided by zero"
 
 
-def test_the_same_order_gives_the_same_bits_also_from_a_snapshot() -> None:
+def test_moments_resume_bit_equal() -> None:
     parts = batches(2, [5, 1, 17, 8])
     whole = moments_after(parts)
     assert as_bytes(whole) == as_bytes(moments_after(parts))
@@ -263,7 +263,7 @@ SPACE: spaces.Space[Any] = spaces.Dict(
 )
 
 
-def test_vectors_are_normalized_and_images_and_choices_are_not() -> None:
+def test_normalizer_leaves_images_and_choices() -> None:
     spec = describe_space(SPACE)
     normalizer = ObservationNormalizer(spec, clip=10.0)
     random = torch.Generator().manual_seed(0)

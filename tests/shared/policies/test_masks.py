@@ -62,7 +62,7 @@ def drawn_masks(sizes: tuple[int, ...], rows: int, seed: int) -> np.ndarray[Any,
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_the_masked_distribution_is_that_over_the_legal_choices(sizes: tuple[int, ...], seed: int) -> None:
+def test_masked_distribution_covers_legal_choices(sizes: tuple[int, ...], seed: int) -> None:
     spaces, rows = choices(sizes), 16
     mask = drawn_masks(sizes, rows, seed)
     logits = torch.randn(rows, sum(sizes), generator=torch.Generator().manual_seed(seed % 2**31)).requires_grad_()
@@ -98,7 +98,7 @@ def masked_policy(kind: str, sizes: tuple[int, ...] = (6,), **algorithm: Any) ->
 
 
 @pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda its: str(its["kind"]))
-def test_no_exploration_chooses_what_is_illegal(exploration: dict[str, Any]) -> None:
+def test_exploration_never_chooses_illegal_actions(exploration: dict[str, Any]) -> None:
     heads: dict[str, Any] = {"heads": 5} if exploration["kind"] in ("ucb", "bootstrapped") else {}
     algorithm = {"name": "dqn", "minibatch_size": 8, "exploration": exploration, **heads}
     policy = masked_policy("dqn", (6,), exploration=exploration, **heads)
@@ -117,7 +117,7 @@ def test_no_exploration_chooses_what_is_illegal(exploration: dict[str, Any]) -> 
         assert torch.allclose(total, torch.ones(rows), atol=1e-5)
 
 
-def test_warm_up_draws_each_legal_choice_alike() -> None:
+def test_warm_up_is_uniform_over_legal_choices() -> None:
     sizes, rows = (4, 3), 3000
     policy, mask = masked_policy("ppo", sizes), np.tile(np.array([1, 0, 1, 1, 0, 1, 1], np.int8), (rows, 1))
     observations = {"obs.seen": torch.zeros(rows, 2), "obs.action_mask": torch.from_numpy(mask)}
@@ -140,7 +140,7 @@ class Careless(Exploration):
         return {"action": legal + self._illegal}, torch.zeros(len(legal), 1)
 
 
-def test_an_own_exploration_s_illegal_choice_is_told() -> None:
+def test_custom_exploration_error_names_illegal_choice() -> None:
     policy, rows = masked_policy("ppo", (4, 3)), 5
     mask = torch.tensor([[1, 0, 1, 1, 0, 1, 0]] * rows, dtype=torch.int8)
     observations = {"obs.seen": torch.zeros(rows, 2), "obs.action_mask": mask}
@@ -150,7 +150,7 @@ def test_an_own_exploration_s_illegal_choice_is_told() -> None:
             make_own_exploration(config, {}).act(policy, observations, torch.Generator())
 
 
-def test_an_environment_s_info_masks_as_an_observation_would() -> None:
+def test_mask_from_info_equals_observed_mask() -> None:
     description = describe_environment(minimal_config(**TAXI))
     spaces = description.policies["default"]
     assert spaces.observation.mask_columns == ("obs.action_mask",)
@@ -162,14 +162,14 @@ def test_an_environment_s_info_masks_as_an_observation_would() -> None:
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_a_mask_has_to_leave_an_option_of_each_choice(sizes: tuple[int, ...], seed: int) -> None:
+def test_mask_without_option_is_rejected(sizes: tuple[int, ...], seed: int) -> None:
     spaces, mask = choices(sizes), np.random.default_rng(seed).random((12, sum(sizes))) < 0.6
     ends = np.cumsum(sizes).tolist()
     expected = [any(not row[end - size : end].any() for size, end in zip(sizes, ends, strict=True)) for row in mask]
     assert spaces.without_legal({"obs.action_mask": mask.astype(np.float32)}).tolist() == expected
 
 
-def test_a_mask_that_info_lacks_fails_in_one_line_and_a_tuple_of_arrays_is_one_mask() -> None:
+def test_missing_info_mask_is_reported_and_tuples_are_joined() -> None:
     told = from_info(np.zeros(2), {"action_mask": (np.array([1, 0]), np.array([0, 1, 1]))}, 5)
     assert told["action_mask"].tolist() == [1, 0, 0, 1, 1] and list(told) == ["observation", "action_mask"]
     assert from_info({"seen": 1}, {"action_mask": [True, False]}, 2)["seen"] == 1
@@ -178,21 +178,21 @@ def test_a_mask_that_info_lacks_fails_in_one_line_and_a_tuple_of_arrays_is_one_m
             from_info(0, info, 2)
 
 
-def test_a_game_s_moves_are_legal_ones() -> None:
+def test_game_moves_are_legal() -> None:
     columns = Stage(NIM | {"num_envs": 4}).sample(80).columns["default"]
     there = columns["mask"]
     assert np.take_along_axis(columns["obs.action_mask"], columns["action"][..., None], axis=2)[there].all()
     assert (columns["reward"][columns["terminated"]] != 0).all()
 
 
-def test_a_mask_without_a_legal_action_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_without_legal_action_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nim, "legal", lambda self: np.zeros(3, np.int8))
     stage = Stage(NIM)
     with pytest.raises(EnvironmentFailure, match="action_mask without a legal action"):
         stage.sample(4)
 
 
-def test_a_deployed_policy_takes_the_mask_beside_the_observation() -> None:
+def test_deployed_policy_accepts_separate_mask() -> None:
     description = describe_environment(minimal_config(**TAXI))
     config = minimal_config(**TAXI)
     policy = DeployedPolicy(build_policies(description.policies, config.policies, config.algorithm, 0)["default"], 0)
@@ -217,7 +217,7 @@ def test_a_deployed_policy_takes_the_mask_beside_the_observation() -> None:
         ({"id": "CartPole-v1", "action_mask": "info", "vectorization": "native"}, "use sync or async"),
     ],
 )
-def test_a_mask_that_is_not_there_is_refused(environment: dict[str, Any], says: str) -> None:
+def test_missing_mask_is_rejected(environment: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         describe_environment(minimal_config(environment=environment))
 
@@ -243,7 +243,7 @@ class Armed(gymnasium.Env[Any, Any]):
 ARMED = {"id": f"{__name__}:Armed", "num_envs": 2}
 
 
-def test_a_mask_in_parts_is_that_of_the_choices_of_the_same_names() -> None:
+def test_nested_masks_match_choices_by_name() -> None:
     stage = Stage(ARMED)
     assert [*stage.description.policies["default"].action.column_names("action")] == ["action.move", "action.attack"]
     columns = stage.sample(20).columns["default"]
@@ -253,7 +253,7 @@ def test_a_mask_in_parts_is_that_of_the_choices_of_the_same_names() -> None:
         Stage(ARMED | {"kwargs": {"names": ["move", "armour"]}})
 
 
-def test_a_mask_of_another_size_is_refused_and_that_of_no_choice_is_observed() -> None:
+def test_mask_of_another_size_is_rejected() -> None:
     stacked = {"wrappers": [{"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 2}}]}
     with pytest.raises(ConfigError, match=r"action_mask=auto expects default to observe .* of 6 numbers.* found 12"):
         describe_environment(minimal_config(environment=ARMED | stacked))
@@ -261,7 +261,7 @@ def test_a_mask_of_another_size_is_refused_and_that_of_no_choice_is_observed() -
     assert marked(*free, "auto", "one").mask_columns == ()
 
 
-def test_off_means_that_it_is_observed_like_anything_else() -> None:
+def test_action_mask_off_observes_the_mask() -> None:
     description = describe_environment(minimal_config(environment=NIM | {"action_mask": "off"}))
     assert description.policies["default"].observation.mask_columns == ()
     assert ILLEGAL < -1e8

@@ -30,7 +30,7 @@ def observations() -> dict[str, torch.Tensor]:
 @every_kind
 @pytest.mark.parametrize("hidden", [(), (6,), (8, 6)])
 @torch.no_grad()
-def test_values_are_the_means_of_what_the_head_says(fields: dict[str, Any], hidden: tuple[int, ...]) -> None:
+def test_q_values_are_means_of_the_head(fields: dict[str, Any], hidden: tuple[int, ...]) -> None:
     policy = network(hidden=hidden, **fields)
     outputs, values = policy.outputs(observations()).numpy(), policy.action_parameters(observations()).numpy()
     heads = fields.get("heads", 1)
@@ -53,7 +53,7 @@ def test_values_are_the_means_of_what_the_head_says(fields: dict[str, Any], hidd
 
 
 @torch.no_grad()
-def test_the_streams_of_a_dueling_network_are_value_and_advantage() -> None:
+def test_dueling_streams_are_value_and_advantage() -> None:
     policy = network(dueling=True, head="qr", quantiles=3)
     assert policy.value is not None
     before = policy.outputs(observations())
@@ -68,9 +68,7 @@ def test_the_streams_of_a_dueling_network_are_value_and_advantage() -> None:
 @pytest.mark.parametrize("hidden", [(), (6,), (8, 6)])
 @pytest.mark.parametrize("dueling", [False, True])
 @torch.no_grad()
-def test_the_heads_of_an_ensemble_are_networks_of_their_own_on_one_encoder(
-    hidden: tuple[int, ...], dueling: bool
-) -> None:
+def test_ensemble_heads_are_separate_on_one_encoder(hidden: tuple[int, ...], dueling: bool) -> None:
     """Each is what a network alone would be that had its weights; and a prior is one more of them that is added."""
     ensemble = network(hidden=hidden, dueling=dueling, heads=3, prior_scale=2.0)
     plain = network(hidden=hidden, dueling=dueling)
@@ -92,7 +90,7 @@ def test_the_heads_of_an_ensemble_are_networks_of_their_own_on_one_encoder(
 
 
 @torch.no_grad()
-def test_all_choices_are_taken_by_the_largest_value() -> None:
+def test_best_choice_takes_largest_value() -> None:
     policy = network()
     params = torch.tensor([[1.0, 3.0, 2.0, 3.0], [-1.0, -5.0, -2.0, -0.5]])
     for actions in (policy.distribution.mode(params), policy.distribution.sample(params, generator())):
@@ -104,14 +102,14 @@ def test_all_choices_are_taken_by_the_largest_value() -> None:
 @pytest.mark.parametrize(
     "action", [spaces.Box(-1.0, 1.0, (2,)), spaces.MultiDiscrete([2, 3]), spaces.Tuple((spaces.Discrete(2),) * 2)]
 )
-def test_other_actions_are_refused_in_one_line(action: spaces.Space[Any]) -> None:
+def test_q_network_rejects_other_actions(action: spaces.Space[Any]) -> None:
     with pytest.raises(UnsupportedSpace, match="needs one Discrete action, found") as caught:
         network(action)
     assert "\n" not in str(caught.value)
 
 
 @torch.no_grad()
-def test_a_noisy_layer_is_what_the_paper_says() -> None:
+def test_noisy_layer_matches_paper() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         layer = NoisyLinear(4, 3, 0.5)
@@ -132,7 +130,7 @@ def test_a_noisy_layer_is_what_the_paper_says() -> None:
 
 
 @torch.no_grad()
-def test_noise_follows_from_the_generator_alone_and_evaluation_has_none() -> None:
+def test_noise_follows_generator_and_is_off_in_evaluation() -> None:
     policy = network(noisy=True, dueling=True, head="c51", atoms=5)
     state = torch.random.get_rng_state()
     first = policy.exploring_parameters(observations(), generator(1))
