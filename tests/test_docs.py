@@ -167,7 +167,7 @@ def test_yaml_snippets_are_valid_configs() -> None:
         "docs/HIERARCHY.md",
     )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 15
+    assert len(blocks) == 16
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 

@@ -26,6 +26,7 @@ _DECIDES_LEARNING: Any = {
     "policies": True,
     "agents": True,
     "league": True,
+    "folds": True,
     "algorithm": True,
     "dataset": {"sha256", "only_heatup"},
     "demonstrations": {"sha256"},

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.algorithms.on_policy import PPOConfig
@@ -286,6 +286,25 @@ class StopConfig(Section):
         return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
 
 
+class FoldConfig(Section):
+    """A fold of your own (docs/CURRICULUM.md)."""
+
+    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`module:Class`, a class that derives from `stagecoach.Fold`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+
+def _free(name: str) -> str:
+    if name in {"state", "memory", "league", "curriculum"}:
+        raise ValueError(f"{name!r} is the name of another part of a checkpoint; choose another name")
+    return name
+
+
+FoldName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_free)]
+"""Names a file of each checkpoint."""
+
+
 class WriterConfig(Section):
     """A metric writer."""
 
@@ -334,6 +353,9 @@ class ConfigFields(Section):
     pattern; other agents use the only policy."""
     league: LeagueConfig | None = None
     """League: agents that play current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
+    folds: dict[FoldName, Annotated[FoldConfig, BY_PATH]] = {}
+    """Folds of your own by name. Each observes all episodes in log order, and decides environment parameters of
+    the next ones, exact over resume and replay (docs/CURRICULUM.md). A plain string is a class without arguments."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         update_seed,
     )
     from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
+    from stagecoach.trainer_node.learning.fold import Fold
     from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
     from stagecoach.trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
 
@@ -62,8 +63,8 @@ _MODULES = {
 __all__ = [
     "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
     "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
-    "Exploration", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer", "Run",
-    "SACConfig", "Setting", "Shard",
+    "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer",
+    "Run", "SACConfig", "Setting", "Shard",
     "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
     "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.environments.parameters import sampler_of
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
@@ -58,7 +59,10 @@ class Fold:
 
     def table(self, counters: Counters) -> PlainData:
         """Returns what workers decide episodes by, from the next policy version on; by default `parameters`."""
-        return ParameterTable({name: sampler_of(value) for name, value in self.parameters().items()})
+        try:
+            return ParameterTable({name: sampler_of(value) for name, value in self.parameters().items()})
+        except ValueError as error:
+            raise ConfigError(f"folds.{self.name}: parameters() returned {self.parameters()}: {error}") from None
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole state as data for JSON; the inverse is `load_state`."""

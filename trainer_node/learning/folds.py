@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import import_object, misfit
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.sections import FoldConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.curriculum import Curriculum
@@ -11,7 +14,7 @@ from stagecoach.trainer_node.learning.league import League
 
 
 def make_folds(config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> list[Fold]:
-    """New folds: the league, the curriculum."""
+    """Returns new folds: the league, the curriculum, and those of the user; raises `ConfigError`."""
     folds: list[Fold] = []
     rating = None
     if config.league is not None:
@@ -19,4 +22,15 @@ def make_folds(config: Config, description: EnvironmentDescription, policies: Ma
         rating, folds = league.rating, [league]
     if config.environment.parameters:
         folds.append(Curriculum(config, description, rating))
-    return folds
+    return [*folds, *(_own(name, its) for name, its in config.folds.items())]
+
+
+def _own(name: str, config: FoldConfig) -> Fold:
+    made = import_object(config.path, f"folds.{name}.path", kind="Class")
+    if not (isinstance(made, type) and issubclass(made, Fold)):
+        raise ConfigError(f"folds.{name}.path={config.path}: expected a subclass of stagecoach.Fold, found {made!r}")
+    if why := misfit(made, **config.kwargs):
+        raise ConfigError(f"folds.{name}.path={config.path} does not take {config.kwargs}: {why}")
+    fold: Fold = made(**config.kwargs)
+    fold.name = name
+    return fold
