@@ -1,0 +1,1 @@
+"""Runs as handles: a list of them, one, and comparisons."""
