@@ -1,1 +1,1 @@
-"""What there is of runs and checkpoints, and what people do with them."""
+"""Catalog of runs and checkpoints, and operations on them."""

@@ -1,7 +1,7 @@
-"""Finding a checkpoint that a person names (of a run on this machine, or in a folder of its own), and playing it.
+"""Lookup of checkpoints by run, name, folder or URL, and their evaluation.
 
-A config that was made on another machine, or came with an exported checkpoint, names code to import; anyone who could
-write there could name any function of any module. So that code runs only where a person says so (`require_trust`).
+A config from another machine, or from an exported checkpoint, names code to import; whoever could write there could
+name any function of any module. Such code runs only with consent (`require_trust`).
 """
 
 import os
@@ -49,27 +49,26 @@ class Found:
     import_path: tuple[str, ...]
     """Folders of the run's own modules."""
     made_here: bool
-    """Whether the config was made on this machine; else it names code only with consent (`require_trust`)."""
+    """True if the config was created on this machine; else its code needs consent (`require_trust`)."""
 
 
 def find_checkpoint(target: str, runs_dir: Path, access: StoreConfig | None = None) -> Found:
-    """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a folder.
+    """Finds a checkpoint: of a run (its promoted, else best, else newest one), `RUN/NAME`, or in a folder.
 
-    NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
-    exported, or `s3://bucket/prefix/RUN[/NAME]`, in a bucket that is reached as `access` says. Raises `RunNotFound` or
-    `CheckpointNotFound` with what there is.
+    NAME may be `best`, `latest`, `final` or `promoted`. A folder is a checkpoint's or a run's, exported or in a file
+    store, or `s3://bucket/prefix/RUN[/NAME]`, reached as `access` says. Raises `RunNotFound` or `CheckpointNotFound`.
     """
     whole, sign, policy_id = target.partition("#")
     if sign and not Path(target).exists():
         raise CheckpointNotFound(
-            f"no checkpoint is named {target}: it is played with all its policies, and each has its own score; leave "
+            f"{target}: a checkpoint is played with all its policies, and each has its own score; leave "
             f"#{policy_id} out: {whole}"
         )
     scheme, separator, rest = target.partition("://")
     if scheme == "s3" and separator:
         return _in_bucket(target.rstrip("/"), access)
     if separator and scheme != "file":
-        raise CheckpointNotFound(f"no checkpoint is taken from {target}; expected {_EXPECTED}")
+        raise CheckpointNotFound(f"cannot read checkpoints from {target}; expected {_EXPECTED}")
     folder = Path(rest if separator else target).expanduser().resolve()
     if (folder / MANIFEST).is_file():  # of an upload
         folder = folder.parent
@@ -82,7 +81,7 @@ def find_checkpoint(target: str, runs_dir: Path, access: StoreConfig | None = No
     elif folder.is_dir():
         raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
     elif separator or target.startswith(("/", ".", "~")):
-        raise CheckpointNotFound(f"there is no folder {folder}; expected {_EXPECTED}")
+        raise CheckpointNotFound(f"folder {folder} does not exist; expected {_EXPECTED}")
     run_id, _, name = target.partition("/")
     run = RunFolder.find(run_id, runs_dir)
     config = run.config()
@@ -107,16 +106,18 @@ def _in_bucket(target: str, access: StoreConfig | None) -> Found:
 
 def _in_folder(run_folder: Path, name: str | None = None) -> Found:
     if not (path := run_folder / CONFIG).is_file():
-        raise CheckpointNotFound(f"{run_folder} is no run's folder: {path} is missing, which names the environment")
+        raise CheckpointNotFound(f"{run_folder} is not a run's folder: {path}, which names the environment, is missing")
     config = load_config(path, environ={})
     store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
     return Found(config, store, name or store.preferred(), (), made_here=False)
 
 
 def named_code(config: Config) -> dict[str, str]:
-    """Config field → `module:name`, for all that a config has imported: every text with a colon in the sections that
-    say what is played and learned, but for what their environments and wrappers are given. A module is imported
-    whatever stands behind the colon; of a league's players only scripted ones are."""
+    """Config field → `module:name`, for all code that a config imports.
+
+    That is every text with a colon in the sections that define play and learning, except arguments of environments and
+    wrappers. Of a league's players only scripted ones count.
+    """
     data = config.model_dump(mode="json", include=cast(Any, _PLAYED))
     data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
     fields = {field: value for field, value in leaves(data).items() if not field.startswith(_GIVEN)}
@@ -129,7 +130,7 @@ def named_code(config: Config) -> dict[str, str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Those of a field, also in a list of sections."""
+    """Yields the texts of a field, also from a list of sections."""
     if isinstance(value, str):
         yield value
     for item in value if isinstance(value, list) else ():
@@ -137,13 +138,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def require_trust(config: Config, made_here: bool, trusted: bool, where: str) -> None:
-    """Raises `UserError` where code would be run because a config says so that was not made on this machine."""
+    """Raises `UserError` if a config from another machine names code to run."""
     named = named_code(config)
     if named and not made_here and not trusted:
         fields = ", ".join(f"{field}={path}" for field, path in named.items())
         raise UserError(
-            f"the config of {where} comes from an exported folder or from another machine, and playing it would import "
-            f"and run {fields}; if you trust it, call this again with --trust-config"
+            f"the config of {where} comes from an exported folder or another machine, and playing it would import "
+            f"and run {fields}; if you trust it, repeat the command with --trust-config"
         )
 
 
@@ -160,14 +161,13 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
-    The starts are those by which the best checkpoint was confirmed: its score comes out again, and any other is played
-    from starts that its own score does not come from.
+    The starts are those that confirmed the best checkpoint, so its score is reproduced.
 
-    `show` renders for people, as fast as the environment does that; `stochastic` draws actions as in training.
-
-    With `video`, each episode is recorded there as MP4. With `trust_config`, a config that was not made on this machine
-    may name code to import. Raises `UserError` where one does without, `CheckpointNotFound`, `CheckpointDamaged`,
-    `EnvironmentUnusable`.
+    Args:
+        video: folder for an MP4 of each episode.
+        show: renders for people.
+        stochastic: draws actions as in training.
+        trust_config: lets a config from another machine name code to import; else that raises `UserError`.
     """
     found = find_checkpoint(target, runs_dir, access_at(endpoint_url))
     config, name = found.config, found.name
@@ -184,7 +184,7 @@ def evaluate(
         require_recorder()
         recorder = WrapperConfig(path=f"{recorded.__module__}:recorded", kwargs={"folder": str(video), "prefix": name})
         changes |= _drawing(config, "rgb_array", "--video")
-        for former in recordings(video, name):  # not before it is known that it can draw
+        for former in recordings(video, name):  # only once it can draw
             former.unlink()
         changes |= {"wrappers": (recorder, *evaluation_environment(config).wrappers)}
     elif show:
@@ -195,17 +195,17 @@ def evaluate(
     if video is None:
         return Evaluation(name, scores)
     *files, begun = (video / f"{name}-episode-{index}.mp4" for index in range(int(scores["episodes"]) + 1))
-    begun.unlink(missing_ok=True)  # the environment began one more after the last that counts
+    begun.unlink(missing_ok=True)  # one episode started after the last that counts
     return Evaluation(name, scores, tuple(path for path in files if path.exists()))
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:
-    """Why nothing could be seen of it; None where something can."""
+    """Reason that the environment cannot be rendered; None if it can."""
     named = (getattr(made, "metadata", None) or {}).get("render_modes")
     if named and mode not in named:
         return f"its metadata names only render_modes={list(named)}"
     if (found := getattr(made, "render_mode", None)) != mode:
-        return f"it has render_mode={found!r} after it was made with that; keep the argument as self.render_mode"
+        return f"its render_mode is {found!r}, not the argument; set self.render_mode to the argument"
     if mode == "rgb_array":
         made.reset(seed=0)
         frame = made.render()
@@ -216,7 +216,7 @@ def _not_drawing(made: Any, mode: str) -> str | None:
 
 
 def require_recorder() -> None:
-    """Gymnasium's recorder needs it, and says so only after the first episode."""
+    """Checks for moviepy, which Gymnasium's recorder needs after the first episode."""
     try:
         import moviepy  # noqa: F401
     except ImportError:
@@ -224,7 +224,7 @@ def require_recorder() -> None:
 
 
 def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
-    """Settings of an evaluation by one environment that draws; raises `EnvironmentUnusable` where it cannot."""
+    """Evaluation settings for one environment that renders; raises `EnvironmentUnusable` if it cannot."""
     kwargs = {**config.evaluation.kwargs, "render_mode": mode}
     try:
         with closing(make_environment(evaluation_environment(config), **kwargs)) as made:

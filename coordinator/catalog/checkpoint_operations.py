@@ -1,4 +1,4 @@
-"""What people do with a run's checkpoints: verify, prune, promote, export (as ONNX, too), from the store alone.
+"""Operations on a run's checkpoints in the store: verify, prune, promote, export (also as ONNX).
 
 `Run` has a method for each; only `prune` needs a run that is not live.
 """
@@ -58,7 +58,7 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class State(StrEnum):
-    """What `verify` says of a checkpoint or a sync file."""
+    """Verdict of `verify` on a checkpoint or sync file."""
 
     OK = "ok"
     DAMAGED = "damaged"
@@ -79,13 +79,13 @@ class Verdict:
 class Removed:
     name: str
     bytes: int | None
-    """None for what had no manifest that says so: cut off or damaged."""
+    """None without a readable manifest (cut off or damaged)."""
 
 
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
     """The kept ones, oldest first: name, steps, mean return, evaluation, size, marks and the metrics of folds."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
-    promotion = unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
+    promotion = unless_damaged(checkpoints.promotion)  # `verify` reports damage
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
     return [
         {key: value for key, value in entry.items() if key != "shared_objects"}
@@ -95,9 +95,9 @@ def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
 
 
 def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool = False) -> list[Verdict]:
-    """Reads every object of every checkpoint (or of one) and compares it with what should be there.
+    """Reads every object of every checkpoint (or of one) and compares it with its manifest.
 
-    What a live run prunes while it is looked at is left out. Sync files appear only if they are damaged.
+    Leaves out what a live run prunes meanwhile. Sync files appear only if they are damaged.
     """
     if name is not None:
         return [_examine_one(checkpoints, name, live)]
@@ -105,8 +105,8 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
     hashes = _expected_hashes(checkpoints)
     examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
     verdicts = [verdict for verdict in examined if verdict is not None]
-    whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
-    return [*verdicts, *_damaged_shared(checkpoints, whole, live), *files]
+    complete = [verdict.name for verdict in verdicts if verdict.state is State.OK]
+    return [*verdicts, *_damaged_shared(checkpoints, complete, live), *files]
 
 
 def _damaged_shared(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
@@ -124,7 +124,7 @@ def _damaged_shared(checkpoints: CheckpointStore, names: Sequence[str], live: bo
 
 
 def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict:
-    """A mark that moves on while its checkpoint is read is followed."""
+    """Examines one checkpoint; follows a mark that moves meanwhile."""
     for _ in range(_POLLS):
         resolved = checkpoints.resolve(name)
         if found := _examine(checkpoints, resolved, _expected_hashes(checkpoints), live):
@@ -133,7 +133,7 @@ def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict
 
 
 def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str, str]], live: bool) -> Verdict | None:
-    """None for what has been pruned in the meantime."""
+    """Returns None if the checkpoint was pruned meanwhile."""
     try:
         data, manifest = checkpoints.read_manifest(name)
     except CheckpointNotFound:
@@ -154,7 +154,7 @@ def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str
 
 
 def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterator[str]:
-    """What is wrong with the objects; one at a time, since a checkpoint may be large."""
+    """Yields problems of the objects, read one at a time, since a checkpoint may be large."""
     for key in manifest.objects:
         try:
             data = checkpoints.read_object(manifest, key)
@@ -168,7 +168,7 @@ def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterat
 def _finite(policy: bytes) -> bool:
     try:
         return finite_weights(decode_policy(policy)[0])
-    except PolicyKindUnknown:  # a class of the user's own, which no one has to trust for this
+    except PolicyKindUnknown:  # a custom class, which verification must not import
         return finite_arrays(tensor_blob.decode(policy)[0])
 
 
@@ -185,7 +185,7 @@ def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Ve
 
 
 def _goes(checkpoints: CheckpointStore, name: str, live: bool) -> bool:
-    """Whether it is gone, or in a moment: while one is being pruned, a part of it is there still."""
+    """Returns whether a checkpoint is gone, now or once its pruning has completed."""
     for _ in range(_POLLS if live else 0):
         if name not in checkpoints.names():
             return True
@@ -194,7 +194,7 @@ def _goes(checkpoints: CheckpointStore, name: str, live: bool) -> bool:
 
 
 def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:
-    """Checkpoint → sync file → SHA-256 of the manifest according to it."""
+    """Checkpoint → sync file → SHA-256 of the manifest recorded there."""
     hashes = {name: {STATUS: entry["manifest_sha256"]} for name, entry in status_entries(checkpoints).items()}
     if pointer := unless_damaged(checkpoints.pointer):
         hashes.setdefault(pointer.latest, {})[POINTER] = pointer.manifest_sha256
@@ -204,7 +204,7 @@ def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:
 
 
 def _damaged_sync_files(checkpoints: CheckpointStore) -> Iterator[Verdict]:
-    """Those that cannot be read, or that name a checkpoint which is not there."""
+    """Yields sync files that are unreadable or name a missing checkpoint."""
     try:
         checkpoints.marker(STATUS)
     except CheckpointDamaged as error:
@@ -219,7 +219,7 @@ def _damaged_sync_files(checkpoints: CheckpointStore) -> Iterator[Verdict]:
 
 
 def _gone(checkpoints: CheckpointStore, marks: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Marks whose checkpoint isn't there; what differs at the second look was only moving, as a live run's do."""
+    """Marks whose checkpoint is missing in two successive reads; a live run's marks may move in between."""
     earlier: list[tuple[str, str]] = []
     for _ in range(_POLLS):
         named = [(mark, checkpoints.marked(mark)) for mark in marks]
@@ -234,7 +234,7 @@ def _gone(checkpoints: CheckpointStore, marks: tuple[str, ...]) -> list[tuple[st
 def prune_checkpoints(checkpoints: CheckpointStore, rule: CheckpointConfig, *, dry_run: bool) -> list[Removed]:
     """Applies the retention rule; the run must not be live. Marked checkpoints stay, whatever the rule says.
 
-    Raises `CheckpointDamaged` where the newest one is damaged: the older ones are then what a resume goes back to.
+    Raises `CheckpointDamaged` if the newest one is damaged, since a resume then needs an older one.
     """
     pointer = checkpoints.pointer()
     if pointer is None:
@@ -243,8 +243,8 @@ def prune_checkpoints(checkpoints: CheckpointStore, rule: CheckpointConfig, *, d
     (latest,) = verify(checkpoints, "latest")
     if latest.state is not State.OK:
         raise CheckpointDamaged(
-            f"nothing is pruned, since the newest checkpoint is damaged ({'; '.join(latest.problems)}) and a resume "
-            f"goes back to an older one"
+            f"nothing is pruned: the newest checkpoint is damaged ({'; '.join(latest.problems)}), and a resume needs "
+            f"an older one"
         )
     inventory = take_inventory(checkpoints, {})
     if dry_run:
@@ -256,10 +256,9 @@ def prune_checkpoints(checkpoints: CheckpointStore, rule: CheckpointConfig, *, d
 
 
 def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion:
-    """Marks a checkpoint for deployment, once it is found whole and its weights finite.
+    """Marks a verified checkpoint with finite weights for deployment.
 
-    The mark is set before it is known whether the trainer is pruning the checkpoint at this moment (see `remove`).
-    Where it is, the mark is put back as it was.
+    If the trainer turns out to be pruning the checkpoint (see `remove`), the former mark is restored.
     """
     (found,) = verify(checkpoints, name, live=live)
     if found.state is State.DAMAGED:
@@ -283,9 +282,9 @@ def withdraw(checkpoints: CheckpointStore) -> str | None:
 
 
 def export(checkpoints: CheckpointStore, config: Config, name: str | None, directory: Path) -> Path:
-    """Copies a checkpoint into `directory/<run id>/`, with all that is needed to play, deploy or begin from it.
+    """Copies a checkpoint to `directory/<run id>/`, with everything to play, deploy or begin from it.
 
-    Returns the checkpoint's folder. It appears whole or not at all; raises `UserError` where something is there.
+    Returns its folder, which appears complete or not at all; raises `UserError` if the target exists.
     """
     name = checkpoints.preferred(name)
     target = directory / checkpoints.run_id
@@ -301,9 +300,9 @@ def export(checkpoints: CheckpointStore, config: Config, name: str | None, direc
 
 @contextmanager
 def _writing_anew(directory: Path, *paths: Path) -> Iterator[None]:
-    """Makes the directory; raises `UserError` where one of `paths` is there already, or something cannot be written."""
+    """Creates the directory; raises `UserError` if one of `paths` exists or cannot be written."""
     if there := [str(path) for path in paths if path.exists()]:
-        raise UserError(f"{', '.join(there)} exists, and nothing is overwritten; choose another folder")
+        raise UserError(f"{', '.join(there)} exists; choose another folder")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield
@@ -312,7 +311,7 @@ def _writing_anew(directory: Path, *paths: Path) -> Iterator[None]:
 
 
 def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, name: str) -> None:
-    """Objects first, each verified on its way and the whole once more as a reader of the copy sees it."""
+    """Copies the objects, verifying each, then verifies the whole copy."""
     data, manifest = checkpoints.read_manifest(name)
     for key in manifest.objects:
         copy.store.put(manifest.folder + key, checkpoints.read_object(manifest, key))
@@ -333,8 +332,8 @@ def export_onnx(
 ) -> tuple[Export, dict[str, Path]]:
     """Writes `directory/<policy id>.onnx` for each policy, and the record; returns it, and the files by policy id.
 
-    Each is compared with torch on random and on archived observations. Raises `ExportFailed`, or `UserError` where a
-    file is there; then nothing is written.
+    Compares each with torch on random and archived observations. Raises `ExportFailed`, or `UserError` if a file
+    exists; nothing is written then.
     """
     name = checkpoints.preferred(name)
     record = directory / RECORD

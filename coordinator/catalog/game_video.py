@@ -11,16 +11,17 @@ _FRAMES_PER_SECOND = 10
 
 
 def recordings(folder: Path, prefix: str) -> list[Path]:
-    """The files of all episodes there are, in no order."""
+    """Existing files of episodes, unordered."""
     return list(folder.glob(f"{glob.escape(prefix)}-episode-*.mp4"))
 
 
 def recorded(env: Any, folder: str, prefix: str) -> Any:
-    """`env`, which draws with render_mode=rgb_array, with a file `PREFIX-episode-N.mp4` for each episode. They are
-    counted by the files there are: an environment may be made anew for each (`environment.parameters_by: rebuild`).
+    """Wraps `env` (render_mode=rgb_array) to write `PREFIX-episode-N.mp4` for each episode.
+
+    N counts existing files, since the environment may be rebuilt for each episode (`environment.parameters_by`).
     """
     if isinstance(env, gym.Env):
-        with warnings.catch_warnings():  # of files that it may overwrite: as they are counted, it does not
+        with warnings.catch_warnings():  # of overwriting files, which the numbering prevents
             warnings.filterwarnings("ignore", message=".*Overwriting existing videos")
             single = gym.wrappers.RecordVideo(
                 env, folder, episode_trigger=lambda _: True, name_prefix=prefix, disable_logger=True

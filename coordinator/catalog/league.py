@@ -29,7 +29,7 @@ from stagecoach.trainer_node.learning.league import LeagueState, standings, wils
 
 
 def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:
-    """`checkpoint`, the newest, and what `standings` returns of it.
+    """Standings of a league at its newest checkpoint.
 
     Raises `UserError` where the run has no league, `CheckpointNotFound`, `CheckpointDamaged`, or what the store raises.
     """
@@ -45,21 +45,21 @@ def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Result:
-    """Of the first player against the second."""
+    """Outcome of a match, for the first player against the second."""
 
     games: int
     wins: int
     draws: int
     by_side: list[dict[str, Any]]
     mean_return: float
-    """Of its side in a game, the mean over the side's agents."""
+    """Mean return of the first player's side, over its agents."""
     return_error: float
-    """The standard error of that; 0 of one game."""
+    """Standard error of `mean_return`; 0 for one game."""
     forfeits: dict[str, int]
-    """Of `first` and `second`, how many matches each lost by forfeit."""
+    """Forfeits by `first` and `second`."""
     may_repeat: bool
-    """Whether neither is known to draw its actions: then games of one start are one game, which the interval takes for
-    several."""
+    """True if neither player is known to draw actions: games from one start then repeat, and the interval is too
+    narrow."""
 
     def as_dict(self) -> dict[str, Any]:
         rate = (self.wins + 0.5 * self.draws) / self.games
@@ -71,9 +71,11 @@ def match(
     first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *, greedy: bool = False,
     trust_config: bool = False, endpoint_url: str | None = None,
 ) -> Result:  # fmt: skip
-    """Plays at least `games` games in the environment of the first of the two that is a run's: on each side that the
-    first can take as many, from the same starts; policies draw their actions, or take the best with `greedy`. Raises
-    `UserError` where neither is of a run, or one fits no seat."""
+    """Plays at least `games` games in the environment of the first player that belongs to a run.
+
+    Each side that the first player can take gets as many, from the same starts. Policies draw actions unless `greedy`.
+    Raises `UserError` if neither player belongs to a run, or one fits no seat.
+    """
     access = access_at(endpoint_url)
     config, description = _environment_of((first, second), runs_dir, trust_config, access)
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
@@ -117,7 +119,7 @@ def match(
 
 
 def _draws(player: PlayerRef, data: bytes, greedy: bool) -> bool:
-    """Whether a player's actions, or who of it plays, are drawn; unknown for scripted players."""
+    """Returns whether a player draws its actions, or its strategy; False for scripted players."""
     if player.kind != "policy":
         return player.kind in ("random", "mixture")
     return not greedy and decode_policy(data)[0].distribution.draws
@@ -138,4 +140,6 @@ def _environment_of(
             require_trust(found.config, found.made_here, trusted, target)
             extend_imports(found.import_path)
             return found.config, describe_environment(found.config)
-    raise UserError(f"neither {sources[0]} nor {sources[1]} is of a run, which says what they play; name one that is")
+    raise UserError(
+        f"neither {sources[0]} nor {sources[1]} belongs to a run, which defines the environment; name one that does"
+    )

@@ -1,7 +1,4 @@
-"""What the files of a run's folder tell, without the modules that a live run or one in a bucket needs.
-
-Those take a second to import, which `stagecoach runs` and the completion of a shell do without.
-"""
+"""State of a run from the files of its folder, without slow imports, for `stagecoach runs` and shell completion."""
 
 import fcntl
 from enum import StrEnum
@@ -14,7 +11,7 @@ INTERRUPTED_REASON = "no coordinator is running it; `{}` continues it"
 
 
 class RunStatus(StrEnum):
-    """What `stagecoach status` and `stagecoach runs` say of a run."""
+    """State of a run, in `stagecoach status` and `stagecoach runs`."""
 
     RUNNING = "running"
     STOPPING = "stopping"
@@ -25,7 +22,7 @@ class RunStatus(StrEnum):
     """Live, and waiting for its Redis."""
     STARTING_OR_ENDING = "starting or ending"
     UNKNOWN = "unknown"
-    """It is on other machines, and this one does not reach its Redis."""
+    """The run is on other machines, and its Redis is unreachable."""
     UNREADABLE = "unreadable"
 
 
@@ -35,13 +32,13 @@ def run_paths(runs_dir: Path) -> list[Path]:
 
 
 def former_name(path: Path) -> str | None:
-    """The id of the run whose embedded bucket is in a folder of another name, a copy; None where the names agree."""
+    """Id of the run in a copied or renamed folder; None if the names agree."""
     found = [folder.name for folder in (path / "s3").glob("*/*") if folder.is_dir()]
     return next(iter(found), None) if path.name not in found else None
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a coordinator holds the run in this folder right now."""
+    """Returns whether a coordinator holds the run in this folder."""
     try:
         with (path / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,10 +50,10 @@ def is_locked(path: Path) -> bool:
 
 
 def is_all_here(path: Path) -> bool:
-    """Whether Redis and store of a run are parts of its folder; raises `ValueError` where its config is none."""
+    """Returns whether Redis and store are in the run's folder; raises `ValueError` for an invalid config."""
     try:
         config = yaml.load((path / CONFIG).read_text(), Loader=yaml.CSafeLoader)
         embedded = config["redis"]["url"] == config["store"]["url"] == "embedded"
     except (KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path / CONFIG} is no resolved config: {error}") from error
+        raise ValueError(f"{path / CONFIG} is not a resolved config: {error}") from error
     return embedded and not (path / REMOTE).exists()

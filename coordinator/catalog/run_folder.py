@@ -1,7 +1,6 @@
-"""A run's folder on this machine (docs/COMMANDS.md): what is in it, who holds it, and how a run is found again.
+"""A run's folder on this machine (docs/COMMANDS.md): its contents, lock, and lookup.
 
-Of a run whose coordinator is on another machine the folder here is a link; every command that takes a run works on it.
-The truth about such a run is in Redis (is it live?) and in the store (what has it left?).
+For a run on other machines the folder is a link, on which every command works; Redis and the store have its state.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from stagecoach.shared.storage.object_store import open_folder, open_store
 
 
 class Submission(BaseModel, frozen=True):
-    """What is sent to a cluster: all that another try needs."""
+    """Job sent to a cluster, complete enough to send again."""
 
     cluster: str
     """Ray's job server, or the cluster file that leads there."""
@@ -46,11 +45,11 @@ class Submission(BaseModel, frozen=True):
 
 class RemoteLink(BaseModel, frozen=True):
     redis_url: str | None = None
-    """Redis as this machine reaches it (through a tunnel), where that is not as the run's own machines do."""
+    """Redis URL from this machine (through a tunnel), if it differs from the run's."""
     endpoint_url: str | None = None
-    """The same for the S3 endpoint."""
+    """S3 endpoint from this machine, if it differs."""
     store_url: str | None = None
-    """Where a copy of the run's embedded store is."""
+    """Location of a copy of the run's embedded store."""
     submission: Submission | None = None
     job: str | None = None
 
@@ -65,10 +64,9 @@ def read_remote(folder: Path) -> RemoteLink | None:
 
 
 def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_url: str | None = None) -> str:
-    """Makes the run at `location` (its folder in a store) known in `runs_dir`; returns its id.
+    """Links the run at `location` (its folder in a store) in `runs_dir`; returns its id.
 
-    Without `endpoint_url` that of STAGECOACH__STORE__ENDPOINT_URL counts. Raises `RunNotFound`, or what the store
-    raises. A run of this machine stays what it is.
+    `endpoint_url` defaults to STAGECOACH__STORE__ENDPOINT_URL. Raises `RunNotFound`, or the store's errors.
     """
     endpoint_url = endpoint_url or os.environ.get("STAGECOACH__STORE__ENDPOINT_URL")
     store, run_id = open_folder(location, endpoint_url)
@@ -86,7 +84,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
     path = runs_dir.expanduser().resolve() / run_id
     known = read_remote(path) if path.exists() else RemoteLink()
     if known is None:
-        raise UserError(f"{path} is a run of this machine already; name it by its id: {run_id}")
+        raise UserError(f"{path} is already a run of this machine; name it by its id: {run_id}")
     path.mkdir(parents=True, exist_ok=True)
     here = {"redis_url": redis_url or known.redis_url, "endpoint_url": endpoint_url or known.endpoint_url}
     if config.store.url == "embedded":
@@ -115,7 +113,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> Self:
-        """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
+        """Creates a locked folder with the resolved config; raises `RunExists`."""
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         try:
             path.mkdir(parents=True)
@@ -126,7 +124,7 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(
-                f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions"
+                f"cannot create the run's folder {path}: {error}; check runs_dir and its permissions"
             ) from None
         folder = cls(run_id, path)
         try:
@@ -141,7 +139,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, run_id: str, runs_dir: Path) -> Self:
-        """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
+        """Folder of an existing run; raises `RunNotFound` with similar ids."""
         path = runs_dir.expanduser().resolve() / check_run_id(run_id)
         if not (path / RESOLVED_CONFIG).is_file():
             known = [path.name for path in run_paths(runs_dir)]
@@ -161,18 +159,18 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Self | None:
-        """The folder of a run that was made on this machine; None where there is none."""
+        """Folder of a run created on this machine, or None."""
         found = cls.known(config, run_id)
         return found if found is not None and found.remote is None else None
 
     @classmethod
     def known(cls, config: Config, run_id: str) -> Self | None:
-        """The folder of a run of this machine or, as a link, of others; None where there is none."""
+        """Folder of a run of this machine or, as a link, of others; or None."""
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() else None
 
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
-        """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
+        """Resolved config of the run with `overrides`; environment variables are ignored."""
         return load_config(self.path / RESOLVED_CONFIG, overrides, environ={})
 
     def write_config(self, config: Config) -> None:
@@ -180,28 +178,28 @@ class RunFolder:
             file.write(dump_config(config).encode())
 
     def import_path(self) -> tuple[str, ...]:
-        """Folders of the user's own modules, as they were when the run was made."""
+        """Folders of the user's modules, recorded when the run was created."""
         path = self.path / IMPORT_PATH
         return tuple(json.loads(path.read_text())) if path.exists() else ()
 
     @property
     def remote(self) -> RemoteLink | None:
-        """Where the run lives, if not on this machine."""
+        """Link to a run on other machines, or None."""
         return read_remote(self.path)
 
     @property
     def made_here(self) -> bool:
-        """Whether the run's config was made on this machine, and not taken from a store."""
+        """True if the run's config was created on this machine, not read from a store."""
         return (remote := self.remote) is None or remote.submission is not None
 
     @property
     def continued_by(self) -> str:
-        """The command that continues the run where it has no coordinator."""
+        """Command that continues an interrupted run."""
         here = f"stagecoach resume {self.run_id}"
         return here if self.made_here else f"stagecoach train CONFIG --address URL --run-id {self.run_id} --or-resume"
 
     def lock(self) -> None:
-        """Holds the run for this process; raises `RunLive` while another coordinator does."""
+        """Locks the run for this process; raises `RunLive` while another coordinator holds it."""
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _locked(handle):
             os.close(handle)
@@ -232,13 +230,13 @@ class RunFolder:
 
     @property
     def live(self) -> bool:
-        """Whether a coordinator holds the run right now (this process counts)."""
+        """True while a coordinator (this process included) holds the run."""
         return self.held or is_locked(self.path)
 
     def credentials(self, config: Config) -> tuple[Path, dict[str, str]]:
-        """The secrets of the run's embedded services (of no others), made once; anew where the file is damaged.
+        """Secrets of the run's embedded services, created once, and again if the file is damaged.
 
-        The services take what they are given as they start, and keep no secret in their data.
+        The services take secrets at their start and keep none in their data.
         """
         path = self.path / CREDENTIALS
         names = ["redis_password"] if config.redis.url == "embedded" else []
@@ -248,14 +246,14 @@ class RunFolder:
                 found = _SECRETS.validate_json(path.read_bytes())
                 if found.keys() >= set(names):
                     return path, found
-            _LOGGER.warning("%s is not what was written there; new secrets are made", path)
+            _LOGGER.warning("%s is damaged; creating new secrets", path)
         made = {name: new_secret() for name in names}
         with replacing(path, mode=0o600) as file:
             file.write(json.dumps(made).encode())
         return path, made
 
     def write_services(self, address: Address, import_path: tuple[str, ...]) -> None:
-        """Where the run's services are, for everybody on this machine; there while the run is live."""
+        """Publishes the services' addresses on this machine while the run is live."""
         content = {"address": asdict(address), "import_path": import_path}
         with replacing(self.path / SERVICES) as file:
             file.write(json.dumps(content, indent=1).encode())
@@ -263,20 +261,20 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether a coordinator of this machine has ever had the run prepared: what is missing then was lost."""
+        """True once a coordinator of this machine has prepared the run: missing data were then lost."""
         return (self.path / _BEGUN).exists()
 
     def forget_services(self) -> None:
         (self.path / SERVICES).unlink(missing_ok=True)
 
     def live_address(self) -> Address | None:
-        """The address of the live run; None where no coordinator holds it (or its services aren't up yet)."""
+        """Address of the live run; None if no coordinator holds it, or its services are not up yet."""
         if not self.live or not (self.path / SERVICES).exists():
             return None
         return read_services(self.path, self.run_id)[0]
 
     def offline_address(self, config: Config) -> Address:
-        """How to reach what no coordinator of this machine keeps up; an embedded store's bucket is a plain folder."""
+        """Address without a coordinator on this machine; an embedded store's bucket is a plain folder."""
         reached = self.remote or RemoteLink()
         if config.store.url == "embedded" and reached.store_url is None:
             return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
@@ -286,18 +284,18 @@ class RunFolder:
         )
 
     def checkpoint_store(self, config: Config, *, offline: bool = False) -> CheckpointStore:
-        """The run's checkpoints, by its services while it is live (and not `offline`)."""
+        """Checkpoints of the run, through its services while it is live (unless `offline`)."""
         live = None if offline else self.live_address()
         return CheckpointStore(open_store(live or self.offline_address(config), config), self.run_id)
 
     def remove(self) -> None:
-        """Takes back a folder whose run never started."""
+        """Deletes the folder of a run that never started."""
         self.unlock()
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _locked(handle: int) -> bool:
-    """Tries for a moment: a process that asks whether the run is live (`live`) holds the file for an instant, too."""
+    """Tries for half a second: a process that checks `live` also holds the lock briefly."""
     for attempt in range(_LOCK_TRIES):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The curves of a run, whole from any machine: records in its store, and what a live run's Redis has beyond them.
+"""Curves of a run: the records in its store, and newer rows in a live run's Redis.
 
 `all_rows` reads every row, for export. `Curves` reduces them while they are read to some thousand bins with mean and
 bounds, so that a run of millions of rows takes bounded memory and time to show.
@@ -23,15 +23,15 @@ from stagecoach.trainer_node.metrics.recorder import evaluation_row
 
 _LEAVE_OUT = partial(left_out, "a segment of the metrics")
 _STORE_SECONDS = 10.0
-"""How often a run without a live Redis is looked for in the store again."""
+"""Interval between reads of the store for a run without a live Redis."""
 
 
 def all_rows(
     store: ObjectStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1)
 ) -> Iterator[Rows]:
-    """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run.
+    """Yields every row of a stream in order, in parts; `client` is the Redis of a live run.
 
-    Of evaluations `after`, epoch and number of a row, would let those come again that only Redis was asked for.
+    Do not pass `after` (epoch and number of a row) for evaluations: rows before it would repeat from Redis.
     """
     position, labels = after, set[str]()
     for last, rows in read(store, stream, after):
@@ -51,12 +51,12 @@ def all_rows(
 def last_row(
     store: ObjectStore, stream: str, client: redis.Redis | None = None, run_id: str = ""
 ) -> tuple[str, dict[str, float]]:
-    """Label and metrics of a stream's newest row, without reading all others; empty where there is none.
+    """Label and metrics of a stream's newest row, or empty; does not read all rows.
 
-    A trainer that has recorded nothing yet may have made the newest rows of the one before it void.
+    A new trainer without rows may have voided the newest rows of its predecessor.
     """
     places = sorted(((item.epoch, item.last) for item in segments(store, stream) if item.rows), reverse=True)
-    by_label = stream == EVALUATIONS and client is not None  # what Redis has beyond the store is known by all labels
+    by_label = stream == EVALUATIONS and client is not None  # only all labels show which of Redis's rows are new
     behind = [] if by_label else [(epoch, last - 1) for epoch, last in places]
     for place in (*behind, (0, -1)):
         newest = ("", dict[str, float]())
@@ -72,7 +72,7 @@ def _rows_of(tail: list[TailRow]) -> Rows:
 
 
 def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
-    """Those after a row, of its trainer: a newer one's wait until the store tells which rows they made void."""
+    """Rows of the same trainer after a position; a newer trainer's wait until the store shows which rows it voided."""
     epoch = position[0] or min((item.epoch for item in tail), default=0)
     return [item for item in tail if item.epoch == epoch and (item.epoch, item.number) > position]
 
@@ -146,7 +146,7 @@ class Bins:
 
 
 class Curves:
-    """A stream of one run, for who looks again and again: `refresh` reads what came since."""
+    """Bins of one stream of a run; `refresh` reads new rows."""
 
     def __init__(self, run_id: str, stream: str = TRAIN, points: int = 1000) -> None:
         self._run_id, self._stream, self._points = run_id, stream, points
@@ -157,7 +157,7 @@ class Curves:
         self.bins, self._position, self._tail = Bins(self._points), (0, -1), "0-0"
 
     def refresh(self, store: ObjectStore, client: redis.Redis | None) -> None:
-        """Raises what store and Redis raise."""
+        """Reads new rows; raises the errors of store and Redis."""
         now = time.monotonic()
         if client is None or self._stream != TRAIN:
             if now - self._read_store_at >= _STORE_SECONDS:
@@ -167,7 +167,7 @@ class Curves:
         epoch, number = self._position
         new = [item for item in tail if (item.epoch, item.number) > (epoch, number)]
         if self._position == (0, -1) or (new and (new[0].epoch, new[0].number) != (epoch, number + 1)):
-            self._from_store(store)  # what came before them, or a restart that undid some
+            self._from_store(store)  # earlier rows, or rows voided by a restart
             tail = read_rows(client, self._run_id)
         if new := _behind(tail, self._position):
             self.bins.add(_rows_of(new))
@@ -176,7 +176,7 @@ class Curves:
     def _from_store(self, store: ObjectStore) -> None:
         self._read_store_at, (known, _) = time.monotonic(), self._position
         for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
-            if known not in (0, position[0]):  # an older trainer's rows may be void now
+            if known not in (0, position[0]):  # a new trainer may have voided rows
                 self._begin()
                 self._from_store(store)
                 return
@@ -185,7 +185,7 @@ class Curves:
 
 
 class Recorded:
-    """All rows of a short stream with their labels, for who looks again and again."""
+    """All rows of a short stream with their labels; `refresh` reads new rows."""
 
     def __init__(self, stream: str) -> None:
         self._stream, self._position = stream, (0, -1)
@@ -193,7 +193,7 @@ class Recorded:
         self.rows: list[tuple[str, dict[str, float]]] = []
 
     def refresh(self, store: ObjectStore) -> None:
-        """Raises what the store raises."""
+        """Reads new rows; raises the store's errors."""
         if time.monotonic() - self._read_at >= _STORE_SECONDS:
             self._read_at = time.monotonic()
             for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
@@ -202,6 +202,6 @@ class Recorded:
 
 
 def ratings_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The rating of each policy that learns in a league, by its id, of a row of training metrics."""
+    """Policy → league rating in a row of training metrics."""
     prefix = "league/rating/"
     return {name.removeprefix(prefix): its for name, its in sorted(metrics.items()) if name.startswith(prefix)}

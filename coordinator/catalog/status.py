@@ -1,7 +1,4 @@
-"""The status of a run: one view, from Redis while it is live, from the store when it has ended.
-
-It names the party that everyone waits for.
-"""
+"""Status of a run, from Redis while it is live, else from the store, with its current bottleneck."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -114,12 +111,12 @@ def order_scale(
 
 @dataclass(frozen=True)
 class FleetSummary:
-    """The workers together, their mean and the worst of them. A worker's speed is that since it began to act."""
+    """Total, mean and worst speed of the workers, each since it began to act."""
 
     workers: int
-    """Those that have not ended."""
+    """Number of workers that have not ended."""
     steps_per_second: float | None
-    """Of all together; None where none has acted."""
+    """Speed of all workers; None if none has acted."""
     mean_steps_per_second: float | None
     slowest_steps_per_second: float | None
     slowest: str
@@ -136,7 +133,7 @@ class FleetSummary:
 
 
 def summarize_fleet(beats: Sequence[Beat]) -> FleetSummary | None:
-    """None where there is no worker."""
+    """Summarizes the workers; None if there are none."""
     workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
     if not workers:
         return None
@@ -150,7 +147,7 @@ def summarize_fleet(beats: Sequence[Beat]) -> FleetSummary | None:
 
 
 def acting_speed(worker: Beat) -> float | None:
-    """Env steps per second since its process began to act, its waits included; None where it has not yet."""
+    """Env steps per second since the process began to act, waits included; None before that."""
     seconds = sum(spent for stage, spent in worker.stages.items() if stage != "start")
     transitions = int(worker.progress.get("transitions", 0))
     return transitions / seconds if transitions and seconds > 0 else None
@@ -158,7 +155,7 @@ def acting_speed(worker: Beat) -> float | None:
 
 @dataclass(frozen=True)
 class Status:
-    """What `stagecoach status` shows; `as_dict` is what `--json` prints."""
+    """Status of a run, as `stagecoach status` shows it; `--json` prints `as_dict`."""
 
     run_id: str
     state: RunStatus = RunStatus.INTERRUPTED
@@ -169,10 +166,10 @@ class Status:
     updates: int = 0
     episodes: int = 0
     test_env_steps: int = 0
-    """In all evaluations that are recorded, as `test_episodes`."""
+    """Env steps in all recorded evaluations, like `test_episodes`."""
     test_episodes: int = 0
     evaluates: bool = True
-    """Whether the run evaluates its policies (`evaluation.episodes`)."""
+    """True if the run evaluates its policies (`evaluation.episodes`)."""
     desired_workers: int | None = None
     bottleneck: str = "nothing: the run is not live"
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -200,7 +197,7 @@ class Status:
         return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
 
     def paused(self, waits: str | None) -> "Status":
-        """What is known of a live run that waits for its Redis, and why it waits; as it is where it does not."""
+        """Marks a live run as paused if it waits for Redis."""
         if waits is None:
             return self
         reason = f"waiting for {waits}; then it continues by itself"
@@ -214,7 +211,7 @@ class _Undeleted(BaseModel, extra="allow"):
 
 
 class _StoreStatus(BaseModel, extra="allow"):
-    """Of what the trainer tells of the store, that which is shown."""
+    """Store status from the trainer, the part that is shown."""
 
     durable: str = ""
     best: str = ""
@@ -229,7 +226,7 @@ _STORE = TypeAdapter(_StoreStatus)
 
 
 def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> Status:
-    """From Redis; raises `RunNotFound` where it does not know the run."""
+    """Reads the status from Redis; raises `RunNotFound` if Redis does not know the run."""
     keys = RunKeys(run_id)
     flow = Flow(client, run_id).read()
     beats = read_heartbeats(client, run_id)
@@ -258,12 +255,12 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
 
 
 def is_supervised(client: redis.Redis, run_id: str) -> bool:
-    """Whether a coordinator (or, without one, a trainer) beats for this run, on whatever machine."""
+    """Returns whether a coordinator or trainer beats for this run, on any machine."""
     return any(beat.alive for beat in read_heartbeats(client, run_id) if beat.role in ("coordinator", "trainer"))
 
 
 def ended_status(checkpoints: CheckpointStore) -> Status:
-    """From the store's sync files, which need no server."""
+    """Reads the status from the store's sync files."""
     finished = checkpoints.marker(FINISHED) or {}
     kept = status_file(checkpoints)
     entries = kept.get("checkpoints", [])
@@ -290,13 +287,13 @@ def _last_row(checkpoints: CheckpointStore, stream: str) -> dict[str, float | No
 
 
 def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
-    """The party that everyone waits for, in one line."""
+    """One line that names the current bottleneck."""
     trainer = next((beat for beat in beats if beat.role == "trainer"), None)
     if trainer is not None and trainer.ended:
         return f"nothing: the run has ended ({reason_in_words(trainer.ended)})"
     unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
     if unplaced:
-        return f"Ray, which has no place yet for {', '.join(unplaced)} (no room, or it is slow to start them)"
+        return f"Ray, which has not placed {', '.join(unplaced)} yet (no capacity, or a slow start)"
     if trainer is None:
         return "the trainer, which is starting"
     who = f"(the trainer, for {trainer.waiting_seconds:.1f} s)"
@@ -317,7 +314,7 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
         return f"{trainer.waiting_for} {who}"
     if workers and all(beat.waiting_for for beat in workers):
         return "the trainer, which is learning"
-    return "nothing: each role is at work"
+    return "nothing: every role is working"
 
 
 def _party(beat: Beat) -> str:
@@ -325,7 +322,7 @@ def _party(beat: Beat) -> str:
 
 
 def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
-    """Whom the trainer waits for when it waits for experience."""
+    """Names the party that delays experience for the trainer."""
     if any("memory in Redis" in (beat.waiting_for or "") for beat in workers):
         return "Redis, whose memory is full (maxmemory): workers wait until a durable checkpoint frees some"
     if any("room in the log" in (beat.waiting_for or "") for beat in workers):

@@ -25,13 +25,13 @@ _PRESETS = PACKAGE / "coordinator" / "presets"
 _STYLES = {
     "ok": "green", "warn": "yellow", "fail": "red", "fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim",
 }  # fmt: skip
-"""Of what `doctor` and `check` find, by its outcome or severity."""
+"""Outcome or severity in `doctor` and `check` → style."""
 _NEEDS_THE_REPOSITORY = re.compile(r"^[^#]*\bbenchmarks\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A config that comes with Stagecoach; `about` is the first sentence of its comment."""
+    """A config shipped with Stagecoach; `about` is the first sentence of its comment."""
 
     name: str
     about: str
@@ -39,7 +39,7 @@ class Preset:
 
 
 def list_presets() -> list[Preset]:
-    """All of them by name, but for those whose environment is only in the repository."""
+    """All presets by name, except those whose environment is only in the repository."""
     texts = {path: path.read_text() for path in sorted(_PRESETS.glob("*.yaml"))}
     return [
         Preset(path.stem, _about(text), path) for path, text in texts.items() if not _NEEDS_THE_REPOSITORY.search(text)
@@ -52,17 +52,17 @@ def _about(text: str) -> str:
 
 
 def config_file(given: Path) -> Path:
-    """The file itself, or that of the preset with this name; raises `UserError` where there is neither."""
+    """Path of the file or of the preset with this name; raises `UserError` if neither exists."""
     if given.exists() or given.suffix or given.parent != Path():
         return given
     presets = {preset.name: preset.path for preset in list_presets()}
     if given.name not in presets:
-        raise UserError(f"no file {given} here, and no preset of that name; presets: {', '.join(presets)}")
+        raise UserError(f"no file {given}, and no preset of that name; presets: {', '.join(presets)}")
     return presets[given.name]
 
 
 def _configs(incomplete: str) -> list[str]:
-    """For the completion of a shell: presets, YAML files, and folders on the way to some."""
+    """Completes presets, YAML files and folders in a shell."""
     folder, slash, _ = incomplete.rpartition("/")
     beside = sorted(Path(folder or slash or ".").glob("[!.]*"))
     there = [path for path in beside if path.is_dir() or path.suffix in (".yaml", ".yml")]
@@ -126,7 +126,7 @@ def doctor(
     set_: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
+    """Check Redis, store, Ray, versions and permissions, with remedies and warnings of open access."""
     from stagecoach.coordinator.lifecycle.doctor import examine
     from stagecoach.shared.config.loading import load_config
 
@@ -158,8 +158,8 @@ def check(
     native: Annotated[bool, typer.Option("--native", help="Step its own vectorized version, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Step an environment in a process of its own and list everything that is wrong with it: a wrong interface,
-    shapes, dtypes, bounds, NaN, hangs, crashes, seeds that it does not follow. Exit code 2 if anything is."""
+    """Step an environment in a separate process and list its defects: interface, shapes, dtypes, bounds, NaN, hangs,
+    crashes, ignored seeds. Exit code 2 if there are any."""
     from stagecoach.coordinator.diagnostics.environment_trial import try_environment
 
     config, alone = _config(environment, kwargs, {"api": api, "vectorization": "native" if native else None})
@@ -183,7 +183,7 @@ def check(
 
 
 def _config(environment: str, kwargs: str | None, fields: dict[str, Any]) -> "tuple[Config, bool]":
-    """The config file, or a config around the environment alone; which of them."""
+    """Loads the config file, or wraps a lone environment in a config; returns whether it was alone."""
     from stagecoach.shared.config.loading import load_config, parse_config
 
     path = Path(environment)

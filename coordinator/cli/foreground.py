@@ -1,4 +1,4 @@
-"""A run in the foreground, from its start to its end, with signals that end it in order; or detached; or watched."""
+"""Runs in the foreground, with signals that end them cleanly; detached; or watched."""
 
 import contextlib
 import faulthandler
@@ -29,19 +29,18 @@ from stagecoach.shared.base.process import handle, tell_of_exits
 from stagecoach.shared.runtime.launch import LOGS
 
 _HISTORY = 10
-"""Past events that `watch` begins with."""
+"""Number of past events that `watch` shows first."""
 _LIVE = "stagecoach: the run is live"
 _ENDS_WITHIN_SECONDS = 10.0
-"""A run that is abandoned; an environment that hangs in this process (`--inline`) may keep it for ever."""
+"""Time for an abandoned run to end; a hung environment in this process (`--inline`) may block it."""
 _INTERRUPTED = b"interrupted: what was started is being ended\n"
 
 
 @contextlib.contextmanager
 def in_one_process(inline: bool) -> Iterator[None]:
-    """With `--inline` an environment that ends its process ends everything: this says so, in the exit code too. A crash
-    says where it was."""
+    """With `--inline`, reports an environment that exits this process, which is the whole run, and traces crashes."""
 
-    def last_orders(status: int) -> int:
+    def report_exit(status: int) -> int:
         console.show_cursor()
         complain(
             f"os._exit({status}) has ended this process, which with --inline is the whole run; above is who called it. "
@@ -53,14 +52,14 @@ def in_one_process(inline: bool) -> Iterator[None]:
     if not inline:
         yield
         return
-    crashes_told, former = faulthandler.is_enabled(), tell_of_exits(last_orders)
-    if not crashes_told:
-        faulthandler.enable(all_threads=False)  # that which crashed
+    traced, former = faulthandler.is_enabled(), tell_of_exits(report_exit)
+    if not traced:
+        faulthandler.enable(all_threads=False)  # only the crashed one
     try:
         yield
     finally:
         os._exit = former  # type: ignore[assignment]
-        if not crashes_told:
+        if not traced:
             faulthandler.disable()
 
 
@@ -101,11 +100,11 @@ def supervise(
     run = begin(begun=begun)
     there = True
     if detach:
-        _tell_detached(run.run_id, "on the cluster")
+        _print_detached(run.run_id, "on the cluster")
         return
 
     def given_up() -> bool:
-        """Whether Redis or the store has been away for too long since the run was asked to end; says as that begins."""
+        """Returns whether an outage outlasts `trainer.grace_seconds` during the end; announces the outage."""
         nonlocal away_since
         away, grace = _away(view.status), run.config.trainer.grace_seconds
         if away is None:
@@ -146,7 +145,7 @@ def supervise(
 
 
 def _place_of(run_id: str) -> str:
-    """Where the thread is that supervises the run and, with `--inline`, is all its roles."""
+    """Source line of the supervising thread, which with `--inline` also runs the roles."""
     thread = next((its for its in threading.enumerate() if its.name == coordinator_thread(run_id)), None)
     frame = sys._current_frames().get(thread.ident or 0) if thread else None
     found = traceback.extract_stack(frame)[-1] if frame else None
@@ -157,7 +156,7 @@ def _conclude(run: Run, outcome: Outcome) -> None:
     """Prints how it ended; raises `Exit` for a run that was abandoned or has failed."""
     print_summary(run, outcome, console)
     if run.config.metrics.profile:
-        with contextlib.suppress(UserError):  # of one that never began
+        with contextlib.suppress(UserError):  # if it never began
             show_profile(run)
     if outcome.reason == "abandoned":
         raise typer.Exit(Exit.INTERRUPTED)
@@ -168,7 +167,7 @@ def _conclude(run: Run, outcome: Outcome) -> None:
 
 
 def _away(status: Status | None) -> str | None:
-    """Redis or the store, and what is known of it, where the run waits for one of them."""
+    """Describes the outage of Redis or the store that the run waits for."""
     if status is None:
         return None
     if status.state is RunStatus.PAUSED:
@@ -177,7 +176,7 @@ def _away(status: Status | None) -> str | None:
 
 
 def detach(arguments: list[str], run_id: str) -> None:
-    """The same command in a session of its own; returns when it trains, or with its error."""
+    """Runs the same command in a new session; returns once it trains, or fails with its error."""
     command = [argument for argument in arguments if argument != "--detach"]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "stagecoach", *command, "--background"], stdin=subprocess.DEVNULL,
@@ -187,7 +186,7 @@ def detach(arguments: list[str], run_id: str) -> None:
     console.print("checking, then starting in the background …", style="dim")
     try:
         live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
-    except KeyboardInterrupt:  # its session is its own: it has not heard of it
+    except KeyboardInterrupt:  # the new session does not receive Ctrl-C
         os.write(2, _INTERRUPTED)
         process.send_signal(signal.SIGINT)
         process.communicate()
@@ -195,16 +194,16 @@ def detach(arguments: list[str], run_id: str) -> None:
     if not live:
         print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
         raise typer.Exit(process.wait() or Exit.FAILED)
-    _tell_detached(run_id, f"in the background (process {process.pid})")
+    _print_detached(run_id, f"in the background (process {process.pid})")
 
 
-def _tell_detached(run_id: str, where: str) -> None:
+def _print_detached(run_id: str, where: str) -> None:
     orders = f"  stagecoach watch {run_id}    stagecoach scale {run_id} N    stagecoach stop {run_id}"
     console.text(f"run {run_id} is live {where}", orders)
 
 
 def _announce(run: Run) -> None:
-    """Tells the process that waits, and takes the output to the run's log from here on."""
+    """Notifies the waiting process, then redirects output to the run's log."""
     print(f"\n{_LIVE}", flush=True)
     log = os.open(run.folder.path / LOGS / "background.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):

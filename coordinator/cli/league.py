@@ -57,7 +57,7 @@ def league(run: "Run", as_json: Json = False) -> None:
 
 
 def _matrix(found: dict[str, Any], rows: Mapping[str, Mapping[str, Any]], whose: str) -> Any:
-    """Of these rows, against whom they have met."""
+    """Win rates of these rows against their opponents."""
     from rich.table import Table
 
     order = [row["player"] for row in sorted(found["players"], key=lambda row: row["kind"] != "fixed")]

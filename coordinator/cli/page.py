@@ -36,7 +36,7 @@ def page(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = PORT,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its first line is the token; by default a new one is made.")
+        Path | None, typer.Option(metavar="FILE", help="Its first line is the token; by default a new token.")
     ] = None,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Let everybody on this machine look; no orders.")

@@ -47,10 +47,9 @@ def show_profile(run: "Run", out: Path | None = None, as_json: bool = False) -> 
 
 
 def read_profile(checkpoints: "CheckpointStore") -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Of all processes of a run that have ended in order: the events of their timelines, and seconds spent.
+    """Timeline events of all processes that ended cleanly, and their seconds by `process / thread` and stage.
 
-    The latter by `process / thread` and stage; several processes of one role are added up. Raises `UserError` where
-    there is no profile, and for one that cannot be read.
+    Sums several processes of one role. Raises `UserError` for a missing or unreadable profile.
     """
     from stagecoach.shared.runtime.profile import FOLDER
 
@@ -81,11 +80,11 @@ def _stages_table(seconds: dict[str, dict[str, float]]) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     for thread, stages in seconds.items():
-        whole = sum(stages.values()) or 1.0
+        total = sum(stages.values()) or 1.0
         name = thread
         for stage, spent in sorted(stages.items(), key=lambda item: -item[1]):
             if spent >= 0.0005:
-                table.add_row(name, stage, f"{spent:,.3f}", f"{spent / whole:.1%}")
+                table.add_row(name, stage, f"{spent:,.3f}", f"{spent / total:.1%}")
                 name = ""
         table.add_section()
     return table
@@ -97,7 +96,7 @@ def _stages_table(seconds: dict[str, dict[str, float]]) -> Table:
 def bench(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME …] [OPTIONS]", help="Which ones; `python -m benchmarks --help` tells."),
+        typer.Argument(metavar="[NAME …] [OPTIONS]", help="Benchmarks to run; see `python -m benchmarks --help`."),
     ] = None,
 ) -> None:
     """Measure what is fast and what is not, in a source checkout; all benchmarks, or those that are named."""

@@ -61,8 +61,7 @@ def delete(
 
 
 def former(run_id: str | None, config: "Config") -> Callable[[], None]:
-    """For `train --force`: what deletes the run that has this id, where there is one. Raises `UserError` where the new
-    one would begin with it or learn from it."""
+    """Returns the deletion of the run with this id, for `train --force`; raises `UserError` if the new run needs it."""
     if run_id is None:
         raise UserError("--force deletes the run that --run-id names; give that as well")
     if (folder := config.runs_dir.expanduser().resolve() / run_id).exists():
@@ -89,7 +88,7 @@ def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
 
 
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
-    """First one object, then Redis, then the store, the folder last, so that what was cut off can be called again."""
+    """Deletes one object, then Redis, the store, and the folder last, so that a retry can complete it."""
     from stagecoach.coordinator.catalog.run_folder import RunFolder
     from stagecoach.coordinator.runs.run import Run
 
@@ -97,7 +96,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     try:
         run = None if is_all_here(folder.path) else Run.attach(run_id, runs_dir)
     except ValueError as error:
-        raise UserError(f"{error}; what it has in Redis and a store is not known") from None
+        raise UserError(f"{error}; cannot determine what the run has in Redis and the store") from None
     if run.live if run else folder.live:
         raise UserError(f"run {run_id!r} is live; end it first: stagecoach stop {run_id}")
     what, objects = f"run {run_id}: {folder.path}", list[str]()
@@ -105,7 +104,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
         objects = run.checkpoint_store().store.keys("")
         what += f", {counted(len(objects), 'object')} in {run.store_location}, its keys in Redis"
     if ask and not sys.stdin.isatty():
-        raise UserError(f"this would delete {what}; there is no terminal to ask at, so say --yes")
+        raise UserError(f"this would delete {what}; without a terminal, confirm by --yes")
     if ask and not typer.confirm(f"delete {what}? This cannot be undone"):
         raise typer.Exit(Exit.REFUSED)
     with folder.locked():

@@ -85,7 +85,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
                 if (code := process.poll()) is not None:
                     codes[seed] = code if code >= 0 else 128 - code
                     del running[seed]
-                    _tell_of_end(ids[seed], codes[seed], errors)
+                    _print_end(ids[seed], codes[seed], errors)
             time.sleep(_POLL_SECONDS)
     _print_summary([ids[seed] for seed in seeds if seed in codes], runs_dir)
     if waiting:
@@ -98,7 +98,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
 
 
 def _start(arguments: Sequence[str], beside_others: bool) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """The process, and beside others what it says before it is live, and writes its log from then on."""
+    """Starts a process; among parallel ones, also returns a file of its errors before it is live."""
     command = [sys.executable, "-P", "-m", "stagecoach", *arguments]
     errors = tempfile.TemporaryFile() if beside_others else None  # noqa: SIM115
     output = subprocess.DEVNULL if beside_others else None
@@ -109,7 +109,7 @@ def _start(arguments: Sequence[str], beside_others: bool) -> tuple[subprocess.Po
     return process, errors
 
 
-def _tell_of_end(run_id: str, code: int, errors: IO[bytes] | None) -> None:
+def _print_end(run_id: str, code: int, errors: IO[bytes] | None) -> None:
     if errors is not None:
         with errors:
             errors.seek(0)

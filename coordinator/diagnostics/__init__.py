@@ -1,1 +1,1 @@
-"""What is tried before a run: environment, services, machine, and what is open to strangers."""
+"""Trials before a run: environment, services, machine, and access by strangers."""

@@ -36,14 +36,14 @@ _UPDATES = 4
 
 @dataclass(frozen=True)
 class Shares:
-    """What was waited for in the last window, each from 0 to 1."""
+    """Shares of waiting time in the last window, each from 0 to 1."""
 
     seconds: float
     experience: float
     elsewhere: float
-    """By the trainer, for anything else (the store, mostly)."""
+    """Trainer's share for anything else (mostly the store)."""
     credit: float
-    """By the workers, on average."""
+    """Mean share of the workers."""
     updates_per_second: float
 
     @property
@@ -55,7 +55,7 @@ class Shares:
         return f"workers waited {_percent(self.credit)} of the last {self.seconds:.0f} s for credit"
 
     def as_dict(self) -> dict[str, float]:
-        """As the data of an event."""
+        """Data of an event."""
         return {
             "window_seconds": round(self.seconds, 1), "waited_for_experience": round(self.experience, 4),
             "waited_for_others": round(self.elsewhere, 4), "waited_for_credit": round(self.credit, 4),
@@ -64,14 +64,14 @@ class Shares:
 
 
 class Held(NamedTuple):
-    """What keeps the number as it is though it should change; the same `kind` is told once."""
+    """Obstacle to a change; the same `kind` is reported once."""
 
     kind: str
     text: str
 
 
 class Wish(NamedTuple):
-    """How many there should be, whatever bounds there are."""
+    """Desired number of workers, without bounds."""
 
     workers: int
     why: str = ""
@@ -93,7 +93,7 @@ class Bounds(NamedTuple):
     least: int
     most: int
     text: str
-    """What says that there may be no more."""
+    """Origin of the upper bound."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class _Sample:
 
 
 class Window:
-    """The newest samples of a crew that does not change; one that joins, leaves or is replaced begins it anew."""
+    """Newest samples of a fixed set of roles; restarts when a role joins, leaves or is replaced."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.restart()
 
     def restart(self) -> None:
-        """What was seen so far no longer tells."""
+        """Discards all samples."""
         self._crew: tuple[tuple[str, int], ...] = ()
         self._samples: dict[str, deque[_Sample]] = {}
 
@@ -138,7 +138,7 @@ class Window:
         )
 
     def _begin(self, samples: deque[_Sample]) -> float | None:
-        """When the window begins: at least its seconds ago, and some updates."""
+        """Start of the window: at least its seconds and some updates ago."""
         found = None
         for sample in samples:
             if samples[-1].at - sample.at < self._seconds or samples[-1].version - sample.version < _UPDATES:
@@ -189,10 +189,10 @@ class Autoscale:
         self._held, self._held_until = 0, -math.inf
         """No more than this number until then, since more brought nothing."""
         self._calm = False
-        """Whether this window has said before that all may stay as it is."""
+        """True if this window has already decided to change nothing."""
 
     def restart(self) -> None:
-        """A worker comes, goes or catches up: what was waited for so far no longer tells."""
+        """Restarts the window, because workers have changed."""
         self._window.restart()
         self._calm = False
 
@@ -275,14 +275,14 @@ class Autoscale:
         return math.ceil(self._batch / workers)
 
     def _expected(self, shares: Shares, before: int, after: int) -> float:
-        """How many times as many updates there should be."""
+        """Expected factor of the update rate."""
         if self._lag == 0:
             acting = self._rounds(after) / self._rounds(before)
             return 1.0 / (1.0 - shares.experience * (1.0 - acting))
         return 1.0 / max(before / after, 1.0 - shares.experience)
 
     def _judge(self, shares: Shares, present: int, now: float) -> Wish | None:
-        """Whether the workers that came last have brought what they should: else they go again."""
+        """Removes the last added workers if they brought too few updates."""
         trial, self._trial = self._trial, None
         if trial is None or trial.after != present:
             return None
@@ -303,7 +303,7 @@ class Scaling:
         self._autoscale = Autoscale(
             rollout.scaling_window_seconds, rollout.fragments_per_update, rollout.max_policy_lag
         )
-        self._told = ""
+        self._reported = ""
 
     def desired(
         self, flow: FlowState, beats: Mapping[str, Beat], workers: Sequence[str], unplaced: Sequence[str], capacity: int
@@ -340,19 +340,19 @@ class Scaling:
     def _follow(
         self, flow: FlowState, decision: Decision, at_work: Sequence[Beat], unplaced: Sequence[str], bounds: Bounds
     ) -> int:
-        """Does what was decided; where that cannot be, says so once."""
+        """Applies a decision, or reports once why it cannot."""
         present = len(at_work)
         data = {"wanted": decision.wanted, **decision.shares.as_dict()}
         if decision.held is not None and decision.workers == present:
-            self._tell(decision.held, present, bounds, data)
+            self._report(decision.held, present, bounds, data)
         if unplaced and decision.wanted > present:
             wanted = f"more than {counted(present, 'worker')} {'is' if present == 1 else 'are'} wanted"
             text = f"{wanted} ({decision.why}), but no machine has capacity for another"
-            self._tell(Held(f"no place beside {present}", text), present, bounds, data)
+            self._report(Held(f"no place beside {present}", text), present, bounds, data)
             return flow.desired_workers
         if decision.wanted > decision.workers == present:
             text = f"{decision.wanted} workers are wanted ({decision.why}), but {present} is {bounds.text}"
-            self._tell(Held(f"{present} is {bounds.text}", text), present, bounds, data)
+            self._report(Held(f"{present} is {bounds.text}", text), present, bounds, data)
         if decision.workers == flow.desired_workers:
             return flow.desired_workers
         unneeded = f"{', '.join(unplaced)} had no place, and are not needed; {decision.shares.trainer}"
@@ -369,15 +369,15 @@ class Scaling:
             return flow.desired_workers
         text = f"scaled {flow.desired_workers} → {workers}: {why}"
         self._emit(text, flow.desired_workers, workers, bounds, data)
-        self._told = ""
+        self._reported = ""
         self._autoscale.restart()
         return workers
 
-    def _tell(self, held: Held, present: int, bounds: Bounds, data: Mapping[str, float]) -> None:
+    def _report(self, held: Held, present: int, bounds: Bounds, data: Mapping[str, float]) -> None:
         """An event for what is not done; the same thing once."""
-        if held.kind != self._told:
+        if held.kind != self._reported:
             self._emit(held.text, present, present, bounds, data)
-            self._told = held.kind
+            self._reported = held.kind
 
     def _emit(self, text: str, before: int, workers: int, bounds: Bounds, data: Mapping[str, float]) -> None:
         numbers = {"least": bounds.least, "most": bounds.most, **data}
@@ -385,11 +385,11 @@ class Scaling:
 
 
 def _at_work(worker: Beat) -> bool:
-    """It acts, or would if it had credit; not while it starts or catches up."""
+    """Returns whether it acts or waits for credit; False while it starts or catches up."""
     return worker.alive and bool(worker.progress.get("fragments") or worker.waiting_for == "credit")
 
 
 def _learns(trainer: Beat) -> bool:
-    """It learns from what comes: neither in warm-up, nor in reading again what was learned before."""
+    """Returns whether it learns from new experience, past warm-up and rereading."""
     progress: dict[str, Any] = trainer.progress
     return trainer.alive and progress.get("phase") == Phase.TRAIN.value and not progress.get("reads_again", True)

@@ -1,4 +1,4 @@
-"""One role of the fleet: its Ray actor, what its heartbeats have told of it, and how its processes have died."""
+"""One role of the fleet: its Ray actor, heartbeats and restarts."""
 
 import os
 import re
@@ -50,9 +50,9 @@ class ManagedActor:
         self.started = time.monotonic()
         self.restart_at: float | None = None
         self._pauses: Iterator[float] | None = None
-        """Before it is started again, while its processes leave without having done anything."""
+        """Pauses before restarts, while its processes leave without progress."""
         self._process: str | None = None
-        """Its present process, by the last heartbeat."""
+        """Current process, by its last heartbeat."""
         self.stamp = ""
         self._silent_polls = 0
         """Since that stamp changed: whatever keeps the coordinator from polling keeps the others from beating."""

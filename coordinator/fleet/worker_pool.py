@@ -23,7 +23,7 @@ _NODE = "ray.io/node-id"
 
 
 class Places:
-    """Where the workers that are started in one go run."""
+    """Placement of the workers that are started together."""
 
     def __init__(self, config: Config, trainer_node: str | None) -> None:
         self._pack = config.rollout.placement == "pack"
@@ -56,9 +56,9 @@ class WorkerPool:
         self._workers: dict[int, ManagedActor] = {}
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
-        """Workers that were asked to leave because there are too many."""
+        """Excess workers that were told to leave."""
         self._places: Places | None = None
-        """While several are started in one go."""
+        """Placement while several workers are started together."""
 
     @property
     def members(self) -> list[ManagedActor]:

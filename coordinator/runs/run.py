@@ -68,7 +68,7 @@ class Run:
         """Connections, made when they are needed and kept while the run stays at one address."""
         self._connected_to: Address | None = None
         self._unreachable: str | None = None
-        """Why the Redis of a run on other machines cannot be reached from here."""
+        """Reason that the Redis of a run on other machines is unreachable."""
 
     @classmethod
     def start(
@@ -84,7 +84,7 @@ class Run:
             inline: put all roles into this process.
             or_resume: continue a run of this id that exists already, here or in the store; return one that has
                 reached its end as it is.
-            import_path: folders of the user's own modules, beside the current one.
+            import_path: folders of the user's modules, besides the current one.
             begun: called when the roles are about to start: from there on only `stop` ends the run in order, no
                 exception does.
             make_room: called when all is checked, before a new run's folder is made: what stands there may go.
@@ -150,7 +150,7 @@ class Run:
     # The run itself
 
     def status(self, accounting: bool = True) -> Status:
-        """What the run is doing, by now; `accounting=False` spares Redis the ledger's reading of the log."""
+        """Current status of the run; `accounting=False` skips the ledger, which reads the log."""
         return replace(self._status(accounting), evaluates=self.config.evaluation.enabled)
 
     def _status(self, accounting: bool) -> Status:
@@ -172,7 +172,7 @@ class Run:
 
     @property
     def live(self) -> bool:
-        """Whether a coordinator supervises it, here or on another machine."""
+        """True while a coordinator supervises the run, here or on another machine."""
         return self.folder.live or self._client() is not None
 
     def _ordering_client(self) -> redis.Redis:
@@ -228,11 +228,11 @@ class Run:
         return all_rows(*self._recorded(stream))
 
     def last_metrics(self, stream: str = "train") -> tuple[str, dict[str, float]]:
-        """Label and metrics of the newest row; empty where there is none."""
+        """Label and metrics of the newest row, or empty."""
         return last_row(*self._recorded(stream))
 
     def _recorded(self, stream: str) -> tuple[ObjectStore, str, redis.Redis | None, str]:
-        """Where a stream is: in the store, and of a live run in Redis, if that is there."""
+        """Sources of a stream: the store and, of a live run, its Redis."""
         try:
             client = self._client()
         except _AWAY:
@@ -260,7 +260,7 @@ class Run:
             self._coordinator.abandon()
 
     def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
-        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
+        """Blocks until the run and everything it started has ended; raises `WaitTimeout`."""
         started, wait = time.monotonic(), Wait(f"run {self.run_id} to end", timeout_seconds)
         if self._coordinator is not None:
             poll(wait, lambda: self.ended, 0.05)
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether what was started here is over; always so for a handle that has started nothing."""
+        """True if the run started by this handle is over, or if the handle started none."""
         return self._coordinator is None or self._coordinator.outcome is not None
 
     @property
@@ -281,7 +281,7 @@ class Run:
         return self._coordinator.first_event if self._coordinator is not None else "0-0"
 
     def events(self, after: str = "0-0") -> list[Event]:
-        """What has happened since the event with this id, in a live run or in one that was started here and is over."""
+        """Events after an id, of a live run or of one that this handle started."""
         if isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None:
             return [event for event in self._coordinator.events if id_order(event.id) > id_order(after)]
         client = self._client()
@@ -296,7 +296,7 @@ class Run:
 
     @property
     def store_location(self) -> str:
-        """Where the run's checkpoints are, for people: a folder for embedded and file stores, else the URL."""
+        """Location of the run's checkpoints for display: a folder or a URL."""
         url = self.folder.offline_address(self.config).store_url
         if self.config.store.url == "embedded":
             url = url.removeprefix("file://")

@@ -1,4 +1,4 @@
-"""What a run came to in a few numbers, how two differ, and what runs that differ in their seed alone say together."""
+"""Results of runs in a few numbers, differences of two, and statistics over seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,35 +21,35 @@ _POINTS = 20_001
 
 @dataclass(frozen=True)
 class RunResult:
-    """Scores are mean returns of evaluations; what there is none of is None."""
+    """Result of a run; scores are mean returns of evaluations, None if missing."""
 
     run_id: str
     seed: int
     state: str
     reason: str
     best: float | None
-    """Of the best checkpoint, as a second evaluation confirmed it."""
+    """Score of the best checkpoint, as confirmed by a second evaluation."""
     best_checkpoint: str | None
     ranked_by: str
-    """What `best` is where it is no mean return of all agents, in words."""
+    """Name of the score `best`, unless it is the mean return of all agents."""
     last: float | None
-    """Of the newest policy that was evaluated."""
+    """Score of the newest evaluated policy."""
     evaluations: int
     training_return: float | None
     """Mean of the last training episodes."""
     ratings: dict[str, float]
-    """Of each policy that learns in a league, as the newest row of metrics has it."""
+    """Policy → newest rating in a league."""
     env_steps: int
     updates: int
     episodes: int
     seconds: float | None
-    """From the first row of metrics to the last one; pauses between interruption and resume count."""
+    """Time from the first to the last row of metrics, including interruptions."""
     env_steps_per_second: float | None
-    """Trained on in that time."""
+    """Training speed over `seconds`."""
 
 
 def result_of(run: Run) -> RunResult:
-    """From the store, and of a live run from Redis; raises what they raise."""
+    """Reads the result from the store and, of a live run, from Redis."""
     status = run.status(accounting=False)
     count, newest = 0, tuple[float, float | None]((-math.inf, None))
     for rows in run.metrics(EVALUATIONS):
@@ -86,8 +86,7 @@ def config_fields(run: Run) -> dict[str, Any]:
 
 
 def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs whose configs differ in nothing but the seed are together, in the order given; a seed's repetition is of no
-    group, since it says nothing of other seeds."""
+    """Groups runs whose configs differ only in the seed, in the order given; a repeated seed starts another group."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
         fields = {name: value for name, value in config_fields(run).items() if name not in _NOT_OF_A_GROUP}
@@ -106,7 +105,7 @@ def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 def interval(values: Array) -> tuple[Array, Array]:
     """Mean over the first axis, and half the width of its 95 % interval by Student's t; NaN for a single value.
 
-    Few seeds are the rule, and of few the bootstrap's intervals are too narrow.
+    For few seeds, the usual case, bootstrap intervals are too narrow.
     """
     count = len(values)
     mean: Array = values.mean(axis=0)
@@ -117,7 +116,7 @@ def interval(values: Array) -> tuple[Array, Array]:
 
 
 def _t_quantile(freedom: int) -> float:
-    """Within so many standard errors lie 95 % of Student's t: with t = √n · tan a, the density of a is cos^(n-1)."""
+    """Two-sided 95 % quantile of Student's t; with t = √n · tan a, the density of a is cos^(n-1)."""
     angles = np.linspace(0.0, math.pi / 2, _POINTS)
     density = np.cos(angles) ** (freedom - 1)
     mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])

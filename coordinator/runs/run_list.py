@@ -1,4 +1,4 @@
-"""The runs of this machine, from their files where those tell all, else from Redis and the store."""
+"""List of this machine's runs, from their files if possible, else from Redis and the store."""
 
 import json
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ from stagecoach.shared.base.errors import StagecoachError
 
 @dataclass(frozen=True)
 class RunRow:
-    """What `stagecoach runs` shows of a run; `best` is what confirmed its best checkpoint: mean return, or what it is
-    `ranked_by`, in words."""
+    """Row of `stagecoach runs`; `best` is the confirmed score of the best checkpoint: mean return, or `ranked_by`."""
 
     run_id: str
     state: RunStatus
@@ -34,7 +33,7 @@ def list_runs(runs_dir: Path) -> list[RunRow]:
 
 
 def _row_from_files(path: Path) -> RunRow | None:
-    """None where the files of this folder do not tell all: the run is live, or remote, or they are damaged."""
+    """Reads a row from the folder's files; None if the run is live or remote, or a file is damaged."""
     try:
         if not is_all_here(path) or is_locked(path) or former_name(path):
             return None
@@ -55,7 +54,7 @@ def _row_from_files(path: Path) -> RunRow | None:
 
 
 def row_from_servers(path: Path) -> RunRow:
-    """From Redis and the store, as `stagecoach status` does it."""
+    """Reads a row from Redis and the store, like `stagecoach status`."""
     import redis
 
     from stagecoach.coordinator.runs.run import Run  # imports torch: not before it is needed
@@ -68,7 +67,7 @@ def row_from_servers(path: Path) -> RunRow:
         scores = (best or {}).get("evaluation") or {}
         score, by = confirmed_return(scores), (scores.get("confirmation") or {}).get("ranked_by", "")
         return RunRow(path.name, found.state, found.env_steps, score, found.reason, by)
-    except (StagecoachError, redis.RedisError, OSError) as error:  # one that is just ending, or being deleted
+    except (StagecoachError, redis.RedisError, OSError) as error:  # the run may be ending or being deleted
         return RunRow(path.name, RunStatus.UNREADABLE, 0, None, str(error))
 
 

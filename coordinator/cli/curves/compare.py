@@ -1,4 +1,4 @@
-"""`stagecoach compare`: in what the configs of two runs differ, and what the runs came to."""
+"""`stagecoach compare`: differences of two runs' configs and results."""
 
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ def compare(
 
 
 def _rows(result: "RunResult", rated: "Iterable[str]") -> list[tuple[str, str]]:
-    """With the rating of each of the policies `rated`."""
+    """Title and cell of each row, with a rating for each policy in `rated`."""
     state = f"{result.state}: {reason_in_words(result.reason)}" if result.reason else result.state
     by = f", {result.ranked_by}" if result.ranked_by else ""
     best = f"{figure(result.best)}{by} ({result.best_checkpoint})" if result.best is not None else "–"

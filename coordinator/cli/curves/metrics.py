@@ -1,6 +1,6 @@
-"""`stagecoach metrics`: every row that a run has recorded, from any machine, as a table, CSV, JSON lines, TensorBoard.
+"""`stagecoach metrics`: all recorded rows of a run as a table, CSV, JSON lines or TensorBoard.
 
-Rows pass through in parts, so that a run of millions of them takes bounded memory.
+Rows are streamed, so memory is bounded.
 """
 
 import csv
@@ -31,7 +31,7 @@ _STDOUT = "-"
 
 
 class Stream(StrEnum):
-    """Those of shared/storage/metric_log.py, without the import of NumPy."""
+    """Streams of shared/storage/metric_log.py, without importing NumPy."""
 
     TRAIN = "train"
     EVALUATIONS = "evaluations"
@@ -85,7 +85,7 @@ def metrics(
 
 
 def metric_names(handle: "Run", stream: str) -> list[str]:
-    """All that any row of a stream has; what orders the rows comes first."""
+    """Names of all metrics of a stream; axes come first."""
     from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME, VERSION
 
     found = {name for rows in handle.metrics(stream) for name in rows.columns}
@@ -93,7 +93,7 @@ def metric_names(handle: "Run", stream: str) -> list[str]:
 
 
 def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> None:
-    """Raises `UserError`, with what is like it, for a metric that no row has."""
+    """Raises `UserError` with similar names for an unknown metric."""
     if name not in known:
         similar = [other for other in known if name in other] + difflib.get_close_matches(name, known, 3, 0.5)
         hint = " or ".join(list(dict.fromkeys(similar))[:3])
@@ -102,7 +102,7 @@ def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> N
 
 
 def _labels(stream: Stream, labels: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the columns before the metrics → their cells."""
+    """Label columns → cells."""
     from stagecoach.trainer_node.metrics.table_files import LABELS
 
     if stream is Stream.EVENTS:
@@ -118,13 +118,13 @@ def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]
     for name, text in labels.items():
         table.add_row(name, text)
     for name, value in row.items():
-        whole = value is not None and (not value % 1 or abs(value) >= 1e6)
-        table.add_row(name, "–" if value is None else f"{value:,.0f}" if whole else f"{value:.6g}")
+        integral = value is not None and (not value % 1 or abs(value) >= 1e6)
+        table.add_row(name, "–" if value is None else f"{value:,.0f}" if integral else f"{value:.6g}")
     console.print(table)
 
 
 def _write(path: str, write: Callable[[TextIO], int]) -> None:
-    """To a file, whole or not at all, or to standard output, whose reader may stop early."""
+    """Writes atomically to a file, or to standard output, whose reader may stop early."""
     from stagecoach.shared.base.local_disk import replacing
 
     if path == _STDOUT:
@@ -132,7 +132,7 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
             write(sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return
     try:
         with replacing(Path(path)) as file:
@@ -145,7 +145,7 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
 
 
 def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
-    """Its columns are the metrics that there are as it begins."""
+    """Writes CSV; the columns are the metrics known at the start."""
     known = metric_names(handle, stream)
     columns = _with_axes(names) if names else known
     columns = [name for name in columns if name in known]
@@ -195,7 +195,7 @@ def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> Non
 
 
 def _chosen(rows: "Rows", names: Sequence[str]) -> Iterator[dict[str, float]]:
-    """Of each row all metrics, or these and what orders the rows."""
+    """Yields each row with all metrics, or with `names` and the axes."""
     kept = set(_with_axes(names))
     for _, row in rows.named():
         yield {name: value for name, value in row.items() if name in kept} if names else row

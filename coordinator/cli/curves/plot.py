@@ -1,4 +1,4 @@
-"""`stagecoach plot`: curves of runs as a picture; of runs that differ in their seed alone mean and interval."""
+"""`stagecoach plot`: curves of runs as an image; mean and interval over runs that differ only in the seed."""
 
 import re
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def plot(
     runs_dir: RunsDir = RUNS,
     endpoint_url: EndpointUrl = None,
 ) -> None:
-    """Draw curves of runs, with evaluations as dots; of runs that differ in their seed alone the mean, and its 95 %
-    interval over seeds."""
+    """Draw curves of runs, with evaluations as dots; runs that differ only in the seed become a mean with its 95 %
+    interval."""
     make_figure, style = require_matplotlib()
     from stagecoach.coordinator.runs.run_comparison import groups_by_seed
 
@@ -87,7 +87,7 @@ def plot(
 
 
 def require_matplotlib() -> tuple[Any, Any]:
-    """The class of its figures, and its styles; raises `UserError` where it is not installed."""
+    """Imports matplotlib's Figure and styles; raises `UserError` if it is not installed."""
     try:
         import matplotlib.style
         from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def require_matplotlib() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _Curve:
-    """A metric of one run over the axis, and its evaluations."""
+    """A metric of one run over an axis, with its evaluations."""
 
     x: "Array"
     y: "Array"
@@ -107,7 +107,7 @@ class _Curve:
 
 
 def _bins(run: "Run", names: Sequence[str]) -> "dict[Stream, Bins]":
-    """Of each stream these metrics, in at most some hundred points however long the run is; read once."""
+    """Stream → bins of these metrics, some hundred points, read once."""
     from stagecoach.coordinator.catalog.run_metrics import Bins
     from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME, Rows
 
@@ -120,12 +120,12 @@ def _bins(run: "Run", names: Sequence[str]) -> "dict[Stream, Bins]":
 
 
 def _score(metric: str) -> str:
-    """What the evaluator calls it."""
+    """Name of the metric in evaluations."""
     return metric.replace("rollout/", "eval/", 1)
 
 
 def _curve(run: "Run", bins: "dict[Stream, Bins]", name: str, axis: Axis) -> _Curve:
-    """Raises `UserError` for a metric that the run does not have."""
+    """Extracts a curve; raises `UserError` for an unknown metric."""
     import numpy as np
 
     stream = next((stream for stream in _STREAMS if name in bins[stream].names), None)
@@ -146,7 +146,7 @@ def _curve(run: "Run", bins: "dict[Stream, Bins]", name: str, axis: Axis) -> _Cu
 
 
 def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> None:
-    """A line for a run; of several seeds a thin one each, and mean and interval as far as all of them go."""
+    """Draws a line for a run, or thin lines for several seeds with mean and interval over their common range."""
     import numpy as np
 
     from stagecoach.coordinator.runs.run_comparison import interval

@@ -1,4 +1,4 @@
-"""The live view of a run in the terminal, and the summary at its end; plain lines where it is no terminal."""
+"""Live view of a run in the terminal (plain lines elsewhere), and the summary at its end."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ _WORKERS_SHOWN, _STAGES_SHOWN = 16, 6
 
 
 class LiveView:
-    """Shows one run until `ended` says so, with its events after an id, or with the newest few and those that come."""
+    """Shows one run with its events after an id, or with the newest few."""
 
     def __init__(self, run: Run, console: PrintableConsole, after: str | int, supervises: bool = True) -> None:
         self._run, self._console, self._after, self._supervises = run, console, after, supervises
@@ -63,16 +63,16 @@ class LiveView:
                 self._console.text(*map(_event_line, self._poll()))
                 if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                     printed, before, line = time.monotonic(), line, one_line(self.status)
-                    if line != before:  # a run that ends or waits says so once
+                    if line != before:  # skips repeated lines of a run that ends or waits
                         self._console.text(line)
             time.sleep(_REFRESH_SECONDS)
         with self._continuing(), contextlib.suppress(StagecoachError, redis.RedisError):
-            self._console.text(*map(_event_line, self._new_events()))  # what came after the last poll
+            self._console.text(*map(_event_line, self._new_events()))  # since the last poll
 
     @contextlib.contextmanager
     def _continuing(self) -> Iterator[None]:
-        """Reports once what the block raises: what is shown never ends the run. Rich raises `SystemExit` where nobody
-        reads its output any more, which ends only a command that watches."""
+        """Reports the first error of the view, which must not end the run. Rich raises `SystemExit` if nobody reads its
+        output, which ends only `watch`."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -85,7 +85,7 @@ class LiveView:
                     self._console.text(f"the run continues, and cannot be shown for now: {headline(error)}")
 
     def _poll(self) -> list[Event]:
-        """Fetches the newest status and events; a run that is just starting or ending has none."""
+        """Fetches status and new events; a run that is starting or ending has none."""
         new: list[Event] = []
         with contextlib.suppress(StagecoachError, redis.RedisError):
             self.status = self._run.status(accounting=False)
@@ -173,7 +173,7 @@ def _evaluated_return(scores: Mapping[str, Any]) -> str:
 
 
 def one_line(status: Status) -> str:
-    """The same on one line."""
+    """Status on one line."""
     if status.state is RunStatus.PAUSED:
         return f"{status.state:<11} {status.reason}"
     metrics = status.metrics
@@ -289,7 +289,7 @@ def print_status(status: Status, console: PrintableConsole) -> None:
         what = f"{counted(kept['checkpoints'], 'checkpoint')} and {counted(kept['objects'], 'other object')}"
         console.print(f"store: {what} cannot be deleted: {kept['error']}", soft_wrap=True)
     if more := unnamed():
-        console.print(f"left out as malformed in Redis: {more:,} more beside those that are named above")
+        console.print(f"malformed in Redis and left out: {more:,} more than those named above")
 
 
 def of_note(roles: Sequence[Beat]) -> tuple[list[Beat], int]:
@@ -305,8 +305,8 @@ def of_note(roles: Sequence[Beat]) -> tuple[list[Beat], int]:
 
 def in_one_line(stages: dict[str, float]) -> str:
     working = {stage: spent for stage, spent in stages.items() if stage != "start"}
-    whole = sum(working.values())
-    if whole <= 0:
+    total = sum(working.values())
+    if total <= 0:
         return ""
     largest = sorted(working.items(), key=lambda item: -item[1])[:_STAGES_SHOWN]
-    return ", ".join(f"{stage} {spent / whole:.0%}" for stage, spent in largest if spent / whole >= 0.005)
+    return ", ".join(f"{stage} {spent / total:.0%}" for stage, spent in largest if spent / total >= 0.005)

@@ -16,18 +16,18 @@ RUNS = Path("runs")
 
 
 class Exit(IntEnum):
-    """Exit codes beside 0."""
+    """Exit codes other than 0."""
 
     FAILED = 1
-    """The run, or something around it."""
+    """The run failed, or a service did."""
     REFUSED = 2
-    """What was asked for cannot be done, or the environment failed."""
+    """The request is invalid, or the environment failed."""
     INTERRUPTED = 130
-    """It ended without a last checkpoint."""
+    """The run ended without a final checkpoint."""
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """For the completion of a shell: the runs that this can be the beginning of."""
+    """Completes run ids in a shell."""
     from stagecoach.coordinator.catalog.run_files import run_paths
 
     found = run_paths(Path(context.params.get("runs_dir") or RUNS))
@@ -49,9 +49,7 @@ RunsDir = Annotated[
     Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-TrustConfig = Annotated[
-    bool, typer.Option("--trust-config", help="Run the code that a config names which was not made on this machine.")
-]
+TrustConfig = Annotated[bool, typer.Option("--trust-config", help="Run code that a config from another machine names.")]
 
 
 def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":

@@ -60,7 +60,7 @@ def test_export_writes_file_and_record(stagecoach: Stagecoach, run: Path, tmp_pa
     assert sorted(path.name for path in out.iterdir()) == ["default.onnx", "export.json"]
     assert {name: one["rows"] for name, one in record(out).items()} == {"random": 256, "recorded": 16}
     assert onnxruntime.InferenceSession(out / "default.onnx").get_inputs()[0].name == "obs"
-    check_refused(stagecoach(*EXPORT, "out", "--onnx"), "nothing is overwritten")
+    check_refused(stagecoach(*EXPORT, "out", "--onnx"), "exists; choose another folder")
 
 
 def test_export_without_extra_says_what_to_install(

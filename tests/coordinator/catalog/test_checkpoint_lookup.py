@@ -62,7 +62,9 @@ def test_evaluate_repeats_scores_and_writes_nothing_into_run(runs: Path) -> None
 
 def test_find_checkpoint_refuses_folder_without_config(checkpoints: Path) -> None:
     (checkpoints.parent / "config.yaml").unlink()
-    with pytest.raises(CheckpointNotFound, match=r"is no run's folder: .*config\.yaml is missing"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"is not a run's folder: .*config\.yaml, which names the environment, is missing"
+    ):
         evaluate(str(checkpoints / LAST), Path("nowhere"))
 
 
@@ -139,7 +141,10 @@ PAINTER, TARGET = f"{MODULE}:Painter", f"{MODULE}:Target"
 DRAWS = "needs an environment that draws .*"
 UNSEEN: list[tuple[dict[str, Any], str]] = [
     ({"id": TARGET}, f"{DRAWS}Target cannot be made: TypeError: Target"),
-    ({"id": PAINTER, "kwargs": {"keeps": False}}, rf"{DRAWS}has render_mode=None after .* as self\.render_mode"),
+    (
+        {"id": PAINTER, "kwargs": {"keeps": False}},
+        rf"{DRAWS}its render_mode is None, not the argument; set self\.render_mode",
+    ),
     ({"id": PAINTER, "kwargs": {"modes": ["ansi"]}}, rf"{DRAWS}its metadata names only render_modes=\['ansi'\]"),
     ({"id": PAINTER, "kwargs": {"frames": False}}, r".*render\(\) returned NoneType, expected an array"),
     ({"id": f"{games.MODULE}:Painted", "api": "pettingzoo", "kwargs": {"frames": False}}, r".*returned NoneType"),
@@ -198,8 +203,8 @@ def test_play_shows_same_episodes(runs: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("gs://bucket/my-run", "no checkpoint is taken from gs://bucket/my-run; expected a run's id, RUN/NAME, s3"),
-        ("file:///no/such/folder", "there is no folder /no/such/folder; expected a run's id, RUN/NAME, s3://bucket"),
+        ("gs://bucket/my-run", "cannot read checkpoints from gs://bucket/my-run; expected a run's id, RUN/NAME, s3"),
+        ("file:///no/such/folder", "folder /no/such/folder does not exist; expected a run's id, RUN/NAME, s3://bucket"),
         ("./nowhere", "/nowhere; expected a run's id"),
     ],
 )
@@ -221,7 +226,7 @@ def test_evaluate_runs_code_of_foreign_config_only_when_trusted(
     stagecoach("watch", f"file://{checkpoints.parent}").ok()
     targets = [checkpoints.parent.name] + ([str(checkpoints.parent)] if command != "replay" else [])
     for target in targets:
-        said = ("comes from an exported folder or from another", "environment.id=os:mkdir", "--trust-config")
+        said = ("comes from an exported folder or another", "environment.id=os:mkdir", "--trust-config")
         check_refused(stagecoach(command, target), *said)
         assert not proof.exists()
     if command == "evaluate":

@@ -358,7 +358,7 @@ def test_export_prefers_promoted_and_overwrites_nothing(ended_run: Run, files: C
     assert export(files, ended_run.config, None, tmp_path / "out").name == files.resolve("best")
     before = contents(tmp_path / "out")
     promote(files, NAMES[0], live=False)
-    with pytest.raises(UserError, match=r"out/a exists, and nothing is overwritten"):
+    with pytest.raises(UserError, match=r"out/a exists; choose another folder"):
         export(files, ended_run.config, None, tmp_path / "out")
     assert contents(tmp_path / "out") == before
     assert export(files, ended_run.config, None, tmp_path / "other").name == NAMES[0]

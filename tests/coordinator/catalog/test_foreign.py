@@ -243,4 +243,4 @@ def test_much_garbage_is_counted_and_only_some_of_it_is_named(
     print_status(status, console)
     assert sum("is malformed and left out" in text for text in caplog.messages) == 10
     assert len(caplog.messages) < 20 and all(len(text) < 500 for text in caplog.messages)
-    assert "left out as malformed in Redis: 290 more beside those that are named above" in shown.getvalue()
+    assert "malformed in Redis and left out: 290 more than those named above" in shown.getvalue()

@@ -141,7 +141,7 @@ def test_wrong_places_are_named(far: Run, servers: tuple[str, str], tmp_path: Pa
         (StoreUnavailable, "there is no bucket 'elsewhere'", f"s3://elsewhere/{far.run_id}", "here", servers[1]),
         (StoreUnavailable, "does not answer", place, "here", "http://127.0.0.1:9"),
         (UserError, "expected a run's folder", "http://127.0.0.1/run", "here", servers[1]),
-        (UserError, "is a run of this machine already", place, "there", servers[1]),
+        (UserError, "is already a run of this machine", place, "there", servers[1]),
     ]
     for error, said, location, runs, endpoint_url in cases:
         with pytest.raises(error, match=said):

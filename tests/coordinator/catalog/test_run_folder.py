@@ -65,7 +65,7 @@ def test_create_explains_existing_or_unwritable_folder(config: Config, folder: R
     with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
         RunFolder.create(other, "a")
     assert contents(runs) == before
-    with pytest.raises(UserError, match=r"cannot make the run's folder .*check runs_dir"):
+    with pytest.raises(UserError, match=r"cannot create the run's folder .*check runs_dir"):
         RunFolder.create(minimal_config(runs_dir=str(runs / "a" / "lock" / "runs")), "a")
 
 

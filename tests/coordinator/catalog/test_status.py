@@ -68,7 +68,7 @@ CASES: dict[str, tuple[list[Beat], str]] = {
         [beat("trainer", waiting_for="the last evaluation", waiting_seconds=3.0)],
         "the last evaluation (the trainer, for 3.0 s)",
     ),
-    "all at work": ([beat("trainer"), worker()], "each role is at work"),
+    "all at work": ([beat("trainer"), worker()], "every role is working"),
 }  # fmt: skip
 
 
