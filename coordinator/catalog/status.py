@@ -26,26 +26,26 @@ from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TE
 from stagecoach.trainer_node.checkpointing.retention import status_file
 
 NO_BOUND = 10_000
-"""As many workers as a config may ask for."""
+"""Largest number of workers in a config."""
 
 
 @dataclass(frozen=True)
 class WorkerCapacity:
     now: int
-    """On the machines that are there."""
+    """Number on the existing machines."""
     later: int | None
-    """With those that an autoscaler may add; None where it adds, and does not say how many."""
+    """Number including an autoscaler's additions; None if their number is unknown."""
     each: str
-    """What a worker asks for, for people."""
+    """Resources of a worker, for display."""
     cluster: str
-    """What there is and who takes of it, for people."""
+    """Resources of the cluster and their users, for display."""
 
     @property
     def most(self) -> int:
         return NO_BOUND if self.later is None else self.later
 
     def refuse(self, workers: int, fewer: str, more: str) -> None:
-        """Raises `UserError` where more are asked for than ever fit; to the command `fewer` a number is added."""
+        """Raises `UserError` for more workers than ever fit; `fewer` is a command prefix, completed by a number."""
         if workers <= self.most:
             return
         remedy = f"{fewer}{self.most}, or {more}" if self.most else more
@@ -65,7 +65,7 @@ _CAPACITY = TypeAdapter(WorkerCapacity)
 
 
 def capacity_of(beats: Sequence[Beat]) -> WorkerCapacity | None:
-    """What the coordinator last said; None where it is silent, or there is no Ray."""
+    """Capacity last reported by the coordinator; None if it is silent or runs without Ray."""
     coordinator = next((beat for beat in beats if beat.role == "coordinator" and beat.alive), None)
     said = coordinator.progress.get("capacity") if coordinator is not None else None
     try:
@@ -173,7 +173,7 @@ class Status:
     desired_workers: int | None = None
     bottleneck: str = "nothing: the run is not live"
     scaling: dict[str, Any] = field(default_factory=dict)
-    """mode (fixed, auto), min, max, and capacity: a `WorkerCapacity`, or None where it is not known."""
+    """mode (fixed, auto), min, max, and capacity: a `WorkerCapacity`, or None if unknown."""
     roles: list[Beat] = field(default_factory=list)
     fleet: FleetSummary | None = None
     ledger: dict[str, Any] = field(default_factory=dict)

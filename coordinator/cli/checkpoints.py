@@ -55,9 +55,9 @@ def list_(run: Run, as_json: Json = False) -> None:
 @app.command(epilog=example("stagecoach checkpoints save my-run"))
 @on_run
 def save(run: Run) -> None:
-    """Have a live run write a checkpoint after its present update; `list` shows it then."""
+    """Request a checkpoint of a live run after its current update; `list` then shows it."""
     run.checkpoint()
-    console.print(f"{run.run_id}: a checkpoint is written after the present update")
+    console.print(f"{run.run_id}: a checkpoint is written after the current update")
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))

@@ -1,5 +1,5 @@
 """The commands about configs and what they need: `presets` (the examples, which the package carries), `init`, `config`,
-`doctor`, and `check`, which tries an environment and tells everything that is wrong with it at once."""
+`doctor`, and `check`, which lists all defects of an environment at once."""
 
 import json
 import os

@@ -38,7 +38,7 @@ _INTERRUPTED = b"interrupted: what was started is being ended\n"
 
 @contextlib.contextmanager
 def in_one_process(inline: bool) -> Iterator[None]:
-    """With `--inline`, reports an environment that exits this process, which is the whole run, and traces crashes."""
+    """Reports an environment that exits this process, which with `--inline` is the whole run, and traces crashes."""
 
     def report_exit(status: int) -> int:
         console.show_cursor()

@@ -26,7 +26,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 
 SHORT_STEPS = 10
-"""Of the trial before a run: a wrong interface shows in the first."""
+"""Steps of the trial before a run; a wrong interface shows in the first."""
 _GRACE_SECONDS = 60.0
 """The process watches its own calls; only one that is stopped, or never begins, says nothing for this much longer."""
 _POLL_SECONDS = 0.1
@@ -39,26 +39,26 @@ class Trial:
     description: EnvironmentDescription | None
     problems: tuple[Problem, ...]
     error: UserError | None = None
-    """It cannot be used at all, or the config does not fit it."""
+    """Reason that the environment is unusable or does not fit the config."""
     stack: str = ""
-    """Of a call that hangs, innermost first."""
+    """Stack of a hung call, innermost first."""
 
     def refuse(self, config: Config, strict: bool) -> EnvironmentDescription:
         """The description; raises `UserError` with all that keeps a run from learning in it.
 
-        That it raised is no such thing unless `strict`: `environment.failures_allowed` says how often that may be.
+        Exceptions count only if `strict`: `environment.failures_allowed` tolerates some.
         """
         if self.error is not None:
             raise self.error
         severities = {FATAL, RAISED} if strict or self.description is None else {FATAL}
         told = " | ".join(str(problem) for problem in self.problems if problem.severity in severities)
         if told or self.description is None:
-            raise EnvironmentUnusable(f"{config.environment.id}: {told} (`stagecoach check` tells everything)")
+            raise EnvironmentUnusable(f"{config.environment.id}: {told} (`stagecoach check` lists everything)")
         return self.description
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong; what is only noted does no harm here."""
+        """True if nothing is wrong; notes are harmless."""
         return self.error is None and all(problem.severity == NOTE for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def try_environment(
 
 
 def _lines(process: subprocess.Popen[bytes], silent_seconds: float) -> Iterator[dict[str, Any]]:
-    """What it tells, until it is done, has ended, or says nothing any more. Its own children may hold the pipe."""
+    """Yields messages until the process is done, ends or falls silent. Its children may hold the pipe."""
     assert process.stdout is not None
     rest, heard = b"", time.monotonic()
     while time.monotonic() - heard < silent_seconds:

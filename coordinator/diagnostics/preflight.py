@@ -1,6 +1,6 @@
-"""Before a run starts on a cluster: can each of its machines do what a role there will have to?
+"""Checks that each machine of a cluster can run a role, before a run starts.
 
-Every machine that is there now is asked. One that joins later and cannot shows in the events: its roles fail by name.
+A machine that joins later is not checked; its failing roles show in the events.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def difference(theirs: dict[str, str], mine: dict[str, str]) -> str | None:
 
 
 def examine_machine(launch: RoleLaunch) -> tuple[dict[str, str], str | None]:
-    """On the machine itself: its versions and its problem; the environment is tried in a process of its own."""
+    """Returns this machine's versions and problem; tries the environment in another process."""
     extend_imports(launch.import_path)
     config, problem = parse_config(launch.config), None
     try:
@@ -72,7 +72,7 @@ def examine_machine(launch: RoleLaunch) -> tuple[dict[str, str], str | None]:
 
 
 def versions(package: Path = PACKAGE) -> dict[str, str]:
-    """Of what all machines of a run have to agree on."""
+    """Versions on which all machines of a run must agree."""
     found = {"Stagecoach's code": _digest(package), "Python": ".".join(platform.python_version_tuple()[:2])}
     return found | {name: importlib.metadata.version(name) for name in _SHARED}
 

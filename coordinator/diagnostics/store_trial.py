@@ -1,4 +1,4 @@
-"""What a run asks of its store, tried once: list, put, get and delete."""
+"""Trial of a store: list, put, get and delete."""
 
 from contextlib import suppress
 

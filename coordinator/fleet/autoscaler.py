@@ -1,4 +1,4 @@
-"""How many workers to run: what a person has ordered, or what `rollout.scaling=auto` finds from what was waited for.
+"""Number of workers to run: as ordered, or with `rollout.scaling=auto` as the waiting times suggest.
 
 In: heartbeats (seconds waited so far, by the wait's name) of the trainer and of the workers that are at work, and how
 many workers fit. Out: a number, an event for each decision that says why, and one where more are wanted but cannot be.
@@ -23,7 +23,7 @@ from stagecoach.shared.runtime.run_context import RunContext
 _SHORT = 0.10
 """The trainer waits for experience for more than this share: more workers, where they make up for as much."""
 _ENOUGH = 0.05
-"""It waits for less than this share (or fewer workers would cost less): fewer workers."""
+"""Fewer workers if it waits for less than this share, or would with fewer workers."""
 _SPARE = 0.05
 """Workers keep this much more than the trainer needs, so that fewer do not turn out to be too few."""
 _BARREN = 0.25

@@ -1,4 +1,4 @@
-"""How many rollout workers fit: on the machines of the Ray cluster, and on those that may be added.
+"""Number of rollout workers that fit on a Ray cluster, now and with added machines.
 
 In: what each machine has in all (not what is free at the moment), what the roles ask for, and the autoscaler's own
 config, as the head's monitor was given it. Out: a `WorkerCapacity`. A worker needs one machine: twice half a CPU on two
@@ -28,7 +28,7 @@ from stagecoach.trainer_node.distributed.leader import rank_id
 Resources = Mapping[str, float]
 _SMALL = 1e-6
 _ORDERS = 120
-"""In so many orders at most roles are given their places: all of them for five roles."""
+"""Maximum number of placement orders tried: all of them for five roles."""
 _CONFIG_ARGUMENT = "--autoscaling-config="
 _ASK_SECONDS = 30.0
 _REFRESH_SECONDS = 2.0
@@ -39,22 +39,22 @@ _PLACED_SECONDS = 20.0
 @dataclass(frozen=True)
 class Machines:
     resources: Resources | None
-    """Of each; None where only the machine itself will tell (Ray's provider `local`)."""
+    """Resources of each; None if unknown in advance (Ray's provider `local`)."""
     most: int
 
 
 @dataclass(frozen=True)
 class Additions:
-    """What an autoscaler may bring the cluster to, the head apart."""
+    """Limits of an autoscaler, without the head."""
 
     kinds: tuple[Machines, ...] = ()
     most: int | None = None
     unknown: bool = False
-    """There is one (KubeRay's, mostly), and it does not say how far it goes."""
+    """True for an autoscaler with unknown limits (mostly KubeRay's)."""
 
 
 def trainer_options(config: Config) -> dict[str, Any]:
-    """Of the trainer and of each rank beside it: a GPU where there is one, unless the config says otherwise."""
+    """Ray options of the trainer and its other ranks: a GPU if available, unless the config says otherwise."""
     trainer = config.trainer
     found: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpu = 1.0 if trainer.device != "cpu" and found.get("GPU", 0) >= trainer.ranks else 0.0
@@ -78,7 +78,7 @@ def needs(options: dict[str, Any]) -> dict[str, float]:
 
 
 class ClusterView:
-    """What the fleet knows of its machines: the capacity for workers, the trainer's node, and who has no place yet.
+    """The fleet's view of its machines: capacity for workers, the trainer's node, and unplaced roles.
 
     Refreshed every two seconds; embedded Ray is this one machine, which is counted once: a process that asks the GCS of
     embedded Ray while that dies hangs, and is ended by Ray a minute later.
@@ -103,7 +103,7 @@ class ClusterView:
         return found
 
     def find_unplaced(self, members: Sequence[ManagedActor], beats: Mapping[str, Beat]) -> None:
-        """Those that never said anything, and those whose machine is gone and that have no place on another one."""
+        """Finds roles that never sent a heartbeat, or whose machine is gone without a replacement."""
         late = time.monotonic() - _PLACED_SECONDS
         self.unplaced = [member.name for member in members if member.name not in beats and member.started < late]
         if not self._embedded:
@@ -117,7 +117,7 @@ class ClusterView:
 
 
 def worker_capacity(config: Config, additions: Additions, trainer_node: str | None = None) -> WorkerCapacity:
-    """Of the cluster that this process has joined; `trainer_node` is where the trainer runs, once that is known."""
+    """Capacity of the joined cluster; `trainer_node` is the trainer's node, once known."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}
     roles = {"the trainer": needs(trainer_options(config))}
@@ -143,7 +143,7 @@ def worker_capacity(config: Config, additions: Additions, trainer_node: str | No
 def fit(
     machines: Sequence[Resources], roles: Sequence[Resources], worker: Resources, apart: bool, trainer: int | None
 ) -> int:
-    """How many workers fit once the roles (the trainer first) are where they leave the most for them.
+    """Number of workers that fit after the best placement of the roles (the trainer first).
 
     `trainer` is the machine where the trainer runs already; with `apart` no worker shares its machine.
     """
@@ -161,7 +161,7 @@ def _placed(
     machines: Sequence[Resources], roles: Sequence[Resources], order: Sequence[int], worker: Resources, apart: bool,
     trainer: int | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """How many roles have a place, given out in this order, and how many workers then fit."""
+    """Numbers of roles placed in this order, and of workers that then fit."""
     free, placed = [dict(machine) for machine in machines], 0
     for number in order:
         role, alone = roles[number], apart and number == 0
@@ -204,7 +204,7 @@ def _added(machines: Mapping[str, Resources], additions: Additions, worker: Reso
 
 
 def _of_kind(machine: Resources, kind: Resources) -> bool:
-    """Whether a machine that is there counts for this kind: Ray's table does not say which kind it is of."""
+    """Returns whether a machine matches this kind, which Ray's table does not record."""
     return "node:__internal_head__" not in machine and all(
         machine.get(name) == amount for name, amount in kind.items() if name not in {"memory", "object_store_memory"}
     )
@@ -217,7 +217,7 @@ def check_capacity(config: Config, additions: Additions) -> None:
 
 
 def additions(config: Config) -> Additions:
-    """What the autoscaler of the cluster may add; nothing where there is none.
+    """Limits of the cluster's autoscaler, if there is one.
 
     Ray 2.60 does not write its autoscaler's bounds anywhere that a driver can read: so a call on the head's machine
     reads the config that the monitor there was started with.
@@ -234,7 +234,7 @@ def additions(config: Config) -> Additions:
 
 
 def read_autoscaler_config(gcs_address: str, processes: Path = Path("/proc")) -> tuple[str | None, bool]:
-    """On the head's machine: the config of this cluster's monitor, and whether it can be told what may be added.
+    """Runs on the head: returns the config of this cluster's monitor, and whether it is visible.
 
     Other clusters' monitors may be seen from there, too (containers, network namespaces).
     """
@@ -250,7 +250,7 @@ def read_autoscaler_config(gcs_address: str, processes: Path = Path("/proc")) ->
 
 
 def parse_additions(text: str | None, monitored: bool) -> Additions:
-    """Of a cluster file as the launcher has filled it in. On Kubernetes the autoscaler is a container of its own."""
+    """Parses the launcher's cluster file. On Kubernetes the autoscaler is a separate container."""
     if text is None:
         return Additions(unknown=not monitored)
     cluster: dict[str, Any] = yaml.safe_load(text)

@@ -60,7 +60,7 @@ class FleetSupervisor:
         self._fleet: Fleet | None = self._make_fleet()
 
     def run(self, abandon: threading.Event) -> RunEnd:
-        """Until the run has ended; returns why. Raises what Ray raises where it dies again and again."""
+        """Supervises fleets until the run ends; returns the reason. Raises Ray's error if Ray keeps dying."""
         while True:
             try:
                 self._fleet = self._fleet or self._make_fleet()
@@ -184,7 +184,7 @@ class Fleet:
         return ManagedActor(name, make, bound, progress, retries(self._redis).outages, former)
 
     def _start_evaluator(self, beats: Mapping[str, Beat]) -> None:
-        """Once trainer, ranks and at least one worker are there, or take too long."""
+        """Starts the evaluator once all learners and a worker are up, or take too long."""
         if self._evaluator is not None or not self._config.evaluation.enabled:
             return
         first = all(member.name in beats for member in self._learners)
@@ -237,7 +237,7 @@ class Fleet:
             self.outcome = RunEnd.failed(Failure.of(error))
 
     def _death(self, member: ManagedActor, error: ray.exceptions.RayError) -> Failure:
-        """Why its process has died: what its own watchdog said, else how it ended and its last words.
+        """Explains a process's death by its watchdog's report, else by its exit and last output.
 
         A process that ended itself did what was run in it: in a worker or the evaluator that is the environment.
         """
@@ -269,7 +269,7 @@ class Fleet:
             member.call = member.actor.run.remote()
 
     def _in_outage(self, member: ManagedActor) -> bool:
-        """Whether Redis or the store was away during its process, by its last heartbeat or by our own count."""
+        """Returns whether Redis or the store was away during its process, by its heartbeat or our own count."""
         before, member.outages = member.outages, retries(self._redis).outages
         last = member.last_beat(read_heartbeats(self._redis, self._run_id))
         return member.outages > before or (last is not None and last.outage)
@@ -297,7 +297,7 @@ class Fleet:
     # What the heartbeats and the cluster say
 
     def _read_beats(self) -> Mapping[str, Beat]:
-        """At each turn; where they are so many that this would cost much, about as often as they come."""
+        """Reads the heartbeats each turn, or less often if they are so many that reading is expensive."""
         if time.monotonic() >= self._next_read:
             used = time.thread_time()
             self._beats = {beat.id: beat for beat in read_heartbeats(self._redis, self._run_id)}
@@ -347,7 +347,7 @@ class Fleet:
         emit(self._redis, self._run_id, "outage", text)
 
     def _follow_flow(self, flow: FlowState, beats: Mapping[str, Beat]) -> None:
-        """What the run's state asks for: scaling, or the end that another trainer has brought about."""
+        """Follows the run's state: scaling, or the end by another trainer."""
         if self._trainer.call is None and flow.state is RunState.FINISHED:
             self.outcome = RunEnd(flow.reason, flow.failure)
             return

@@ -115,7 +115,7 @@ def cause(error: Exception) -> Exception:
 
 
 def how_it_died(error: ray.exceptions.RayError) -> tuple[str, LastWords]:
-    """In words how an actor's process ended, and what it said last, as far as it can be known here.
+    """Describes how an actor's process ended, with its last output if available here.
 
     Ray's error alone knows which process it was. The logs of processes on other machines stay there.
     """

@@ -248,7 +248,7 @@ def _environment(config: Config, described: list[EnvironmentDescription]) -> str
 
 
 def _players(config: Config, description: EnvironmentDescription, sources: Sequence[str]) -> str:
-    """What a run takes from others, as its start would find it."""
+    """Resolves what a run takes from other runs, as its start would."""
     with_fixed_players(config, description)
     first_policies(config, description)
     return f"found: {', '.join(sources)}"
@@ -372,7 +372,7 @@ def _answers(address: str, path: str) -> bool:
 
 
 def _on_this_machine(url: str) -> bool:
-    """Whether this URL's host is this machine, and its packets never leave it."""
+    """Returns whether this URL's host is on loopback."""
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname, None)
     except OSError:

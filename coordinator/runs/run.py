@@ -214,7 +214,7 @@ class Run:
         return self._client()
 
     def checkpoint(self) -> None:
-        """Asks a live run for a checkpoint after its present update; returns at once."""
+        """Requests a checkpoint of a live run after its current update; returns at once."""
         Flow(self._ordering_client(), self.run_id).order_checkpoint()
 
     def note(self, text: str) -> None:
