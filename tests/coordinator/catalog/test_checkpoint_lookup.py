@@ -205,7 +205,7 @@ def test_play_shows_same_episodes(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ("gs://bucket/my-run", "cannot read checkpoints from gs://bucket/my-run; expected a run's id, RUN/NAME, s3"),
         ("file:///no/such/folder", "folder /no/such/folder does not exist; expected a run's id, RUN/NAME, s3://bucket"),
-        ("./nowhere", "/nowhere; expected a run's id"),
+        ("./nowhere", "/nowhere does not exist; expected a run's id"),
     ],
 )
 def test_find_checkpoint_names_expected_places(target: str, said: str, tmp_path: Path) -> None:

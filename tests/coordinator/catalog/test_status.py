@@ -40,7 +40,7 @@ FULL_LOG = [WAITING, worker(waiting_for="room in the log (…)")]
 CASES: dict[str, tuple[list[Beat], str]] = {
     "no trainer": ([worker()], "the trainer, which is starting"),
     "trainer that starts": ([STARTS], "the trainer, which is starting"),
-    "no room": ([beat("coordinator", progress={"unplaced": ["worker-3"]}), WAITING], "no place yet for worker-3"),
+    "no room": ([beat("coordinator", progress={"unplaced": ["worker-3"]}), WAITING], "has not placed worker-3 yet"),
     "silent trainer": ([beat("trainer", **SILENT)], "the trainer (silent for 17 s)"),
     "ended": ([beat("trainer", ended="solved")], "the run has ended (solved)"),
     "slow workers": ([WAITING, AT_CREDIT, worker(1)], "rollout workers (worker-1), for 2.0 s"),
