@@ -1,1 +1,1 @@
-"""What all commands share: their common options, the console, and the live view of a run."""
+"""Parts shared by all commands: common options, the console, and the live view of a run."""

@@ -36,7 +36,7 @@ class PrintableConsole(Console):
             self.print(str(line), highlight=False, soft_wrap=True)
 
     def json(self, data: Any) -> None:
-        """For scripts; of what JSON does not know, dataclasses become objects and the rest text."""
+        """Prints JSON; dataclasses become objects, other types text."""
         print(json.dumps(data, indent=1, default=lambda item: vars(item) if is_dataclass(item) else str(item)))
 
 
