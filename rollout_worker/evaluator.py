@@ -114,7 +114,7 @@ class Evaluator:
         self._postponed: dict[str, tuple[int, float]] = {}
         """Due evaluation that could not be read → number of tries, and time of the next one."""
         self.postpones = False
-        """Whether a due evaluation could not be read yet."""
+        """True if a due evaluation could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
         tell = partial(context.tell, "evaluation")

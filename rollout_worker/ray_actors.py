@@ -1,4 +1,4 @@
-"""Ray actors for the rollout worker and the evaluator: thin classes that own the plain ones."""
+"""Ray actors for the rollout worker and the evaluator: thin classes that own the plain objects."""
 
 from collections.abc import Callable
 from typing import Any

@@ -70,7 +70,7 @@ class GymnasiumEnvironments:
         self._lengths, self._episodes = (np.zeros(self.num_envs, np.int64) for _ in range(2))
         self._everyone = np.ones(self.num_envs, np.bool_)
         self._held, self._idle = False, ~self._everyone
-        """Whether environments wait after an episode (`hold`), and which of them wait or reset in the next step."""
+        """Flag of `hold`, and the environments that wait or reset in the next step."""
         leaves = self._spaces.observation.leaves
         self._info_columns = description.info_columns
         self._sums = np.zeros((len(self._info_columns), self.num_envs))
@@ -101,7 +101,7 @@ class GymnasiumEnvironments:
         return Position(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
 
     def _drawn(self, which: Iterable[int]) -> dict[str, Any]:
-        """Returns the reset option with parameters; the environments `which` begin an episode and draw new ones."""
+        """Returns the reset option with parameters; the environments `which` begin an episode and draw others."""
         if self._parameters is None:
             return {}
         for index in which:

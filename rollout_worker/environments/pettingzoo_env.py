@@ -48,11 +48,11 @@ class Episode:
     over: set[str] = field(default_factory=set)
     """Agents that have ended and are still in the environment's `agents`."""
     first_over: bool = False
-    """Whether any agent has ended."""
+    """True once any agent has ended."""
     waiting: set[str] = field(default_factory=set)
-    """In turns: agents that have acted and had no turn since."""
+    """Agents that have acted and had no turn since (in turns)."""
     present: set[str] = field(default_factory=set)
-    """In turns: agents after the last turn that have not seen their end."""
+    """Agents after the last turn that have not seen their end (in turns)."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     """Agent → name → sum of its numbers in `info`."""

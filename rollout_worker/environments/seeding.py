@@ -32,7 +32,7 @@ class SeedLineage:
         return self._seeds(_FRAGMENT, number, 1)[0]
 
     def environments(self, count: int) -> list[int]:
-        """Returns the seed of each environment's first episode, 31 bits; `episode_seed` gives the later ones."""
+        """Returns the seed of each environment's first episode, 31 bits; `episode_seed` gives later seeds."""
         return [seed % SEEDS for seed in self._seeds(_ENVIRONMENTS, 0, count)]
 
     def shuffling(self, epoch: int) -> int:

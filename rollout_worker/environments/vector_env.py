@@ -44,7 +44,7 @@ class PolicyStep:
     acts: Array | None = None
     """`[S]`: slots that act next, perhaps `GREEDILY`; None for all."""
     in_turns: bool = False
-    """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn became known."""
+    """True if agents act in turns: `mask` is then true where the outcome of an earlier turn became known."""
 
     @property
     def over(self) -> Array:
@@ -101,7 +101,7 @@ class VectorEnvironment(Protocol):
 
     @property
     def position(self) -> Position | None:
-        """Position of the environments; None if it cannot be restored (native ones)."""
+        """Position of the environments; None if it cannot be restored (native)."""
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         """Steps with the actions of all slots, per policy id; raises `EnvironmentFailure`."""
@@ -159,7 +159,7 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
 def reject_unusable_now(
     now: Mapping[str, Columns], acts: Mapping[str, Array], description: EnvironmentDescription
 ) -> None:
-    """Does the same for current observations, with `acts` `[S]` as mask: no fragment may ever have them."""
+    """Rejects unusable current observations, with `acts` `[S]` as mask: no fragment may ever have them."""
     reject_unusable({policy_id: its | {"mask": acts[policy_id] > 0} for policy_id, its in now.items()}, description)
 
 

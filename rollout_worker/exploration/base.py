@@ -28,9 +28,9 @@ class Exploration:
     """Chooses actions for a batch of observations; base class of all explorations."""
 
     by_slot = False
-    """Whether it distinguishes slots, and so needs all of them in each step."""
+    """True if it distinguishes slots, and so needs all of them in each step."""
     knows_episodes = False
-    """Whether it depends on the episode of each environment, and so needs `begin`."""
+    """True if it depends on the episode of each environment, and so needs `begin`."""
 
     def begin(self, environment: int, seed: int) -> None:
         """Starts or continues the episode of this seed in `environment`; called at a fragment's beginning too."""
@@ -167,7 +167,7 @@ def uniform_log_prob(observations: Tensors, spaces: PolicySpaces) -> Tensor:
 
 
 def uniform_choice(leaf: Leaf, uniform: Tensor, legal: Tensor | None = None) -> Tensor:
-    """Maps numbers in [0, 1) `[B, …]` to choices, only to `legal` ones `[B, sum of nvec]` if given."""
+    """Maps numbers in [0, 1) `[B, …]` to choices, only to `legal` choices `[B, sum of nvec]` if given."""
     if legal is None:
         choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
         return (uniform * choices).to(torch.int64).clamp_max(choices - 1)

@@ -100,7 +100,7 @@ def _count(value: Any) -> int:
 
 
 def read(blobs: Sequence[bytes]) -> ActionTrace | None:
-    """Returns the trace in the blobs from Redis; None if there is none, or one that cannot be resumed."""
+    """Returns the trace in the blobs from Redis; None if it is missing or cannot be resumed."""
     try:
         parts = [decode(blob) for blob in blobs]
         last = parts[-1]

@@ -75,7 +75,7 @@ class DatasetSampler:
         return ActionTrace(nothing, nothing, actions, self.lineage, self._number - 1, self.position_digest)
 
     def close(self) -> None:
-        """Does nothing: no environment runs."""
+        """No-op: no environment runs."""
 
 
 def _empty(spaces: PolicySpaces, steps: int, slots: int, info_columns: Sequence[str]) -> Columns:

@@ -66,7 +66,7 @@ class Recorder:
         return self._closed(bootstrap)
 
     def _closed(self, bootstrap: Columns) -> Columns:
-        """Returns all columns, with the observations after the last step and the final ones."""
+        """Returns all columns, with the observations after the last step and the final observations."""
         for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():
@@ -146,7 +146,7 @@ class TurnRecorder(PartRecorder):
         self._held_numbers = np.zeros(len(self._mine), np.int64)
 
     def began(self, states: Array) -> None:
-        """Does nothing: a state is recorded when its slot first acts, since an episode may end before."""
+        """No-op: a state is recorded when its slot first acts, since an episode may end before."""
 
     def acted_by(
         self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,

@@ -64,7 +64,7 @@ class Check:
         """Agents that have ended and are still in `env.agents`: they do not act."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
-        """Runs all checks and reports problems as they are found."""
+        """Runs all checks and reports each problem at once."""
         try:
             description = self._make(alone, any_api)
             if self._config.environment.vectorization == "native":
@@ -226,14 +226,14 @@ class Check:
         return actions
 
     def _legal(self, agent: str, observation: Any, action: Any) -> Any:
-        """Returns the action with each of its choices drawn from the legal ones."""
+        """Returns the action with each of its choices drawn from the legal choices."""
         masked = self._masked[agent]
         if self._config.environment.api == "pettingzoo" and self._config.environment.action_mask == "info":
             choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
             observation = self._report.guarded("step()", lambda: from_info(observation, told, choices))
         seen = {name: array[None] for name, array in masked.observation.own.flatten("obs", observation).items()}
         if masked.without_legal(seen).any():
-            found = f"the action_mask{self._whose(agent)} has no legal action, and the episode goes on"
+            found = f"the action_mask{self._whose(agent)} has no legal action, and the episode continues"
             self._report.fatal(found, "one at least for each choice", "mark it, or end the episode")
         legal = np.concatenate([seen[name].reshape(-1) for name in masked.observation.mask_columns]) > 0
         columns, first = masked.action.flatten("action", action), 0

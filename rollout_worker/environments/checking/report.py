@@ -19,7 +19,7 @@ class Severity(StrEnum):
     FATAL = "fatal"
     """A run cannot learn in the environment."""
     RAISED = "raised"
-    """It raised an exception; `environment.failures_allowed` tolerates some."""
+    """Exception, of which `environment.failures_allowed` tolerates some."""
     WRONG = "wrong"
     NOTE = "note"
     """Harmless."""
@@ -51,7 +51,7 @@ class Report:
         self._told: set[tuple[str, str]] = set()
 
     def add(self, severity: Severity, found: str, expected: str, remedy: str) -> None:
-        """Sends a problem once, however often it is found."""
+        """Sends a problem once, however often it occurs."""
         if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
             self._told.add(key)
             self.tell({"problem": asdict(Problem(severity, found, expected, remedy))})

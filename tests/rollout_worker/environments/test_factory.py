@@ -93,7 +93,7 @@ def test_make_environment_applies_wrappers_with_kwargs() -> None:
     assert env.step(0)[1] == 1 + 4 + 1
 
 
-def test_is_factory_excludes_gymnasium_module_ids() -> None:
+def test_factory_paths_exclude_gymnasium_module_ids() -> None:
     assert is_factory("my_package.envs:make_arm") and is_factory("envs:Arm")
     assert not is_factory("my_package:Arm-v0") and not is_factory("CartPole-v1") and not is_factory("ALE/Pong-v5")
 
