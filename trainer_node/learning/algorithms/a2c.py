@@ -1,7 +1,6 @@
 """The policy gradient, one step for each update: A2C, which is A3C (Mnih et al. 2016) in lockstep, and IMPALA.
 
-IMPALA (Espeholt et al. 2018) has V-trace's targets, for experience of older policies. What they share
-with PPO and APPO is on_policy.py's.
+IMPALA (Espeholt et al. 2018) uses V-trace targets, for experience of older policies.
 """
 
 from collections.abc import Mapping
@@ -26,10 +25,10 @@ class PolicyGradient(OnPolicy):
         return self._rows([terms], [self._gradient_step(loss, self._config.learning_rate.value(counters))])
 
     def loss(self, batch: Batch) -> Terms:
-        """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, our shard's."""
+        """Returns the scalar loss of a batch (−A log π, value, entropy) and its terms, this rank's part of each."""
         mean, rows = self.shard.mean, len(batch.counted(batch.log_prob))
-        whole = batch.normalized() if self._config.normalize_advantages else batch
-        part = whole.take(self.shard.rows(len(whole)))
+        normalized = batch.normalized() if self._config.normalize_advantages else batch
+        part = normalized.take(self.shard.rows(len(normalized)))
         params, value = part.outputs(self.policy)
         batch = part.flat()
         log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)

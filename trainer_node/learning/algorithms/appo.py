@@ -1,7 +1,7 @@
 """Asynchronous PPO: the clipped objective with V-trace's advantages, for experience of older policies.
 
 Values, targets and importance weights are those of a target network, which follows the policy in steps (IMPACT, Luo et
-al. 2020). The update is ppo.py's and on_policy.py's.
+al. 2020).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Behavioral cloning: maximum likelihood of the recorded actions (Pomerleau 1991), with an entropy bonus on request.
 
-The update is on_policy.py's. Rewards and episodes do not matter to it.
+It ignores rewards and episodes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +30,10 @@ class BC(BatchLearner):
         terms = {"train/loss": loss, "train/negative_log_likelihood": unlikelihood}
         terms |= {"train/entropy": entropy, "train/action_error": error}
         metrics = {name: term.detach() for name, term in terms.items()}
-        return loss + 0.0 * value.sum(), metrics  # also the critic has an optimizer's state
+        return loss + 0.0 * value.sum(), metrics  # gives the critic an optimizer state too
 
     def _error(self, chosen: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> Tensor:
-        """`[B]`: of the most probable action: how many of its choices differ, and squared differences of its boxes."""
+        """Returns `[B]`: differing choices plus squared differences of boxes, of the most probable action."""
         parts = [
             (chosen[name] - recorded[name]).reshape(-1, leaf.size).square().sum(dim=1)
             if leaf.kind == "box"
@@ -44,8 +44,6 @@ class BC(BatchLearner):
         return torch.stack(parts).sum(dim=0)
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Pairs:
-        """The steps that are no padding."""
-
         def flat(names: Sequence[str]) -> dict[str, Tensor]:
             return {name: tensors[name][tensors["mask"]] for name in names}
 

@@ -15,7 +15,7 @@ from stagecoach.trainer_node.learning.building_blocks.interface import Setting
 from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
 
 _LOG_WEIGHT_BOUNDS = math.log(1e-6), math.log(1e6)
-"""Of the penalty, where it is learned: so that it comes back soon from where the gap cannot be what is asked for."""
+"""Bounds of a learned penalty weight, so that it recovers soon after a gap that cannot reach `largest_gap`."""
 _WEIGHT_LEARNING_RATE = 3e-4
 
 
@@ -33,7 +33,7 @@ class CQL(SAC):
             self.beside_policy["conservatism"] = "log_conservatism"
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
-        """`[B]`: r + γ E[min Q'], and the policy's entropy as in SAC where that is asked for."""
+        """Returns `[B]`: r + γ E[min Q'], with the entropy term of SAC if `value_entropy`."""
         if self._config.value_entropy:
             return super().targets_of(batch, noise)
         with torch.no_grad():
@@ -41,18 +41,18 @@ class CQL(SAC):
             return batch.reward + batch.discount * then.expectation(then.value)
 
     def gaps(self, batch: Minibatch, values: Tensor, drawn: Tensor) -> Tensor:
-        """`[C, B]`, eq. 4: the soft maximum less the `values` `[C, B]` of what the data did."""
+        """Returns `[C, B]`, eq. 4: the soft maximum less the `values` `[C, B]` of the recorded actions."""
         return self.soft_maximum(batch, drawn) - values
 
     def penalized_loss(self, batch: Minibatch, noise: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """SAC's of the critics and the weighted gaps; the values, the errors and the gaps, `[C, B]`."""
+        """Returns SAC's critic loss plus the weighted gaps; values, errors and gaps, `[C, B]`."""
         loss, values, errors = self.critic_loss(batch, noise)
         gaps = self.gaps(batch, values, drawn)
         penalty = self.log_conservatism.exp() * (batch.weight * gaps).mean(dim=1).sum()
         return loss + penalty, values, errors, gaps
 
     def actor_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """SAC's; in the steps of cloning, −ln π of the data's action stands for −Q."""
+        """Returns SAC's actor loss; during `cloning_steps`, −ln π of the recorded action replaces −Q."""
         if not self._clones:
             return super().actor_loss(batch, noise)
         now = self.actions.consider(self.critics, batch.observations, noise)
@@ -63,7 +63,7 @@ class CQL(SAC):
         return (batch.weight * cost).mean(), entropies.detach()
 
     def draw(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Random numbers that `soft_maximum` needs, for boxes `[B, 3, A, D]`: uniform actions, and standard normal."""
+        """Returns the noise of `soft_maximum`, for boxes `[B, 3, A, D]`: uniform actions and standard normal."""
         if not isinstance(self.actions, Drawn):
             return torch.zeros(0)
         shape = (rows, self._config.considered_actions, self.actions.shape["action_size"])
@@ -71,7 +71,7 @@ class CQL(SAC):
         return torch.stack([uniform, *(torch.randn(shape, generator=generator) for _ in range(2))], dim=1)
 
     def soft_maximum(self, batch: Minibatch, drawn: Tensor) -> Tensor:
-        """`[C, B]`: ln of the sum or integral of exp Q(s, a) over all actions a; gradients go to the critics alone.
+        """Returns `[C, B]`: ln ∫ exp Q(s, a) da (a sum for one choice); gradients go to the critics alone.
 
         The integral over [-1, 1]^D is estimated by importance sampling: a third of the actions are uniform, the others
         the policy's.
@@ -95,7 +95,6 @@ class CQL(SAC):
     def _move_critics(
         self, batch: Minibatch, noise: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """With the penalty in the critics' loss; and one step of its weight."""
         self._clones = self.done < self._config.cloning_steps
         drawn = self.draw(len(batch), generator).to(self._setting.device)
         loss, values, errors, gaps = self._penalized_loss(batch, noise, drawn)
@@ -105,7 +104,7 @@ class CQL(SAC):
         return metrics | {"train/conservative_gap": gap, "train/conservatism": weight}, td_error
 
     def move_conservatism(self, gap: Tensor) -> None:
-        """Eq. 30, with ln α in place of α, so that α stays positive: up where the gap is more than it may be."""
+        """Moves the weight by eq. 30, on ln α so that α stays positive: up if the gap exceeds `largest_gap`."""
         if self._config.largest_gap is not None:
             self.log_conservatism.grad = self._config.largest_gap - gap
             self._conservatism_adam.step(_WEIGHT_LEARNING_RATE)

@@ -34,7 +34,7 @@ class DQN(OffPolicy):
 
     @torch.no_grad()
     def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:
-        """`[K·B, width]`: the target network's output for the action that is best after each transition."""
+        """Returns `[K·B, width]`: the target network's output for the best action after each transition."""
         outputs = self.target.outputs(batch.next_observations, bootstrapping)
         if self._config.double:
             values = self.policy.means(self.policy.outputs(batch.next_observations, choosing))
@@ -44,7 +44,7 @@ class DQN(OffPolicy):
         return of_actions(outputs, best.flatten())
 
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
-        """The scalar loss of a minibatch; noise of the online network, of it as it chooses, of the target network."""
+        """Returns the scalar loss; `noise` is for the online network, for its choices, and for the target network."""
         learning, choosing, bootstrapping = noise
         (action,) = batch.actions.values()
         heads = self.policy.heads
@@ -67,7 +67,7 @@ class DQN(OffPolicy):
     def _each(
         self, batch: Minibatch, predicted: Tensor, after: Tensor, reward: Tensor, discount: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`[K·B]`: the loss of each transition for each head, and how wrong it was."""
+        """Returns the loss and the TD error of each transition for each head, both `[K·B]`."""
         if self._config.head == "c51":
             target = project(after.softmax(dim=1), reward, discount, self.policy.support)
             wrong = divergence(predicted.detach(), target)
@@ -88,7 +88,7 @@ class DQN(OffPolicy):
         return replace(batch, heads=to_device(masks, self._setting.device))
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """One gradient step; after every `target_update_steps` of them the target network follows."""
+        """Does one gradient step; the target network follows after every `target_update_steps`."""
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
@@ -145,10 +145,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bootstrap_masks(numbers: Array, heads: int, share: float, seed: int) -> Array:
-    """Which transitions each head of an ensemble learns from (Osband et al. 2016): a bootstrap sample of its own.
+    """Bootstrap sample of each head of an ensemble (Osband et al. 2016).
 
-    `[heads, B]`, float32: 1 with probability `share`, else 0, for the transitions with these numbers `[B]` among all
-    that ever came into the replay buffer. So nothing is stored, and a transition has the same mask after a resume.
+    Returns `[heads, B]`, float32: 1 with probability `share`, else 0. It follows from a transition's number among all
+    that were ever added (`numbers` `[B]`), so nothing is stored, and a resume gives the same masks.
     """
     key = np.random.SeedSequence([seed, heads]).generate_state(1, np.uint64)[0]
     cells = numbers.astype(np.uint64) * np.uint64(heads) + np.arange(heads, dtype=np.uint64)[:, np.newaxis]

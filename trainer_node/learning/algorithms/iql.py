@@ -1,7 +1,7 @@
 """Implicit Q-learning (Kostrikov, Nair and Levine 2022, "Offline reinforcement learning with implicit Q-learning").
 
 The value function is the critic of the policy (actor_critic); two Q functions and their targets belong to the
-algorithm. No action is ever asked for that is not in the data.
+algorithm. It evaluates recorded actions alone.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class IQL(WithCritics):
         self._critic_loss = self.compiled(self.critic_loss)
 
     def policy_loss(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of the value (eq. 5 of the paper) and of the policy (eq. 7), and their terms."""
+        """Returns the sum of the value loss (eq. 5) and the policy loss (eq. 7), and their terms."""
         config = self._config
         with torch.no_grad():
             q = self.q(self.targets, batch.observations, batch.actions).min(dim=0).values
@@ -45,7 +45,7 @@ class IQL(WithCritics):
         return value_loss + policy_loss, {name: term.detach() for name, term in terms.items()}
 
     def critic_loss(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
-        """Of both Q functions (eq. 6), and `[B]` how wrong the first one was."""
+        """Returns the loss of both Q functions (eq. 6), and the TD error `[B]` of the first."""
         with torch.no_grad():
             target = batch.reward + batch.discount * self.policy.value(batch.next_observations)
         error = self.q(self.critics, batch.observations, batch.actions) - target
@@ -57,7 +57,7 @@ class IQL(WithCritics):
         return values.squeeze(2)
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Value and policy, then the Q functions with that value, then their targets: the order of the paper."""
+        """Steps value and policy, then the Q functions with that value, then their targets, as the paper does."""
         config, rate = self._config, self._config.learning_rate.value(counters)
         loss, metrics = self._policy_loss(batch)
         self.descend(loss, self._actor_adam, rate)

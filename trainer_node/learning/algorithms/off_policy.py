@@ -1,4 +1,4 @@
-"""What off-policy algorithms have in common: replay buffer, minibatches, how many gradient steps are due, and state.
+"""Base of the off-policy algorithms: replay buffer, minibatches, due gradient steps, and state.
 
 A subclass gives `learn` (one gradient step) and names `parts` (its state). Minibatches are drawn by a generator that is
 seeded with the number of the update: no random state is carried.
@@ -6,7 +6,7 @@ seeded with the number of the update: no random state is carried.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns, PolicySpaces
 from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
 from stagecoach.shared.policies.registry import borrowed_random_state
+from stagecoach.trainer_node.learning.building_blocks.batch import each
 from stagecoach.trainer_node.learning.building_blocks.cloning import Cloning
 from stagecoach.trainer_node.learning.building_blocks.compilation import Answer, compiled
 from stagecoach.trainer_node.learning.building_blocks.critics import Critics
@@ -81,22 +82,17 @@ class Minibatch:
         return len(self.reward)
 
     def take(self, rows: slice) -> Self:
-        observations, actions, after = (
-            {name: tensor[rows] for name, tensor in columns.items()}
-            for columns in (self.observations, self.actions, self.next_observations)
-        )
-        reward, discount, weight = self.reward[rows], self.discount[rows], self.weight[rows]
-        heads = None if self.heads is None else self.heads[:, rows]
-        return type(self)(observations, actions, after, reward, discount, weight, heads, self.bounds)
+        names = [item.name for item in fields(self) if item.name not in ("heads", "bounds")]
+        taken = {name: each(getattr(self, name), lambda tensor: tensor[rows]) for name in names}
+        return replace(self, **taken, heads=None if self.heads is None else self.heads[:, rows])
 
     def clipped(self, targets: Tensor) -> Tensor:
-        """Targets within `bounds`."""
         return targets if self.bounds is None else targets.clamp(self.bounds[0], self.bounds[1])
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a gradient step was: its metrics (scalars), and `[B]` how wrong each transition's prediction was."""
+    """Result of a gradient step: its metrics (scalars), and the TD error `[B]` of each transition."""
 
     metrics: dict[str, Tensor]
     td_error: Tensor
@@ -110,7 +106,7 @@ class OffPolicy(PolicyLearner):
     def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._share: float | Tensor = 1.0
-        """Of our rows in a mean over the present minibatch."""
+        """Weight of this rank's rows in a mean over the current minibatch."""
         steps, slots = setting.fragment_steps, setting.slots
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
         self.replay_fragments = self.replay_buffer.fragments
@@ -118,17 +114,17 @@ class OffPolicy(PolicyLearner):
         self.signals = ReplayedSignals(policy, getattr(config, "reward_signals", None), config, setting)
         self.parts["signals/"] = self.signals
         self.beside_policy: dict[str, str] = {}
-        """Those of `parts` that are worth keeping in another run: word → beginning of the names."""
+        """The `parts` that another run may start from: word → prefix of the names."""
         self.done = 0
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """One gradient step (`done` does not count it yet); `generator` (CPU) gives all its random numbers."""
+        """Does one gradient step, before `done` counts it; all randomness is from `generator` (CPU)."""
         raise NotImplementedError
 
     def begin_with(self, arrays: Columns) -> None:
-        """Takes `beside_policy` from the `state` of another run of this algorithm; target networks begin as the others.
+        """Takes `beside_policy` from the `state` of another run; target networks start as copies of their networks.
 
-        Raises `KeyError` or `ValueError` where it is another network's, and then changes nothing.
+        Raises `KeyError` or `ValueError` for another network's state, and then changes nothing.
         """
         own = super().state()
         for name in own:
@@ -141,14 +137,14 @@ class OffPolicy(PolicyLearner):
         super().load_state(own)
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
-        """Takes the fragments in, then does all gradient steps that are due; returns the metrics' means."""
+        """Stores the fragments, then does all due gradient steps; returns the means of the metrics."""
         self.observe(experience)
         if self.signals.streams:
             self.signals.look(experience, self._tensors(experience))
         self.cloning.begin(counters)
         due = int(counters.env_steps * self._config.gradient_steps_per_env_step)
         if not len(self.replay_buffer) and not any(item.columns["mask"].any() for item in experience):
-            self.done = due  # its agents are not born yet: for that time no steps are owed
+            self.done = due  # none of its agents has acted yet, so no steps are owed for that time
         history = [lesson.metrics for lesson in self._lessons(counters, due)]
         of_update = {
             "train/learning_rate": self._config.learning_rate.value(counters),
@@ -158,7 +154,7 @@ class OffPolicy(PolicyLearner):
         return mean_terms(history, self.shard.total) | self.cloning.metrics | of_update
 
     def _lessons(self, counters: Counters, due: int) -> Iterable[Lesson]:
-        if not len(self.replay_buffer):  # nothing that was acted can be drawn yet: what is due is made up for
+        if not len(self.replay_buffer):  # nothing to draw yet; due steps are done later
             return
         config, seed = self._config, update_seed(self._setting.seed, counters.updates)
         drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
@@ -185,29 +181,29 @@ class OffPolicy(PolicyLearner):
 
     @property
     def minibatch_rows(self) -> int:
-        """`len` of each minibatch."""
+        """Returns the `len` of each minibatch."""
         return self._config.minibatch_size
 
     def rows(self, batch: Any) -> slice:
-        """Ours of a minibatch."""
+        """Returns this rank's rows of a minibatch."""
         return self.shard.rows(len(batch))
 
     def share(self, batch: Any) -> float | Tensor:
-        """What a mean over our rows of a minibatch is times, to be our part of the mean over all of them."""
+        """Returns the factor from a mean over this rank's rows to its part of the mean over the minibatch."""
         rows = self.rows(batch)
         count: int = rows.stop - rows.start
         return count / len(batch)
 
     def part(self, mean: Tensor) -> Tensor:
-        """A mean over our rows of the present minibatch as part of that over all, which `shard.total` sums up."""
+        """Scales a mean over this rank's rows to its part of the whole mean, which `shard.total` sums."""
         return mean if isinstance(self._share, float) and self._share == 1.0 else mean * self._share
 
     def mean_of_all(self, mean: Tensor) -> Tensor:
-        """The mean over the present minibatch, from that over our rows."""
+        """Returns the mean over the minibatch from the mean over this rank's rows."""
         return self.shard.total(self.part(mean))
 
     def _of_all_ranks(self, values: Tensor, count: int) -> Tensor:
-        """`[count]` from those of each rank's rows."""
+        """Returns `[count]` from the values of each rank's rows."""
         rows = self.shard.rows(count)
         if rows == slice(0, count):
             return values
@@ -216,7 +212,7 @@ class OffPolicy(PolicyLearner):
         return self.shard.total(found)
 
     def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """`loss(minibatch, …)` of our rows, and of tensors'; of whole minibatches compiled if the setting says so."""
+        """Wraps `loss(minibatch, …)` to see this rank's rows; whole minibatches are compiled if configured."""
 
         @functools.wraps(loss)
         def ours(batch: Any, *arguments: Any) -> Answer:
@@ -231,8 +227,10 @@ class OffPolicy(PolicyLearner):
     def descend(
         self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One gradient step of the mean loss of our rows, with all ranks; with what is cloned beside it, whose terms
-        are returned beside the gradients' norm."""
+        """Does one gradient step of all ranks on the mean loss of this rank's rows, plus the cloning loss if `clones`.
+
+        Returns the gradients' norm and the cloning terms.
+        """
         loss, cloned = self.part(mean), dict[str, Tensor]()
         if clones:
             loss, cloned = self.cloning.beside(self.shard, (loss, {}))
@@ -240,21 +238,18 @@ class OffPolicy(PolicyLearner):
         return norm, {name: self.shard.total(term) for name, term in cloned.items()}
 
     def on_device(self, drawn: Batch) -> Minibatch:
-        observations, actions, after = (
-            {name: to_device(array, self._setting.device) for name, array in columns.items()}
-            for columns in (drawn.observations, drawn.actions, drawn.next_observations)
-        )
-        reward, discount, weight = (
-            to_device(array, self._setting.device) for array in (drawn.reward, drawn.discount, drawn.weight)
-        )
+        columns = {name: self._moved(value) for name, value in vars(drawn).items() if name != "row"}
         bounds = None
         if self._setting.rewards is None and not self.signals.streams:
             bounds = self.replay_buffer.value_bounds(self._config.gamma)
-        limits = None if bounds is None else to_device(np.array(bounds, np.float32), self._setting.device)
-        return Minibatch(observations, actions, after, reward, discount, weight, bounds=limits)
+        return Minibatch(**columns, bounds=None if bounds is None else self._moved(np.array(bounds, np.float32)))
+
+    def _moved(self, value: Any) -> Any:
+        """Copies an array, or each array of a dict, to the device."""
+        return each(value, lambda array: to_device(array, self._setting.device))
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Normalizer and replay buffer take it in: all there is to do in warm-up."""
+        """Updates normalizer and replay buffer; all there is to do in warm-up."""
         if self.policy.normalizer is not None or self.signals.streams:
             tensors = self._tensors(experience)
             self._update_normalizer(tensors)
@@ -266,22 +261,22 @@ class OffPolicy(PolicyLearner):
             self.replay_buffer.add(item.source, item.columns)
 
     def state(self) -> Columns:
-        """The gradient steps so far, what the replay buffer knows beside its contents, and all `parts`."""
+        """Returns the gradient steps so far, the replay buffer's state without its contents, and all `parts`."""
         replay = {_BUFFER + name: array for name, array in self.replay_buffer.state().items()}
         return {"done": np.array(self.done)} | replay | super().state()
 
     def load_state(self, arrays: Columns) -> None:
-        """The inverse of `state`; the replay buffer is empty until `remember` has put back what it held."""
+        """Restores `state`; the replay buffer is empty until `remember` refills it."""
         super().load_state(arrays)
         self.replay_buffer.load_state(part(arrays, _BUFFER))
         self.done = int(arrays["done"])
 
 
 class WithCritics(OffPolicy):
-    """Base of those with a policy and critics beside it, which have targets and an optimizer each."""
+    """Base of algorithms with critics apart from the policy, each with targets and an optimizer."""
 
     def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting, **shape: int) -> None:
-        """`shape` is that of the critics (`count`, `action_size`, `outputs`)."""
+        """`shape`: `count`, `action_size` and `outputs` of `Critics`."""
         super().__init__(policy, config, setting)
         with borrowed_random_state(update_seed(setting.seed, 0)):
             made = Critics(policy.spaces.observation, policy.config, **shape)
@@ -295,14 +290,14 @@ class WithCritics(OffPolicy):
 
 
 class ActorAndCritics(WithCritics):
-    """Base of SAC and TD3: an actor that goes by what the critics say."""
+    """Base of SAC and TD3: an actor that maximizes the critics' values."""
 
     _config: ActorConfig
 
     def _step_critics(
         self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Of values and errors `[C, B]`; returns metrics, and `[B]` how wrong the critics were."""
+        """Steps the critics; `values` and `errors` are `[C, B]`. Returns metrics and the mean absolute error `[B]`."""
         config = self._config
         rate = (config.critic_learning_rate or config.learning_rate).value(counters)
         norm, _ = self.descend(loss, self._critics_adam, rate)
@@ -311,7 +306,6 @@ class ActorAndCritics(WithCritics):
         return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)
 
     def _step_actor(self, loss: Tensor, counters: Counters) -> dict[str, Tensor]:
-        """With what is cloned beside it."""
         rate = self._config.learning_rate.value(counters)
         _, cloned = self.descend(loss, self._actor_adam, rate, clones=True)
         return cloned | {"train/actor_loss": loss.detach()}

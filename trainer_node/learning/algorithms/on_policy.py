@@ -1,7 +1,7 @@
-"""What algorithms share that learn the batch of each update: batch, gradient steps, metrics.
+"""Base of the algorithms that learn each update's batch: batch, gradient steps, metrics.
 
-There are two objectives (a2c.py, ppo.py) and two ways to estimate advantages (building_blocks/advantages.py): A2C,
-IMPALA, PPO and APPO are the four pairs. BC's batch has no advantages.
+Two objectives (a2c.py, ppo.py) and two advantage estimates (building_blocks/advantages.py) make A2C, IMPALA, PPO and
+APPO. BC's batch has no advantages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,33 +58,32 @@ class BatchLearner(PolicyLearner):
         self._loss = compiled(self.loss, setting, sizes)
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The batch from the fragments' columns, side by side; no gradients are recorded."""
+        """Returns the batch of the fragments' columns, side by side; no gradients are recorded."""
         raise NotImplementedError
 
     def loss(self, batch: Any, *arguments: Any) -> Terms:
-        """The scalar loss of a minibatch and its terms; of them, what is our shard's."""
+        """Returns the scalar loss of a minibatch and its terms, this rank's part of each."""
         raise NotImplementedError
 
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
-        """What comes before each update."""
+        """Prepares an update."""
 
     def _schedules(self, counters: Counters) -> dict[str, float]:
-        """What follows a schedule, as metrics."""
+        """Returns the scheduled values as metrics."""
         return {"train/learning_rate": self._config.learning_rate.value(counters)}
 
     def _learn(self, batch: Any, counters: Counters) -> list[dict[str, float]]:
-        """All gradient steps of one update on a batch that is not empty; returns the terms of each."""
+        """Does all gradient steps of one update on a non-empty batch; returns the terms of each."""
         return self._epochs(batch, counters)
 
     def _end(self, batch: Any, counters: Counters) -> dict[str, float]:
-        """What comes after the gradient steps on a batch that is not empty; returns metrics."""
+        """Finishes an update with a non-empty batch; returns metrics."""
         return {}
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
-        """One update from K fragments of equal T; returns the metrics.
+        """Learns from K fragments of equal T; returns the metrics.
 
-        The normalizer takes these observations in afterwards, so that the batch is learned with the statistics that it
-        was acted with.
+        The normalizer is updated afterwards, so that the batch is learned with the statistics that it was acted with.
         """
         tensors = self._tensors(experience)
         self._begin(experience, tensors, counters)
@@ -100,11 +99,11 @@ class BatchLearner(PolicyLearner):
         return metrics
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Takes the observations into the normalizer: all there is to do in warm-up."""
+        """Updates the normalizer; all there is to do in warm-up."""
         self._update_normalizer(self._tensors(experience))
 
     def _epochs(self, batch: Any, counters: Counters, *arguments: Any) -> list[dict[str, float]]:
-        """Epochs of shuffled minibatches, until one of them says `_stops`; `arguments` are for the loss."""
+        """Runs epochs of shuffled minibatches until `_stops`; `arguments` are for the loss."""
         config, history, norms = self._config, list[dict[str, Tensor]](), list[Tensor]()
         learning_rate = config.learning_rate.value(counters)
         generator = torch.Generator().manual_seed(update_seed(self._setting.seed, counters.updates))
@@ -123,7 +122,7 @@ class BatchLearner(PolicyLearner):
         return found
 
     def _stops(self, terms: Mapping[str, Tensor]) -> bool:
-        """Whether these terms of a minibatch end the epochs, before its gradient step."""
+        """Decides from a minibatch's terms, before its gradient step, if the epochs end."""
         return False
 
     def _forward(self, *arguments: Any) -> Terms:
@@ -134,9 +133,9 @@ class BatchLearner(PolicyLearner):
         return gradient_step(loss, self._optimizer, learning_rate, bound, total, all_inputs=True)
 
     def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
-        """A row for each gradient step (at least one): its terms over the whole minibatch, and its gradient's norm.
+        """Returns a row for each gradient step (at least one): terms of the whole minibatch, and the gradient norm.
 
-        Read at the end of an update: reading a tensor waits for the device.
+        Called at the end of an update, because reading a tensor waits for the device.
         """
         table = self.shard.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
         rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
@@ -146,19 +145,18 @@ class BatchLearner(PolicyLearner):
 
 
 class OnPolicy(BatchLearner):
-    """Learns an actor-critic from advantages, with what reward signals and cloning add to them."""
+    """Learns an actor-critic from advantages, with reward signals and cloning."""
 
     _config: OnPolicyConfig
 
     def __init__(self, policy: ActorCritic, config: OnPolicyConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self.signals = RewardSignals(self.policy, config.reward_signals, config, setting)
-        """Beside the environment's rewards."""
         self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
         self._entropy_coefficient = config.entropy_coefficient.start
         self._advantages: tuple[Tensor, Tensor] | None = None
-        """Of the last batch, and its mask."""
+        """Advantages `[T, S]` of the last batch, and its mask."""
 
     def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
         agents, observed = self.policy.agents, self.policy.spaces.observation
@@ -186,21 +184,21 @@ class OnPolicy(BatchLearner):
 
     @property
     def advantages(self) -> Array | None:
-        """`[T, S]` of the last batch, by which levels are scored; zero where no agent acted."""
+        """Advantages `[T, S]` of the last batch, by which levels are scored; zero where no agent acted."""
         if self._advantages is None:
             return None
         advantage, mask = self._advantages
         return (advantage * mask).cpu().numpy()
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """The normalizer and the signals' statistics take the observations in."""
+        """Updates the normalizer and the signals' statistics."""
         self.signals.observe(self._tensors(experience))
         super().observe(experience)
 
     def _made(
         self, tensors: Mapping[str, Tensor], value: Tensor, advantage: Tensor, target: Tensor, anchor: Tensor | None
     ) -> Batch:
-        """The transitions that count of columns `[T, S, …]`: as rows, or as sequences for a policy with a core."""
+        """Builds the batch of the counted transitions: rows, or sequences for a policy with a core."""
         spaces = self.policy.spaces
         observations = {name: tensors[name] for name in self.policy.read_columns}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
@@ -214,14 +212,14 @@ class OnPolicy(BatchLearner):
         if self.policy.state_size:
             return sequences(batch, tensors)
         keep = tensors["mask"].flatten()
-        return batch.each(lambda tensor: tensor.flatten(0, 1)[keep])
+        return batch.changed(lambda tensor: tensor.flatten(0, 1)[keep])
 
     def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """`[T, S]`: `Batch.start_log_prob`, where the objective needs it."""
+        """Returns `Batch.start_log_prob` as `[T, S]` if the objective needs it."""
         return None
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
-        """By generalized advantage estimation; those with V-trace have their own."""
+        """Returns the batch with generalized advantage estimates; V-trace algorithms override it."""
         found, config = forward_pass(self.policy, tensors, with_params=False), cast(PPOConfig | A2CConfig, self._config)
         estimate = partial(gae, gae_lambda=config.gae_lambda)
         advantage, target = estimate(self._trajectories(tensors, found))
@@ -230,7 +228,7 @@ class OnPolicy(BatchLearner):
     def _by_vtrace(
         self, tensors: Mapping[str, Tensor], policy: Heads, config: VTraceConfig
     ) -> tuple[ForwardPass, Tensor, VTrace]:
-        """The outputs of `policy`, its log-probabilities `[T, S]`, and V-trace with the advantages of all signals."""
+        """Returns the outputs of `policy`, its log-probabilities `[T, S]`, and V-trace with all signals' advantages."""
         found = forward_pass(policy, tensors, with_params=True)
         log_prob = log_probs(policy, tensors, found.params)
 

@@ -28,20 +28,20 @@ class Clipped(OnPolicy):
         return self._epochs(batch, counters, self._config.clip_range.value(counters))
 
     def _stops(self, terms: Mapping[str, Tensor]) -> bool:
-        """When the policy has moved too far."""
+        """Ends the epochs once the policy has moved by more than `target_kl`."""
         bound = self._config.target_kl
         return bound is not None and float(self.shard.total(terms["train/update_kl"])) > _KL_SLACK * bound
 
     def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """What `target_kl` is measured against; the policy that acted may be older (`rollout.max_policy_lag`)."""
+        """Returns the reference of `target_kl`: the policy now, as the acting one may be older."""
         if self._config.target_kl is None:
             return None
         return log_probs(self.policy, tensors, forward_pass(self.policy, tensors, with_params=True).params)
 
     def loss(self, batch: Batch, clip: float) -> Terms:
-        """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms; of them, our shard's.
+        """Returns the scalar loss of a minibatch (eq. 9, signs turned) and its terms, this rank's part of each.
 
-        Advantages are normalized over the whole minibatch, whichever rank learns from which part of it.
+        Advantages are normalized over the whole minibatch of all ranks.
         """
         rows = len(batch.counted(batch.log_prob))
         if self._config.normalize_advantages:
@@ -51,7 +51,7 @@ class Clipped(OnPolicy):
         return self._objective(batch.flat(), params, value, clip, rows)
 
     def _objective(self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int) -> Terms:
-        """Of our part of a minibatch of `rows`, where the policy's outputs are `params` and `value`."""
+        """Returns the loss of this rank's part of a minibatch of `rows`, from the policy's outputs for it."""
         mean, advantage = self.shard.mean, batch.advantage
         log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
         log_ratio = (log_prob - batch.log_prob).clamp_max(_LARGEST_LOG_RATIO)

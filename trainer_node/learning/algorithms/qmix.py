@@ -1,7 +1,7 @@
-"""Q-learning of a team's value, made of its agents': VDN (Sunehag et al. 2018) and QMIX (Rashid et al. 2018).
+"""Q-learning of a team's value from its agents' values: VDN (Sunehag et al. 2018) and QMIX (Rashid et al. 2018).
 
-All agents of a policy share its Q-network and act by it alone. What is learned is the value of all of them together,
-from joint transitions: those of one environment at one step.
+All agents of a policy share its Q-network and act by it alone. The team's value is learned from joint transitions:
+those of one environment at one step.
 """
 
 from collections.abc import Mapping
@@ -39,18 +39,18 @@ class VDN(DQN):
         return self._config.minibatch_size * self._setting.agents
 
     def rows(self, batch: Minibatch) -> slice:
-        """Of whole teams."""
+        """Returns this rank's rows, in whole teams."""
         ours, agents = self.shard.rows(len(batch) // self._setting.agents), self._setting.agents
         return slice(ours.start * agents, ours.stop * agents)
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
-        """`[B]`, the team's value: from those of the agents `[B, A]`, 0 of the absent, and rows `[B · A, …]`."""
+        """Returns the team's value `[B]` from the agents' `[B, A]` (0 if absent) and observations `[B · A, …]`."""
         return values.sum(dim=1)
 
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
-        """The scalar loss of a minibatch of B · A rows, and its metrics.
+        """Returns the scalar loss of a minibatch of B · A rows, and its metrics.
 
-        y = r + γ Q_target(s', best action of each agent that goes on), r mean or sum of the present agents' rewards.
+        y = r + γ Q_target(s', best action of each continuing agent), r mean or sum of the present agents' rewards.
         """
         (action,), shape = batch.actions.values(), (-1, self._setting.agents)
         there, discount = batch.weight.reshape(shape), (batch.discount * batch.weight).reshape(shape)
@@ -96,9 +96,10 @@ class QMIX(VDN):
 
 
 class Mixer(nn.Module):
-    """A network of two layers whose weights are never negative, so that what is best for one agent is for the team;
-    hypernetworks make them from the environment's state (eq. 4 to 5 and figure 2 of the paper), or from what all agents
-    observe."""
+    """Two layers with non-negative weights, so that an agent's best action is the team's best as well.
+
+    Hypernetworks compute the weights from the environment's state (eq. 4, 5 and figure 2), or from all observations.
+    """
 
     def __init__(self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Mixer(nn.Module):
         self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor,
         normalizer: ObservationNormalizer | None,
     ) -> Tensor:  # fmt: skip
-        """`[B]` from the agents' values `[B, A]`."""
+        """Returns `[B]` from the agents' values `[B, A]`."""
         state: Any = self.state(observations, there, normalizer)
         weights = self.first(state).abs().unflatten(1, self._shape)
         hidden = nn.functional.elu((values.unsqueeze(1) @ weights).squeeze(1) + self.first_bias(state))

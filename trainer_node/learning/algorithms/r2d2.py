@@ -1,7 +1,7 @@
 """Recurrent replay distributed DQN (R2D2, Kapturowski et al. 2019): Q-learning of sequences with a recurrent core.
 
-Hidden states are computed anew in each gradient step, from those that were stored: first through the fragments of the
-burn-in, by both networks and without gradients, then through the sequence that is learned.
+Each gradient step recomputes hidden states from the stored ones: first through the burn-in fragments, by both networks
+and without gradients, then through the learned sequence.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from stagecoach.shared.policies.q_network import RecurrentQNetwork, rescaled, un
 from stagecoach.trainer_node.learning.algorithms.dqn import DQN
 from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting
-from stagecoach.trainer_node.learning.building_blocks.optimization import to_device
 from stagecoach.trainer_node.learning.replay_buffers.sequences import (
     PrioritizedSequences,
     SequenceBatch,
@@ -42,12 +41,11 @@ class Sequences:
 
     @property
     def steps(self) -> Tensor:
-        """`[B]`: how many of each count, at least 1."""
+        """Returns the number of counted steps `[B]` of each sequence, at least 1."""
         return self.mask.sum(dim=0).clamp_min(1)
 
     def take(self, rows: slice) -> Self:
         def own(tensor: Tensor) -> Tensor:
-            """Of `[T · B, …]`."""
             return tensor.reshape(*self.mask.shape, *tensor.shape[1:])[:, rows].flatten(0, 1)
 
         spans = tuple(
@@ -79,23 +77,18 @@ class R2D2(DQN):
         return self._config.sequences(self._setting.fragment_steps)
 
     def share(self, batch: Sequences) -> float | Tensor:
-        """By the steps that count."""
+        """Returns this rank's share of the counted steps."""
         steps, rows = batch.steps, self.rows(batch)
         return 1.0 if rows == slice(0, len(batch)) else steps[rows].sum() / steps.sum()
 
     def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
-        def moved(array: Any) -> Any:
-            if isinstance(array, dict):
-                return {name: moved(its) for name, its in array.items()}
-            return to_device(array, self._setting.device)
-
-        spans = tuple(tuple(moved(item) for item in vars(span).values()) for span in drawn.spans)
+        spans = tuple(tuple(map(self._moved, vars(span).values())) for span in drawn.spans)
         (action,) = drawn.actions.values()
         rest = (drawn.next_observations, drawn.reward, drawn.discount, drawn.last, drawn.mask, drawn.weight)
-        return Sequences(spans, *map(moved, (action, *rest)))
+        return Sequences(spans, *map(self._moved, (action, *rest)))
 
     def states(self, network: RecurrentQNetwork, batch: Sequences) -> Tensor:
-        """`[T · B, state size]`: this network's hidden state after each step of the sequences."""
+        """Returns `[T · B, state size]`: the network's hidden state after each step of the sequences."""
         (_, _, state, _), states = batch.spans[0], torch.empty(0)
         for number, (observations, over, stored, goes_on) in enumerate(batch.spans):
             if number:
@@ -106,7 +99,7 @@ class R2D2(DQN):
         return states.flatten(0, 1)
 
     def loss(self, batch: Sequences, noise: object = None) -> tuple[Tensor, Lesson]:  # type: ignore[override]
-        """The scalar loss of a minibatch; the lesson's errors are what sequences' priorities are made of, `[B]`.
+        """Returns the scalar loss; the lesson's errors `[B]` become the sequences' priorities.
 
         y_t = h(Σ γ^i r_{t+i} + γ^n h⁻¹(Q_target(s_{t+n}, best action by the online network))).
         """
@@ -131,5 +124,5 @@ class R2D2(DQN):
         return loss, Lesson(metrics, config.priority_mix * wrong.amax(dim=0) + (1 - config.priority_mix) * mean)
 
     def after(self, network: RecurrentQNetwork, batch: Sequences, states: Tensor) -> Tensor:
-        """`[T · B, A]`: this network's values of what each step led to; its hidden states after the steps are given."""
+        """Returns `[T · B, A]`: the network's values after each step, from its hidden states then."""
         return network.values(batch.next_observations, network.state_after(batch.next_observations, states))

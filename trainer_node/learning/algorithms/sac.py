@@ -27,47 +27,46 @@ _DISCRETE_EPSILON = 0.1
 
 @dataclass(frozen=True)
 class Considered:
-    """Actions that stand for the policy's, `[B, A]`."""
+    """Actions over which expectations of the policy are taken; all `[B, A]`."""
 
     probability: Tensor
     log_prob: Tensor
     value: Tensor
-    """The smaller one of the critics'."""
+    """Minimum of the critics."""
 
     def expectation(self, values: Tensor) -> Tensor:
         return (self.probability * values).sum(dim=1)
 
 
 class Drawn:
-    """Actions of boxes: one, reparameterized, so that gradients go through it."""
+    """One reparameterized action of boxes, so that gradients flow through it."""
 
     def __init__(self, policy: Actor, distribution: SquashedGaussian) -> None:
         self._policy, self.distribution = policy, distribution
         self.shape = {"count": 2, "action_size": policy.bounds.size}
-        """Of the critics."""
+        """Arguments of `Critics`."""
         self.target_entropy = -float(policy.bounds.size)
 
     def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
-        """The entropy that is asked for on these observations, where the config names none."""
+        """Returns the target entropy for these observations, if the config has none."""
         return self.target_entropy
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.randn(rows, self._policy.bounds.size, generator=generator)
 
     def consider(self, critics: Critics, observations: Mapping[str, Tensor], noise: Tensor) -> Considered:
-        """The policy's actions on these observations."""
         action, log_prob = self.distribution.reparameterized(self._policy.action_parameters(observations), noise)
         value = critics(observations, self._policy.normalizer, action).amin(dim=0)
         return Considered(torch.ones_like(value), log_prob.unsqueeze(1), value)
 
     def value(self, critics: Critics, observations: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
-        """`[C, B]`: each critic's value of these actions."""
+        """Returns each critic's value of these actions, `[C, B]`."""
         values: Tensor = critics(observations, self._policy.normalizer, self._policy.bounds.flat(actions))
         return values.squeeze(2)
 
 
 class Counted:
-    """One discrete choice: all that there are, each with its probability. The methods are those of `Drawn`."""
+    """All choices of one discrete action, each with its probability. Has the methods of `Drawn`."""
 
     def __init__(self, policy: Actor, config: SoftConfig) -> None:
         leaves = policy.spaces.action.leaves
@@ -91,7 +90,7 @@ class Counted:
         return -best * math.log(best) - (choices - 1) * other * math.log(other)
 
     def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
-        """Of the legal choices, on average."""
+        """Returns the mean over rows, each by its number of legal choices."""
         legal = legal_choices(observations, self._policy.spaces)
         if legal is None:
             return self.target_entropy
@@ -130,26 +129,26 @@ class SAC(ActorAndCritics):
         self._actor_loss = self.compiled(self.actor_loss)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
-        """`[B]`, eq. 2 and 3 of the paper: r + γ E[min Q' − α ln π]."""
+        """Returns `[B]`, eq. 2 and 3: r + γ E[min Q' − α ln π]."""
         with torch.no_grad():
             then = self.actions.consider(self.targets, batch.next_observations, noise)
             soft = then.expectation(then.value - self.log_temperature.exp() * then.log_prob)
             return batch.reward + batch.discount * soft
 
     def critic_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 5: half the weighted mean squared error, summed over the critics; the values and the errors `[C, B]`."""
+        """Returns eq. 5, half the weighted mean squared error summed over critics; values and errors, `[C, B]`."""
         values = self.actions.value(self.critics, batch.observations, batch.actions)
         errors = values - self.targets_of(batch, noise)
         return 0.5 * (batch.weight * errors.square()).mean(dim=1).sum(), values, errors
 
     def actor_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 7 (and 9), weighted mean of E[α ln π − min Q]; and the entropies `[B]`."""
+        """Returns eq. 7 (and 9), the weighted mean of E[α ln π − min Q]; and the entropies `[B]`."""
         now = self.actions.consider(self.critics, batch.observations, noise)
         cost = now.expectation(self.log_temperature.detach().exp() * now.log_prob - now.value)
         return (batch.weight * cost).mean(), -now.expectation(now.log_prob.detach()).detach()
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """One step of the critics, of the policy, of the temperature, and of the targets."""
+        """Steps critics, policy and temperature, then moves the targets."""
         noise = [self.actions.noise(len(batch), generator).to(self._setting.device) for _ in range(2)]
         metrics, td_error = self._move_critics(batch, noise[0], counters, generator)
         loss, entropies = self._actor_loss(batch, noise[1])
@@ -167,10 +166,10 @@ class SAC(ActorAndCritics):
     def _move_critics(
         self, batch: Minibatch, noise: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """One step of the critics; returns metrics, and `[B]` how wrong they were."""
+        """Steps the critics; returns metrics and the mean absolute error `[B]`."""
         return self._step_critics(*self._critic_loss(batch, noise), counters)
 
     def move_temperature(self, entropy: Tensor, learning_rate: float, asked: float | Tensor) -> None:
-        """Eq. 18, with ln α in place of α, so that α stays positive: down where the entropy is more than asked for."""
+        """Moves α by eq. 18, on ln α so that α stays positive: down if the entropy exceeds `asked`."""
         self.log_temperature.grad = entropy - asked
         self._temperature_adam.step(learning_rate)

@@ -31,7 +31,7 @@ class TD3(ActorAndCritics):
         self._actor_loss = self.compiled(self.actor_loss)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
-        """`[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is standard normal."""
+        """Returns `[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is normal."""
         bound = self._config.target_noise_clip
         with torch.no_grad():
             action = torch.tanh(self.target_policy.action_parameters(batch.next_observations))
@@ -40,19 +40,23 @@ class TD3(ActorAndCritics):
             return batch.clipped(batch.reward + batch.discount * values.squeeze(2).amin(dim=0))
 
     def critic_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The weighted mean squared error, summed over the critics; the values and the errors `[C, B]`."""
+        """Returns the weighted mean squared error summed over critics; values and errors, `[C, B]`."""
         values = self.critics(batch.observations, self.policy.normalizer, self._bounds.flat(batch.actions)).squeeze(2)
         errors = values - self.targets_of(batch, noise)
         return (batch.weight * errors.square()).mean(dim=1).sum(), values, errors
 
     def actor_loss(self, batch: Minibatch) -> Tensor:
-        """The weighted mean of −Q of the first critic, at the policy's action."""
+        """Returns the weighted mean of −Q of the first critic, at the policy's action."""
+        return -(batch.weight * self._acted(batch)[1]).mean()
+
+    def _acted(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
+        """Returns the policy's actions in [-1, 1], `[B, D]`, and the first critic's values `[B]`."""
         action = torch.tanh(self.policy.action_parameters(batch.observations))
         value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True)
-        return -(batch.weight * value.reshape(-1)).mean()
+        return action, value.reshape(-1)
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """One step of the critics, and at every `policy_delay`-th one of the policy and the targets."""
+        """Steps the critics, and policy and targets at every `policy_delay`-th step."""
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
         metrics, td_error = self._step_critics(*self._critic_loss(batch, noise), counters)
         if (self.done + 1) % self._config.policy_delay == 0:
@@ -62,7 +66,7 @@ class TD3(ActorAndCritics):
         return Lesson(metrics, td_error)
 
     def _beside(self, batch: Minibatch) -> tuple[Tensor, ...]:
-        """What the actor's loss is told beside the minibatch."""
+        """Returns extra arguments of the actor loss."""
         return ()
 
 
@@ -75,19 +79,16 @@ class TD3BC(TD3):
 
     @torch.no_grad()
     def size(self, batch: Minibatch) -> Tensor:
-        """Mean |Q| of the first critic, at the policy's action."""
-        action = torch.tanh(self.policy.action_parameters(batch.observations))
-        value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True)
-        return value.abs().mean()
+        """Returns mean |Q| of the first critic, at the policy's action."""
+        return self._acted(batch)[1].abs().mean()
 
     def _beside(self, batch: Minibatch) -> tuple[Tensor, ...]:
-        """Mean |Q| over the minibatch, where the loss sees but a rank's part of it."""
+        """Returns mean |Q| over the minibatch if the loss sees a rank's part alone."""
         return () if self._share == 1.0 else (self.mean_of_all(self._size(batch)),)
 
     def actor_loss(self, batch: Minibatch, size: Tensor | None = None) -> Tensor:
-        """The weighted mean of −λ Q + (π(s) − a)² (eq. 5 of Fujimoto and Gu), actions in [-1, 1]; λ = α / mean |Q|."""
-        action = torch.tanh(self.policy.action_parameters(batch.observations))
-        value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True).reshape(-1)
+        """Returns the weighted mean of −λ Q + (π(s) − a)² (Fujimoto and Gu, eq. 5), a in [-1, 1]; λ = α / mean |Q|."""
+        action, value = self._acted(batch)
         size = value.detach().abs().mean() if size is None else size
         share = self._config.value_weight / size.clamp_min(_LEAST_VALUE)
         apart = (action - self._bounds.flat(batch.actions)).square().mean(dim=1)

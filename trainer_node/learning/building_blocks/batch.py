@@ -1,4 +1,4 @@
-"""What actor-critics make of an update's fragments, and the batch of rows or sequences that they learn from."""
+"""An actor-critic's pass over an update's fragments, and the batch of rows or sequences that it learns from."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from stagecoach.shared.policies.actor_critic import ActorCritic, Heads, Recurren
 CHUNK = 8192
 """Rows that go through a network at a time, so that a large batch of images fits."""
 _AT_ONCE_BYTES = 16 << 20
-"""Of observations: of more than this, a copy of all of them costs more than it spares."""
+"""Observations beyond this size are not shuffled as a whole: the copy costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a policy makes of T steps of S slots, of which M ended with an observation that is known."""
+    """A policy's outputs for T steps of S slots, of which M ended with a known last observation."""
 
     value: Tensor
     """`[T, S]`."""
     bootstrap_value: Tensor
     """`[S]`, after the last step."""
     final_value: Tensor
-    """`[M]`, of these last observations. Those of terminated episodes count for nothing: `Trajectories.following`."""
+    """`[M]`, of these last observations; ignored after termination (`Trajectories.following`)."""
     params: Tensor
-    """`[T, S, P]`, for the policy's distribution; empty where they were not asked for."""
+    """`[T, S, P]`, for the policy's distribution; empty without `with_params`."""
 
 
 def forward_pass(policy: Heads, tensors: Mapping[str, Tensor], *, with_params: bool) -> ForwardPass:
-    """From the columns of fragments side by side (shared/experience/fragment.py); no gradients should be recorded."""
+    """Evaluates the columns of fragments side by side (shared/experience/fragment.py), outside of autograd."""
     if policy.state_size:
         return _recurrent_pass(cast(RecurrentActorCritic, policy), tensors)
     plain, shape = cast(ActorCritic, policy), tensors["reward"].shape
@@ -52,9 +52,7 @@ def forward_pass(policy: Heads, tensors: Mapping[str, Tensor], *, with_params: b
 
 
 def _recurrent_pass(policy: RecurrentActorCritic, tensors: Mapping[str, Tensor]) -> ForwardPass:
-    """The value after a step that ended is that of its last observation with the hidden state of then; likewise after
-    the last step.
-    """
+    """Evaluates last observations with the hidden state that the step left."""
     names = policy.spaces.observation.column_names("obs")
     steps, slots = tensors["mask"].shape
     width, over, parts = max(1, CHUNK // steps), over_after(tensors), []
@@ -70,13 +68,13 @@ def _recurrent_pass(policy: RecurrentActorCritic, tensors: Mapping[str, Tensor])
 
 
 def log_probs(policy: Heads, tensors: Mapping[str, Tensor], params: Tensor) -> Tensor:
-    """`[T, S]`: of the actions in the columns, where `params` `[T, S, P]` are the policy's outputs."""
+    """Returns `[T, S]` for the columns' actions, given the policy's outputs `params` `[T, S, P]`."""
     actions = {name: tensors[name].flatten(0, 1) for name in policy.spaces.action.column_names("action")}
     return policy.distribution.log_prob(params.flatten(0, 1), actions).reshape(params.shape[:2])
 
 
 def in_chunks(computed: Callable[[dict[str, Tensor]], Tensor], columns: Mapping[str, Tensor]) -> Tensor:
-    """What is computed of each row, `CHUNK` rows at a time."""
+    """Applies `computed` to `CHUNK` rows at a time and joins the results."""
     first = next(iter(columns.values()))
     parts = [
         computed({name: tensor[start : start + CHUNK] for name, tensor in columns.items()})
@@ -86,7 +84,7 @@ def in_chunks(computed: Callable[[dict[str, Tensor]], Tensor], columns: Mapping[
 
 
 def over_after(tensors: Mapping[str, Tensor]) -> Tensor:
-    """`[T, S]`: after which steps the hidden state begins at zero."""
+    """Returns `[T, S]`: the steps after which the hidden state is reset."""
     return tensors["terminated"] | tensors["truncated"] | ~tensors["mask"]
 
 
@@ -101,22 +99,22 @@ class Batch:
     advantage: Tensor
     target: Tensor
     anchor_params: Tensor | None = None
-    """`[B, P]`: outputs of another network, which the policy is to stay close to."""
+    """`[B, P]`: outputs of a network that the policy should stay close to."""
     start_log_prob: Tensor | None = None
-    """`[B]`: of the actions, by the policy as it is when the update begins; only where `target_kl` needs it."""
+    """`[B]`: of the actions, by the policy at the start of the update; only with `target_kl`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the whole batch, beside those of the gradient steps."""
+    """Metrics of the batch as a whole."""
 
     def __len__(self) -> int:
         return len(self.log_prob)
 
     def take(self, rows: Tensor | slice) -> Self:
         if isinstance(rows, Tensor):
-            return self.each(lambda tensor: tensor.index_select(0, rows))
-        return self if rows == slice(0, len(self)) else self.each(lambda tensor: tensor[rows])
+            return self.changed(lambda tensor: tensor.index_select(0, rows))
+        return self if rows == slice(0, len(self)) else self.changed(lambda tensor: tensor[rows])
 
     def shuffled(self, order: Tensor, minibatches: int) -> Iterator[Self]:
-        """Minibatches of equal parts of these rows. Unless they are large all rows are put in order at once."""
+        """Yields `minibatches` of equal size; small batches are reordered at once."""
         if sum(tensor.nbytes for tensor in self.observations.values()) > _AT_ONCE_BYTES:
             yield from (self.take(rows) for rows in order.tensor_split(minibatches))
             return
@@ -124,24 +122,24 @@ class Batch:
         for rows in order.tensor_split(minibatches):
             yield ordered.take(slice(at, at := at + len(rows)))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """With all its tensors changed so, and without metrics."""
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Returns a copy with `change` applied to all tensors, without metrics."""
         names = [item.name for item in fields(self) if item.name != "metrics"]
-        return replace(self, **{name: _each(getattr(self, name), change) for name in names}, metrics={})
+        return replace(self, **{name: each(getattr(self, name), change) for name in names}, metrics={})
 
     def counted(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with the shape of `log_prob` (and more axes), the transitions that count."""
+        """Returns the counted transitions of a tensor shaped like `log_prob` (and more axes)."""
         return tensor
 
     def flat(self) -> Batch:
         return self
 
     def minibatches(self, size: int) -> int:
-        """How many there are of at most `size` transitions, and of equal parts."""
+        """Returns the number of equal minibatches of at most `size` transitions."""
         return -(-len(self) // size)
 
     def normalized(self) -> Self:
-        """Its advantages with zero mean and unit variance; as they are where there is one alone."""
+        """Returns a copy whose advantages have zero mean and unit variance; a single one is kept."""
         known = self.counted(self.advantage)
         if len(known) < 2:
             return self
@@ -149,11 +147,12 @@ class Batch:
         return replace(self, advantage=(self.advantage - mean) / (deviation + 1e-8))
 
     def outputs(self, policy: Heads) -> tuple[Tensor, Tensor]:
-        """Parameters `[B, P]` and values `[B]` for the rows of `flat()`."""
+        """Returns parameters `[B, P]` and values `[B]` for the rows of `flat()`."""
         return cast(ActorCritic, policy).action_parameters_and_value(self.observations)
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each(value: Any, change: Callable[[Any], Tensor]) -> Any:
+    """Applies `change` to an array or tensor, or to each of a dict; keeps None."""
     if isinstance(value, dict):
         return {name: change(item) for name, item in value.items()}
     return value if value is None else change(value)
@@ -161,16 +160,16 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences(Batch):
-    """The batch of a policy with a recurrent core: a row for each slot. Everything is `[S, T, …]`; `take` takes slots.
+    """The batch of a policy with a recurrent core, all `[S, T, …]`; `take` selects slots.
 
-    The hidden states are computed anew in each gradient step, from the one that the fragment begins with; so gradients
-    flow back in time to the fragment's first step, and not across the ends of episodes.
+    Each gradient step recomputes the hidden states from the fragment's first one. Gradients flow back to the fragment's
+    first step, but not across the ends of episodes.
     """
 
     mask: Tensor
-    """`[S, T]`: the transitions that count."""
+    """`[S, T]`: the counted transitions."""
     over: Tensor
-    """`[S, T]`: after which steps the state begins at zero."""
+    """`[S, T]`: the steps after which the state is reset."""
     state_in: Tensor
     """`[S, state size]`, before the first step."""
 
@@ -178,7 +177,7 @@ class Sequences(Batch):
         return tensor[self.mask]
 
     def flat(self) -> Batch:
-        return Batch(**{item.name: getattr(self, item.name) for item in fields(Batch)}).each(self.counted)
+        return Batch(**{item.name: getattr(self, item.name) for item in fields(Batch)}).changed(self.counted)
 
     def minibatches(self, size: int) -> int:
         return -(-len(self) // max(1, size // self.mask.shape[1]))
@@ -191,11 +190,11 @@ class Sequences(Batch):
 
 
 def sequences(batch: Batch, tensors: Mapping[str, Tensor]) -> Sequences:
-    """From a batch whose tensors are `[T, S, …]` and the columns it is of; slots without any step are left out."""
+    """Builds sequences from a batch of tensors `[T, S, …]` and its columns; drops slots without any step."""
     there = tensors["mask"].any(dim=0)
 
     def by_slot(tensor: Tensor) -> Tensor:
         return tensor.transpose(0, 1)[there]
 
     mask, over = by_slot(tensors["mask"]), by_slot(over_after(tensors))
-    return Sequences(**vars(batch.each(by_slot)), mask=mask, over=over, state_in=tensors[STATE][there])
+    return Sequences(**vars(batch.changed(by_slot)), mask=mask, over=over, state_in=tensors[STATE][there])
