@@ -1,7 +1,6 @@
-"""Off-policy evaluation: what a policy is worth, estimated from experience that another one acted (docs/OFFLINE.md).
+"""Off-policy evaluation: a policy's expected discounted return, from another policy's episodes (docs/OFFLINE.md).
 
-It decides nothing that is learned. Estimated is the expected discounted return from where episodes begin. With the
-ratio ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} for the product of the first t + 1 of them:
+Learning does not depend on it. ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} is the product of the first t + 1 ratios:
 
 | | estimate | source |
 |---|---|---|
@@ -11,7 +10,7 @@ ratio ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} for the product of the f
 | `dr` | mean of v(s_0) + Σ γ^t ρ_{0:t} r_t − ρ_0 q(s_0, a_0) | doubly robust (the same), an episode as one round |
 | `sequential_dr` | mean of V_0, with V_t = v(s_t) + ρ_t (r_t + γ V_{t+1} − q(s_t, a_t)) | Jiang and Li 2016, eq. 10 |
 
-`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q.
+`ips`, `dr` and `sequential_dr` are unbiased for any q if b is right; `dm` is as good as its q.
 """
 
 from __future__ import annotations
@@ -53,40 +52,40 @@ _FARTHEST = 1e100
 
 @dataclass(frozen=True)
 class Evidence:
-    """E episodes of up to H steps, float64 `[E, H]`; behind an episode's end `mask` is false, and nothing counts.
+    """E episodes of up to H steps, float64 `[E, H]`; `mask` is false after an episode's end.
 
-    Where an episode was stopped by something else than its end, the last reward has what would have followed.
+    The last reward of a truncated episode includes the discounted value of what follows.
     """
 
     target_log_prob: Array
     behavior_log_prob: Array
-    """NaN where it is not known."""
+    """NaN if unknown."""
     reward: Array
     q: Array
-    """Estimated return of the action taken, and the target policy from there on."""
+    """Estimated return of the recorded action, followed by the target policy."""
     v: Array
     mask: Array
     gamma: float
 
     def of(self, which: Array) -> Evidence:
-        """Of these episodes alone; `[E]`, bool."""
+        """Returns the evidence of the episodes `which`, `[E]` bool."""
         arrays = {name: value[which] for name, value in vars(self).items() if name != "gamma"}
         return replace(self, **arrays)
 
     @property
     def log_ratio(self) -> Array:
-        """log ρ_t; 0 behind the end."""
+        """log ρ_t; 0 after the end."""
         return np.where(self.mask, self.target_log_prob - self.behavior_log_prob, 0.0)
 
     @property
     def weight(self) -> Array:
-        """ρ_{0:t}; behind the end that of the last step."""
+        """ρ_{0:t}; after the end that of the last step."""
         product: Array = np.exp(np.minimum(np.cumsum(self.log_ratio, axis=1), _LARGEST_LOG_WEIGHT))
         return product
 
     @property
     def discounted(self) -> Array:
-        """γ^t r_t; 0 behind the end."""
+        """γ^t r_t; 0 after the end."""
         counted: Array = np.where(self.mask, self.reward, 0.0) * self.gamma ** np.arange(self.mask.shape[1])
         return counted
 
@@ -122,14 +121,14 @@ def sequential_dr(evidence: Evidence) -> float:
 
 
 def effective_episodes(evidence: Evidence) -> float:
-    """How many episodes the weights at their ends amount to: (Σ w)² / Σ w² (Kish 1965). Near 1, trust no estimate."""
+    """Returns the effective sample size of the final weights, (Σ w)² / Σ w² (Kish 1965). Trust no estimate near 1."""
     log_weight = evidence.log_ratio.sum(axis=1)
     weight = np.exp(log_weight - log_weight.max())
     return float(weight.sum() ** 2 / (weight**2).sum())
 
 
 def estimates(evidence: Evidence) -> dict[str, float]:
-    """All of them as metrics, and how many episodes are left out; where these are all, only what can do without b."""
+    """Returns all estimates as metrics, and the number of excluded episodes; `dm` alone if all are excluded."""
     known = ~np.asarray((np.isnan(evidence.behavior_log_prob) & evidence.mask).any(axis=1))
     found = {"ope/dm": dm(evidence), "ope/episodes_left_out": float((~known).sum())}
     if known.any():
@@ -142,16 +141,16 @@ def estimates(evidence: Evidence) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Transitions:
-    """M of them: `obs…` and `action…` columns `[M, …]`, the rest `[M]`."""
+    """M transitions: `obs…` and `action…` columns `[M, …]`, the rest `[M]`."""
 
     observations: Tensors
     actions: Tensors
     reward: Tensor
     terminated: Tensor
     after: Tensors
-    """What was observed after each step, as `obs…`."""
+    """Observations after each step, as `obs…`."""
     returns: Tensor
-    """The discounted sum of the rewards seen from each step on."""
+    """Recorded discounted return from each step on."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -160,11 +159,11 @@ class Transitions:
 class FittedQ(nn.Module):
     """q(s, a) and, for a policy, v(s): fitted Q evaluation (Le, Voloshin and Yue 2019, algorithm 3), a small network.
 
-    It begins as a regression on the returns that were seen, which is near the answer where the policies are.
+    It starts as a regression on the recorded returns, which is close if the policies are.
     """
 
     def __init__(self, policy: Policy, observations: Tensors, scale: float) -> None:
-        """`observations` give the inputs their scale, `scale` is that of the returns."""
+        """`observations` determine the scale of the inputs, `scale` is that of the returns."""
         super().__init__()
         spaces, plain = policy.spaces, PolicyConfig(hidden_sizes=(), cnn=policy.config.cnn)
         self._normalizer = ObservationNormalizer(spaces.observation, 10.0)
@@ -182,7 +181,7 @@ class FittedQ(nn.Module):
 
     @torch.no_grad()
     def value(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Tensor:
-        """`[B]`: the mean over the policy's actions; over all choices where there is one to make, else over samples."""
+        """Returns `[B]`: the mean over all choices of one discrete action, otherwise over sampled actions."""
         (leaf, *others) = policy.spaces.action.leaves
 
         def of(chunk: Tensors) -> Tensor:
@@ -201,7 +200,7 @@ class FittedQ(nn.Module):
 
 
 def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, seed: int) -> FittedQ:
-    """The Q function of `policy` on `data`; everything random in it follows from `seed`."""
+    """Fits the Q function of `policy` to `data`; all randomness follows from `seed`."""
     device = data.reward.device
     horizon = min(1 / (1 - gamma) if gamma < 1 else float(len(data)), float(len(data)))
     scale = max(float(data.reward.abs().mean()) * horizon, 1e-6)
@@ -225,7 +224,7 @@ def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, se
 
 
 class DataEvaluation:
-    """Evaluates the policies that learn on some of the dataset's episodes, every so many updates."""
+    """Periodically evaluates the trained policies on some of the dataset's episodes."""
 
     def __init__(self, config: Config, description: EnvironmentDescription, read_dataset: DatasetReader) -> None:
         self._dataset, self._seed = config.dataset, config.seed
@@ -237,7 +236,7 @@ class DataEvaluation:
         self.episodes: dict[str, list[Episode]] | None = None
 
     def figures(self, policy_id: str, policy: Policy, updates: int) -> dict[str, float]:
-        """A policy's metrics where an evaluation is due after this many updates; none if the dataset cannot be read."""
+        """Returns a policy's metrics if an evaluation is due; none if the dataset cannot be read."""
         due = self._every and updates and updates % self._every == 0
         if self._dataset is None or not due or policy_id not in self._gamma:
             return {}
@@ -257,7 +256,7 @@ class DataEvaluation:
 
 
 def _chosen(recording: Recording, most: int) -> list[Episode]:
-    """Evenly from all whose beginning is known."""
+    """Selects `most` episodes evenly from all with a known first step."""
     listed = [episode for episode in recording.episodes() if episode.begun]
     if not listed:
         _LOGGER.warning("no off-policy evaluation: the dataset has no episode from its beginning")
@@ -275,7 +274,7 @@ def _chosen(recording: Recording, most: int) -> list[Episode]:
 def evaluate(
     policy: Policy, episodes: Sequence[Episode], gamma: float, gradient_steps: int, seed: int
 ) -> dict[str, float]:
-    """All estimates of what `policy` is worth, from these episodes."""
+    """Returns all estimates of the return of `policy` from these episodes."""
     data = _transitions(episodes, gamma, next(policy.parameters()).device)
     return estimates(_evidence(policy, fit(policy, data, gamma, gradient_steps, seed), episodes, data, gamma, seed))
 

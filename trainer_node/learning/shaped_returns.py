@@ -1,6 +1,6 @@
-"""Returns of the rewards that are learned from, beside those of the environment: for metrics alone.
+"""Returns of the learned rewards, in addition to the environment's: for metrics alone.
 
-Not part of a checkpoint: after a resume, episodes that had begun before are left out.
+They are not part of a checkpoint: a resumed run leaves out episodes that began before.
 """
 
 from collections import deque
@@ -12,8 +12,7 @@ from stagecoach.trainer_node.learning.building_blocks.reward_normalization impor
 
 
 class ShapedReturns:
-    """Of the last episodes of one policy; in turns of those within one fragment, since a turn whose outcome comes later
-    than its end is missing."""
+    """Returns of one policy's last episodes; in turns, of episodes within one fragment alone."""
 
     def __init__(self, window: int, in_turns: bool = False) -> None:
         self.returns: deque[float] = deque(maxlen=window)
@@ -21,7 +20,7 @@ class ShapedReturns:
         self._sums: dict[str, Array] = {}
 
     def take(self, source: str, first: bool, columns: Columns) -> None:
-        """A fragment's columns `[T, S]`, as they are learned from; `first`: its episodes begin with it."""
+        """Adds a fragment's learned columns `[T, S]`; `first`: its episodes begin with it."""
         rewards = np.where(columns["mask"], columns["reward"], 0.0)
         over = columns["terminated"] | columns["truncated"]
         sums = self._sums.get(source)

@@ -141,5 +141,5 @@ def weights_after_updates(algorithm: Any) -> Columns:
 def update_batch(algorithm: Any, columns: Columns) -> Any:
     """Batch that an on-policy algorithm builds from a fragment."""
     tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
-    algorithm.signals.look(received(columns), tensors)
+    algorithm.signals.observe_batch(received(columns), tensors)
     return algorithm.batch(tensors)

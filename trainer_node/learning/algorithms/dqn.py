@@ -88,7 +88,7 @@ class DQN(OffPolicy):
         return replace(batch, heads=to_device(masks, self._setting.device))
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Does one gradient step; the target network follows after every `target_update_steps`."""
+        """Performs one gradient step; the target network follows after every `target_update_steps`."""
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)

@@ -118,7 +118,7 @@ class OffPolicy(PolicyLearner):
         self.done = 0
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Does one gradient step, before `done` counts it; all randomness is from `generator` (CPU)."""
+        """Performs one gradient step, before `done` counts it; all randomness is from `generator` (CPU)."""
         raise NotImplementedError
 
     def begin_with(self, arrays: Columns) -> None:
@@ -140,7 +140,7 @@ class OffPolicy(PolicyLearner):
         """Stores the fragments, then does all due gradient steps; returns the means of the metrics."""
         self.observe(experience)
         if self.signals.streams:
-            self.signals.look(experience, self._tensors(experience))
+            self.signals.observe_batch(experience, self._tensors(experience))
         self.cloning.begin(counters)
         due = int(counters.env_steps * self._config.gradient_steps_per_env_step)
         if not len(self.replay_buffer) and not any(item.columns["mask"].any() for item in experience):
@@ -227,7 +227,7 @@ class OffPolicy(PolicyLearner):
     def descend(
         self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Does one gradient step of all ranks on the mean loss of this rank's rows, plus the cloning loss if `clones`.
+        """Performs one gradient step of all ranks on the mean loss of this rank's rows, plus the cloning loss if `clones`.
 
         Returns the gradients' norm and the cloning terms.
         """

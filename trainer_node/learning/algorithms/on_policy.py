@@ -73,7 +73,7 @@ class BatchLearner(PolicyLearner):
         return {"train/learning_rate": self._config.learning_rate.value(counters)}
 
     def _learn(self, batch: Any, counters: Counters) -> list[dict[str, float]]:
-        """Does all gradient steps of one update on a non-empty batch; returns the terms of each."""
+        """Performs all gradient steps of one update on a non-empty batch; returns the terms of each."""
         return self._epochs(batch, counters)
 
     def _end(self, batch: Any, counters: Counters) -> dict[str, float]:
@@ -167,7 +167,7 @@ class OnPolicy(BatchLearner):
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
         self._entropy_coefficient = self._config.entropy_coefficient.value(counters)
         self.cloning.begin(counters)
-        self.signals.look(experience, tensors)
+        self.signals.observe_batch(experience, tensors)
 
     def _schedules(self, counters: Counters) -> dict[str, float]:
         return super()._schedules(counters) | self.cloning.metrics

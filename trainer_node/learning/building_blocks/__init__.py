@@ -1,1 +1,1 @@
-"""What algorithms are built of: advantage estimates, batches, gradient steps, critics."""
+"""Parts of algorithms: advantage estimates, batches, gradient steps, critics."""

@@ -1,7 +1,7 @@
-"""Behavioral cloning beside an algorithm that learns by rewards: a term of the policy's loss that is annealed.
+"""Behavioral cloning as an annealed term of a policy's loss, in addition to rewards.
 
-Each gradient step of the policy clones a minibatch of the run's demonstrations, drawn by a generator that follows from
-the number of the update. While the strength is 0 nothing is drawn, and every bit is as without cloning.
+Each gradient step of the policy clones a minibatch of demonstrations, drawn by a generator seeded with the number of
+the update. While the strength is 0 nothing is drawn, and every bit is as without cloning.
 """
 
 import torch
@@ -17,11 +17,11 @@ from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pair
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
 
 _NUMBER = 0
-"""Of its generator among those of an update, beside the algorithm's own."""
+"""Number of its generator among those of an update."""
 
 
 class Cloning:
-    """What one policy clones; nothing where `config` is None."""
+    """Cloning term of one policy; inactive if `config` is None."""
 
     def __init__(self, config: CloningConfig | None, policy: Policy, setting: Setting) -> None:
         if config is not None and setting.demonstrations is None:
@@ -41,7 +41,7 @@ class Cloning:
         return {} if self._config is None else {"train/cloning_strength": self._strength}
 
     def beside(self, shard: Shard, terms: Terms) -> Terms:
-        """The loss of a gradient step and its terms; with them, where anything is cloned, strength × cloning loss."""
+        """Returns a gradient step's loss and terms, plus strength × cloning loss while it is above 0."""
         if self._config is None or self.demonstrations is None or not self._strength:
             return terms
         drawn = self.demonstrations.draw(self._config.minibatch_size, self.generator, self._setting.device)
@@ -50,8 +50,10 @@ class Cloning:
         return loss + self._strength * cloned, others | {"train/cloning_loss": cloned.detach()}
 
     def errors(self, pairs: Pairs) -> Tensor:
-        """`[B]`: −log π(a|s); for a policy without probabilities, mean squared difference of actions in [-1, 1]; of a Q
-        network J_E of Hester et al. 2018: max_a (Q(s, a) + margin where a is another) − Q(s, what was demonstrated)."""
+        """Returns `[B]`: −log π(a|s); without probabilities, the mean squared difference of actions in [-1, 1].
+
+        For a Q network, J_E of Hester et al. 2018: max_a (Q(s, a) + margin if a ≠ a_E) − Q(s, a_E).
+        """
         distribution, params = self._policy.distribution, self._policy.action_parameters(pairs.observations)
         if isinstance(distribution, BestChoice):
             assert isinstance(self._config, MarginCloningConfig)

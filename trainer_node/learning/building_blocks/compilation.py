@@ -1,8 +1,8 @@
-"""Losses that torch.compile has made machine code of (`trainer.compile`): fewer and larger operations, the same steps.
+"""Losses compiled by torch.compile (`trainer.compile`): fewer and larger operations, the same steps.
 
-What is compiled depends on nothing but the config: after a resume an update computes what it would have without
-one. So each function has its own code for each size of a minibatch that full updates have, and none for others, which
-are computed as without `trainer.compile`; and what cannot be compiled so is an error, never a quiet way around.
+The compiled code depends on the config alone, so that a resumed update computes the same. Each function has code for
+each minibatch size of full updates; other sizes run as without `trainer.compile`. A function that cannot be compiled
+is an error, never a silent fallback.
 """
 
 import inspect
@@ -19,24 +19,23 @@ from stagecoach.trainer_node.learning.building_blocks.interface import Setting
 
 Answer = TypeVar("Answer")
 _CODES = 8
-"""Of one function, at most: a size or two, with and without gradients."""
+"""Most code variants of one function: a size or two, with and without gradients."""
 _BY_THE_CLOCK = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
-"""Options of the compiler that choose what is fastest just then."""
+"""Options of the compiler that choose by measured time."""
 _ELSE = "or begin a new run with trainer.compile=false (`initialize_from` takes the policies over)"
 
 
 def equal_parts(count: int, size: int) -> set[int]:
-    """How large the minibatches are that `count` transitions make, of at most `size` each; nothing makes none."""
+    """Returns the sizes of the minibatches of `count` transitions, at most `size` each."""
     parts = -(-count // size)
     return {count // parts, -(-count // parts)} if parts else set()
 
 
 def compiled(loss: Callable[..., Answer], setting: Setting, sizes: Iterable[int]) -> Callable[..., Answer]:
-    """`loss(batch, …)` as it is, or where the setting says so compiled for batches of these sizes.
+    """Returns `loss(batch, …)`, compiled for batches of these sizes if the setting says so.
 
-    It may read nothing that changes from step to step but tensors and what it is called with. Floats among these
-    become tensors of float64; any other number, also one in a batch, is code of its own for each value. Raises
-    `ConfigError` where it is called and cannot be compiled.
+    It may read tensors, its arguments and constants alone. Float arguments become float64 tensors; any other number,
+    also in a batch, compiles again for each value. A call raises `ConfigError` if it cannot be compiled.
     """
     if not setting.compile:
         return loss
@@ -69,7 +68,7 @@ def compiled(loss: Callable[..., Answer], setting: Setting, sizes: Iterable[int]
 
 
 def _tensor(argument: Any) -> Any:
-    """A number that a schedule moves would be code of its own for each value."""
+    """Converts a float, since a scheduled number would compile again for each value."""
     return torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
 
 
@@ -78,8 +77,8 @@ def _set_up() -> None:
     import torch._functorch.config as differentiating
     import torch._inductor.config as generating
 
-    tracing.accumulated_recompile_limit = sys.maxsize  # over all learners that ever were; each has a limit of its own
-    differentiating.force_non_lazy_backward_lowering = True  # gradients too: `call` tells what is wrong with them
+    tracing.accumulated_recompile_limit = sys.maxsize  # over all learners of the process; each has its own limit
+    differentiating.force_non_lazy_backward_lowering = True  # so that `call` reports errors of gradients too
     generating.compile_threads = 1  # no pool of processes that would outlive a kill
 
 
@@ -92,7 +91,7 @@ def has_compiler() -> bool:
 
 
 def check_compiling(here: bool = True) -> None:
-    """Raises `ConfigError` where torch.compile cannot work: this PyTorch, and (`here`) this machine."""
+    """Raises `ConfigError` if torch.compile cannot work with this PyTorch or (`here`) on this machine."""
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         needed = "trainer.compile needs PyTorch 2.13 or newer"
         raise ConfigError(f"{needed}, found {torch.__version__}; install it, {_ELSE}")

@@ -1,7 +1,7 @@
-"""Critics of the algorithms whose policy is an actor alone: several Q networks of equal shape that compute as one.
+"""Critics of algorithms whose policy is an actor alone: several Q networks of equal shape, computed as one.
 
-They stay with the trainer: a policy has only what acts. A layer of all of them is one batched product, since these
-networks are small and each operation costs more than its arithmetic.
+They stay with the trainer. A layer of all of them is one batched product, since the networks are small and launching
+an operation costs more than its arithmetic.
 """
 
 import math
@@ -22,9 +22,9 @@ from stagecoach.shared.policies.encoders import (
 
 
 class Critics(nn.Module):
-    """`count` networks: observation, and `action_size` elements of an action, → `outputs` values each.
+    """`count` networks from an observation and `action_size` elements of an action to `outputs` values each.
 
-    As in Stable-Baselines3 they share the convolutions of images, and nothing else.
+    They share the convolutions of images alone, as in Stable-Baselines3.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Critics(nn.Module):
         self, observations: Mapping[str, Tensor], normalizer: ObservationNormalizer | None, actions: Tensor | None,
         first_only: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`[C, B, outputs]`, or the first one's alone `[1, B, outputs]`; `actions` are `[B, D]`."""
+        """Returns `[C, B, outputs]`, or `[1, B, outputs]` of the first alone; `actions` are `[B, D]`."""
         features: Tensor = self.inputs(observations, normalizer)
         if actions is not None:
             features = torch.cat([features, actions], dim=1)
@@ -55,7 +55,7 @@ class Critics(nn.Module):
     def of_each(
         self, observations: Mapping[str, Tensor], normalizer: ObservationNormalizer | None, actions: Tensor
     ) -> Tensor:
-        """`[C, B, A]`: of A actions for each observation, `[B, A, D]`; the observations are encoded once."""
+        """Returns `[C, B, A]` for A actions per observation, `[B, A, D]`; observations are encoded once."""
         rows, count, _ = actions.shape
         features = self.inputs(observations, normalizer).unsqueeze(1).expand(-1, count, -1)
         values = self._values(torch.cat([features, actions], dim=2).flatten(0, 1), len(self.weights[0]))

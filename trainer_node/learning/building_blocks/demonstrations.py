@@ -29,7 +29,7 @@ class Pairs:
 
 
 class Demonstrations:
-    """What a policy imitates. Nothing is read before it is asked for."""
+    """A policy's demonstrations, read on first use."""
 
     def __init__(
         self, read: Callable[[], Recordings], policy_id: str, filtered: Callable[[Columns], Columns], steps: int

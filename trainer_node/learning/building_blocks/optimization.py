@@ -1,8 +1,8 @@
-"""Gradient steps by Adam: where columns go, in which precision networks compute, what is done with a loss, and state.
+"""Gradient steps by Adam, transfer to the device, precision, and state as named arrays.
 
-Adam (Kingma and Ba 2015, algorithm 1) is PyTorch's fused kernel over all parameters of a network as one tensor. The
-kernel is called as it is: making a `torch.optim.Adam` imports PyTorch's compiler, which is a second of each trainer's
-start, also after each crash; and PyTorch's own wrapping of it takes longer than a small network's step.
+Adam (Kingma and Ba 2015, algorithm 1) is PyTorch's fused kernel over all parameters of a network as one tensor, called
+directly: `torch.optim.Adam` imports PyTorch's compiler, a second of each trainer's start, and its wrapping takes longer
+than a small network's step.
 """
 
 import itertools
@@ -19,12 +19,14 @@ from stagecoach.shared.experience.spaces import Array, Columns
 
 _BETA1, _BETA2 = 0.9, 0.999
 _ALIGNMENT_BYTES = 64
-"""Each parameter begins at a multiple of this, as a tensor of its own would: rounding of products may depend on it."""
+"""Alignment of each parameter, as in a separate tensor: rounding of products may depend on it."""
 
 
 class Adam:
-    """The optimizer of parameters of one dtype on one device, which it puts beside each other in one tensor. With a
-    weight decay it is AdamW, whose decay is apart from the gradient (Loshchilov and Hutter 2019)."""
+    """Adam for parameters of one dtype on one device, which it moves into one tensor.
+
+    With a weight decay it is AdamW (Loshchilov and Hutter 2019).
+    """
 
     def __init__(self, parameters: Iterable[Tensor], epsilon: float, weight_decay: float = 0.0) -> None:
         self.parameters = list(parameters)
@@ -46,10 +48,10 @@ class Adam:
         self._gradients = self._views(self._gradient)
         self._steps = torch.zeros((), device=self._values.device)
         self._had: set[int] = set()
-        """The places in `_moved` of parameters that have had a gradient."""
+        """Indices in `_moved` of parameters that have had a gradient."""
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Of a tensor like `_values`, the part of each parameter, in its shape and memory order."""
+        """Returns each parameter's part of a tensor like `_values`, in its shape and memory order."""
         return [
             flat.as_strided(parameter.shape, parameter.stride(), start)
             for parameter, start in zip(self._moved, self._starts)
@@ -63,11 +65,10 @@ class Adam:
     def step(
         self, learning_rate: float, max_norm: float | None = None, total: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Moves all parameters by their gradients, of which `total` makes those of all ranks together (`Shard.total`);
-        where one has none, that counts as zero.
+        """Moves all parameters by their gradients, summed over ranks by `total`; a missing gradient is zero.
 
-        Gradients whose norm is above `max_norm` are scaled down to it. Returns the norm as it was. Raises
-        `RuntimeError` where a parameter has been moved elsewhere since: it would not be learned any more.
+        Scales gradients with a norm above `max_norm` down to it, and returns the norm before. Raises `RuntimeError` if
+        a parameter's memory was replaced, since it would no longer be learned.
         """
         if any(parameter.data_ptr() != address for parameter, address in zip(self._moved, self._addresses)):
             raise RuntimeError(
@@ -95,7 +96,7 @@ class Adam:
         return norm
 
     def state(self) -> Columns:
-        """Named arrays: `<parameter's number>/step`, `…/exp_avg`, `…/exp_avg_sq`; of those that had a gradient."""
+        """Returns `<number>/step`, `…/exp_avg` and `…/exp_avg_sq` of each parameter that has had a gradient."""
         slots = {"step": [self._steps] * len(self._moved), "exp_avg": self._views(self._mean)}
         slots["exp_avg_sq"] = self._views(self._square)
         return {
@@ -105,7 +106,7 @@ class Adam:
         }
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        """Restores `state`; raises `KeyError`, `IndexError` or `ValueError` for another network's."""
         numbers = {int(key.partition("/")[0]) for key in arrays}
         if max(numbers, default=0) >= len(self.parameters):
             raise IndexError(f"a state of parameter {max(numbers)}, of {len(self.parameters)}")
@@ -123,9 +124,9 @@ def gradient_step(
     loss: Tensor, optimizer: Adam, learning_rate: float, max_norm: float | None,
     total: Callable[[Tensor], Tensor] | None = None, *, all_inputs: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One step of the optimizer; returns the norm of the gradients as they were, those of all ranks by `total`.
+    """Performs one step of the optimizer; returns the norm of the gradients, summed over ranks by `total`.
 
-    Gradients go to its parameters alone, or to `all_inputs` where the loss depends on no others.
+    Gradients go to its parameters alone, or to `all_inputs` if the loss depends on no others.
     """
     optimizer.zero_grad()
     loss.backward(inputs=None if all_inputs else optimizer.parameters)  # type: ignore[no-untyped-call]
@@ -139,21 +140,21 @@ def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
 
 
 def to_device(array: Array, device: torch.device) -> Tensor:
-    """As a tensor there. To a GPU by way of pinned memory, so that nothing waits for the copy."""
+    """Returns a tensor on `device`; a GPU gets it through pinned memory, without waiting for the copy."""
     owned = array if array.flags.writeable else np.array(array)  # PyTorch knows no memory that is only read
     tensor = torch.from_numpy(owned)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Within it networks compute in this precision; what they return, weights and losses stay float32."""
+    """Context in which networks compute in this precision; outputs, weights and losses stay float32."""
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # weights change while it lasts
 
 
 class Stateful(Protocol):
-    """An optimizer, or anything else that puts its state into named arrays itself."""
+    """An optimizer, or any other object with a state of named arrays."""
 
     def state(self) -> Columns: ...
 
@@ -161,11 +162,11 @@ class Stateful(Protocol):
 
 
 Part = nn.Module | Tensor | Stateful
-"""What has a state; that of a network is its parameters."""
+"""An object with a state; a network's is its parameters."""
 
 
 def state_of(parts: Mapping[str, Part]) -> Columns:
-    """Copies of the state of all parts, each by the beginning of its arrays' names."""
+    """Returns copies of the state of all parts; each key prefixes the names of its arrays."""
     arrays: Columns = {}
     for prefix, item in parts.items():
         if isinstance(item, nn.Module | Tensor):
@@ -177,9 +178,9 @@ def state_of(parts: Mapping[str, Part]) -> Columns:
 
 @torch.no_grad()
 def load_state_of(parts: Mapping[str, Part], arrays: Mapping[str, Array]) -> None:
-    """The inverse of `state_of`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+    """Restores `state_of`; raises `KeyError`, `IndexError` or `ValueError` for another network's."""
     left = dict(arrays)
-    for prefix in sorted(parts, reverse=True):  # of two that begin alike, the longer one first
+    for prefix in sorted(parts, reverse=True):  # the longer of two nested prefixes first
         item, own = parts[prefix], {name: left.pop(name) for name in arrays if name in left and name.startswith(prefix)}
         if isinstance(item, nn.Module | Tensor):
             for name, tensor in _tensors(item):
@@ -189,7 +190,7 @@ def load_state_of(parts: Mapping[str, Part], arrays: Mapping[str, Array]) -> Non
 
 
 def part(arrays: Mapping[str, Array], prefix: str) -> Columns:
-    """The arrays whose names begin so, named without it."""
+    """Returns the arrays under a prefix, named without it."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 

@@ -1,4 +1,4 @@
-"""Reward normalization, learned from the log in its order, so that every replay is the same; kept in checkpoints."""
+"""Reward normalization, learned in log order, so that every replay is the same; kept in checkpoints."""
 
 from collections.abc import Mapping
 
@@ -12,25 +12,25 @@ _CLIP = 10.0
 
 
 def of_other_workers(kept: Mapping[str, Array], source: str) -> dict[str, Array]:
-    """By source: a worker continues one line of episodes, so what is kept of its others is not asked for again."""
+    """Drops the worker's other sources: a worker continues one line of episodes."""
     worker = source.partition(":")[0]
     return {key: its for key, its in kept.items() if key.partition(":")[0] != worker}
 
 
 class RewardFilter:
-    """Base of what changes rewards by what it has learned of them: for one policy id, and kept in the checkpoint."""
+    """Base of filters that rescale one policy's rewards by running statistics."""
 
     def scale(self, source: str, columns: Columns) -> Columns:
-        """Takes the rewards in; the columns with changed ones (where nobody acted they stay)."""
+        """Updates the statistics and returns the columns with rescaled rewards; steps without an action keep theirs."""
         self.take_in(source, columns)
         return columns | {"reward": np.where(columns["mask"], self.scaled(columns["reward"]), columns["reward"])}
 
     def scaled(self, reward: Array) -> Array:
-        """Rewards, each for itself, as they are to be learned from now; float32."""
+        """Returns rescaled rewards, elementwise, float32."""
         raise NotImplementedError
 
     def take_in(self, source: str, columns: Columns) -> None:
-        """Learns of a fragment's rewards; `source` (worker and seed lineage) tells what goes on with what."""
+        """Updates the statistics by a fragment; episodes continue within a `source` (worker and seed lineage)."""
         raise NotImplementedError
 
     def state(self) -> Columns:
@@ -40,16 +40,15 @@ class RewardFilter:
         raise NotImplementedError
 
     def begin_with(self, arrays: Columns) -> None:
-        """The statistics of another run, whose episodes are not ours; raises `KeyError` for those of another filter."""
+        """Takes another run's statistics without its episodes; raises `KeyError` for another filter's."""
         self.load_state({name: array for name, array in arrays.items() if not name.startswith(_RUNNING)})
 
 
 class RewardScaling(RewardFilter):
-    """Rewards divided by the running deviation of the discounted return (as VecNormalize does), for one policy id."""
+    """Divides rewards by the running deviation of the discounted return, as VecNormalize does."""
 
     def __init__(self, gamma: float, in_turns: bool = False) -> None:
-        """`in_turns`: a turn whose outcome comes later than a fragment's end is missing, perhaps a game's last one, so
-        returns begin anew with each fragment."""
+        """`in_turns`: returns restart with each fragment, which lacks turns whose outcome is still open at its end."""
         self._gamma, self._in_turns = gamma, in_turns
         self._moments = np.array([0.0, 0.0, 0.0])  # count, mean, sum of squared deviations
         self._running: dict[str, Array] = {}
@@ -88,9 +87,9 @@ class RewardScaling(RewardFilter):
 
 
 class RewardAverage(RewardFilter):
-    """Rewards less their exponentially weighted moving average (Coach's RewardEwmaNormalizationFilter).
+    """Subtracts the rewards' exponential moving average (Coach's RewardEwmaNormalizationFilter).
 
-    The running average for one policy id: that of the first fragment, then m ← m + α (fragment's average − m).
+    It starts as the first fragment's average, then m ← m + α (fragment's average − m).
     """
 
     def __init__(self, alpha: float) -> None:
@@ -101,7 +100,6 @@ class RewardAverage(RewardFilter):
         return (reward.astype(np.float64) - (self._average or 0.0)).astype(np.float32)
 
     def take_in(self, source: str, columns: Columns) -> None:
-        """Moves the average; a fragment in which nobody acted does not."""
         counted = columns["reward"][columns["mask"]].astype(np.float64)
         if not counted.size:
             return
@@ -109,7 +107,6 @@ class RewardAverage(RewardFilter):
         self._average = mean if self._average is None else self._average + self._alpha * (mean - self._average)
 
     def state(self) -> Columns:
-        """Named arrays; no number before the first fragment."""
         return {"average": np.array([] if self._average is None else [self._average])}
 
     def load_state(self, arrays: Columns) -> None:

@@ -1,4 +1,4 @@
-"""What the agents of a policy observe together, for a centralized critic: columns made from those of a fragment."""
+"""Joint observations of a policy's agents for a centralized critic, computed from a fragment's columns."""
 
 import numpy as np
 
@@ -7,13 +7,12 @@ from stagecoach.shared.policies.critic import MASK, NUMBER, TEAM
 
 
 def with_team(columns: Columns, observation: SpaceSpec, agents: int) -> Columns:
-    """A fragment's columns, and for each step, after the last one, and for each last observation of an episode: what
-    the `agents` of its environment observe then (`[…, A, …]`, its own agent first and then the others in their order),
-    which of them are there (`[…, A]`, bool), and its own agent's number (`[…]`).
+    """Adds joint observations of the `agents` to a fragment's columns, for steps, bootstraps and last observations.
 
-    Slot = agent's number × N + environment. What an absent agent "observes" is without meaning. Beside a last
-    observation, another agent has its own last one if it was truncated, what it observes next if its episode goes on,
-    and is absent if it terminated, as it would be at the next step.
+    Joint observations are `[…, A, …]`, the slot's own agent first; `[…, A]` (bool) says which agents are present, and
+    `[…]` is the own agent's number. Slot = agent's number × N + environment. At another agent's last observation, an
+    agent has its own last observation if truncated, its next one if it continues, and is absent if terminated. Values
+    of absent agents are undefined.
     """
     mask, (step, slot) = columns["mask"], columns["final_index"].T
     num_envs = mask.shape[1] // agents

@@ -1,4 +1,4 @@
-"""One column of the observations in the ring: those of each step, and in a pool the true last ones of episodes."""
+"""One observation column of the ring: each step's observation, and a pool of episodes' true last observations."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ _GROWTH = 8
 
 
 class ObservationColumn:
-    """Observations as they come: of steps 0 … T of each fragment, the last being what was observed after it."""
+    """Plain observations of steps 0 … T of each fragment, step T being the bootstrap observation."""
 
     def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, steps: int, slots: int, fragments: int) -> None:
         self._steps = np.zeros((fragments, steps + 1, slots, *shape), dtype)
@@ -19,33 +19,32 @@ class ObservationColumn:
         self._finals = RowPool(shape, dtype)
 
     def put(self, place: int, observed: Array, last: Array, before: int) -> None:
-        """Takes in a fragment's observations `[T, S, …]` and the `last` ones `[S, …]`.
+        """Stores a fragment's observations `[T, S, …]` and the `last` observations `[S, …]`.
 
-        `before`: the place of the fragment that ended with the very ones that this one begins with, or `NOTHING`.
+        `before`: the place of the fragment whose last observations are this fragment's first, or `NOTHING`.
         """
         self._steps[place, :-1], self._steps[place, -1] = observed, last
 
     def put_finals(self, place: int, finals: Array, where: Array, linked: bool) -> Array:
-        """Takes in what was observed after the steps and slots `where` `[M, 2]`; returns the numbers, for `take`.
+        """Stores the last observations after the steps and slots `where` `[M, 2]`; returns their numbers, for `take`.
 
-        The fragment is in `place`; `linked`: it goes on with another.
+        `linked`: the fragment in `place` continues another.
         """
         return self._finals.put(place, finals)
 
     def give_up(self, place: int, after: int) -> None:
-        """Forgets the fragment in `place`, which the one in `after` goes on with (or `NOTHING`)."""
+        """Removes the fragment in `place`, which the fragment in `after` continues (or `NOTHING`)."""
         self._finals.give_up(place)
 
     def clear(self) -> None:
-        """Forgets all fragments."""
         self._finals.clear()
 
     def ends_with(self, place: int, observed: Array) -> bool:
-        """Whether the fragment in `place` ended with these observations `[S, …]`."""
+        """Compares the last observations of the fragment in `place` with `observed` `[S, …]`."""
         return np.array_equal(self._steps[place, -1], observed)
 
     def take(self, where: Array, finals: Array | None = None) -> Array:
-        """Observations; `where` counts (fragment, step 0 … T, slot). In their place those of `finals` that are any."""
+        """Returns observations; `where` counts (fragment, step 0 … T, slot). Valid `finals` replace theirs."""
         found = self._flat_steps.take(where, axis=0)
         if finals is not None and (cut := finals != NOTHING).any():
             found[cut] = self._finals.take(finals[cut])
@@ -53,7 +52,7 @@ class ObservationColumn:
 
 
 class RowPool:
-    """Rows that are few, each owned by the fragment in some place, with which it goes; grows by need."""
+    """A growing pool of rows, each removed with the fragment that owns it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self.held = np.zeros((64, *shape), dtype)
@@ -63,11 +62,11 @@ class RowPool:
 
     @property
     def used(self) -> int:
-        """How many rows somebody owns."""
+        """Number of owned rows."""
         return len(self.held) - len(self._free)
 
     def put(self, place: int, rows: Array) -> Array:
-        """The numbers of these rows `[n, …]`, which the fragment in `place` owns from now on; int32."""
+        """Stores rows `[n, …]` for the fragment in `place`; returns their numbers, int32."""
         while len(self._free) < len(rows):
             self._grow()
         numbers = np.array([self._free.pop() for _ in rows], np.int32)
@@ -76,7 +75,7 @@ class RowPool:
         return numbers
 
     def give_up(self, place: int) -> None:
-        """What the fragment in `place` owned is free."""
+        """Frees the rows of the fragment in `place`."""
         for numbers in reversed(self._owned.pop(place, [])):
             self._free.extend(numbers[::-1].tolist())
 
@@ -88,7 +87,7 @@ class RowPool:
         return self.held.take(numbers, axis=0)
 
     def _grow(self) -> None:
-        """By a small part: it may be large where the data are not what they look like, and unused memory is wasted."""
+        """Grows by a small part, since a pool of unstacked images can be large."""
         size = len(self.held)
         more = max(64, size // _GROWTH)
         self.held.resize((size + more, *self.held.shape[1:]), refcheck=False)  # in place, where the system can

@@ -39,9 +39,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return rows, np.power(powers.min() / powers, beta).astype(np.float32)
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
-        """The priorities of these rows follow from their TD errors; a row that is there twice takes the last one.
+        """Sets the rows' priorities from their TD errors; the last error of a repeated row counts.
 
-        An error that is not finite (a network that diverges) counts as the largest one so far.
+        A non-finite error (a diverging network) counts as the largest priority so far.
         """
         priorities = np.abs(td_errors.astype(np.float64)) + self._epsilon
         priorities[~np.isfinite(priorities)] = self._largest
@@ -49,7 +49,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._tree.put(rows, self._powers(priorities) * (self._tree.numbers[rows] > 0))
 
     def state(self) -> Columns:
-        """With the priorities of what it holds, to the power of α."""
+        """Adds the priorities of the held rows, to the power of α."""
         held = min(self._ever_added, self.ring.fragments) * self.ring.rows_each
         powers = self._tree.numbers[:held].astype(np.float32)
         return super().state() | {"powers": powers, "largest": np.array(self._largest)}
@@ -80,7 +80,7 @@ class SumTree:
         """`[size]`; to be changed by `put` and `put_from` only."""
 
     def put(self, rows: Array, numbers: Array) -> None:
-        """Sets the numbers of these rows; of a row that is there twice, the last one counts."""
+        """Sets the numbers of these rows; the last number of a repeated row counts."""
         nodes, places = self._nodes, rows + self._first
         nodes[places] = numbers
         for _ in range(self._depth):
@@ -99,7 +99,7 @@ class SumTree:
     def find(self, shares: Array) -> Array:
         """The rows at these shares `[B]` (0 to below 1) of the total, which is not 0.
 
-        Sums are rounded, so what falls beyond the last number that is not 0 is that one: a 0 is never found.
+        Because sums are rounded, a share beyond the last non-zero number selects that number; a 0 is never selected.
         """
         nodes, before = self._nodes, np.zeros(self._begin + 1)
         np.cumsum(nodes[self._begin : 2 * self._begin], out=before[1:])

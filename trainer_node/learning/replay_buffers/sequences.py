@@ -36,10 +36,10 @@ class SequenceBatch:
 
     spans: tuple[Span, ...]
     """The fragments to go through first, the oldest first, then the sequences. What stands for one that is no longer
-    held counts for nothing: the next one does not go on from it."""
+    held is ignored: the next one starts from its stored state."""
     actions: Columns
     next_observations: Columns
-    """What each step led to; without meaning where `discount` is 0."""
+    """Next observation of each step; undefined if `discount` is 0."""
     reward: Array
     """The discounted sum over n steps, fewer where the sequence or the episode ends."""
     discount: Array
@@ -78,7 +78,7 @@ class SequenceReplayBuffer(ReplayBuffer):
         self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0,
         as_now: Rewards | None = None,
     ) -> SequenceBatch:  # fmt: skip
-        """As many sequences as make `count` transitions, but one at least; otherwise as its base."""
+        """Draws the sequences of `count` transitions, at least one."""
         ring, (first, weight) = self.ring, self.draw(max(1, count // self.ring.steps), generator, beta)
         place, slot = first // ring.rows_each, first % ring.rows_each
         rows = self._rows(place, slot)

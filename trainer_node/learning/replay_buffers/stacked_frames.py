@@ -2,7 +2,7 @@
 (docs/DETERMINISM.md). Whatever the data, a stack comes out as it went in, byte for byte.
 
 The address of a frame is its row among the newest frames, or ~n for frame n of the pool. A fragment refers to its own
-frames and to those of the fragment that it goes on with; when that one leaves, it takes over what it refers to.
+frames and to those of the fragment that it continues, and copies the latter when that fragment is removed.
 """
 
 import itertools
@@ -16,13 +16,13 @@ _MOST_FRAMES = 16
 
 
 def may_be_stacked(leaf: Leaf, steps: int) -> bool:
-    """Whether an observation looks like k stacked images, and fragments of so many steps are worth taking it apart."""
+    """Decides from the shape if an observation may be k stacked images worth splitting."""
     images = leaf.kind == "box" and leaf.dtype == "uint8" and len(leaf.shape) >= 3
     return images and 2 <= leaf.shape[0] <= min(_MOST_FRAMES, steps) and leaf.size >= 64 * leaf.shape[0]
 
 
 def is_stacked(column: Array) -> bool:
-    """Whether at least half of the stacks `[T, S, k, …]` go on with those of the step before."""
+    """Decides if at least half of the stacks `[T, S, k, …]` continue those of the previous step."""
     if len(column) < 2:
         return False
     same = [_goes_on(_words(before), _words(now)).mean() for before, now in itertools.pairwise(column)]
@@ -37,7 +37,7 @@ class FrameStacks(ObservationColumn):
         super().__init__(shape[:1], np.int32, steps, slots, fragments)
         self._stack, frame = shape[0], shape[1:]
         self._newest = np.zeros((fragments, slots, steps, *frame), np.uint8)
-        """Of steps 1 … T, slot by slot, so that the frames of a stack lie side by side."""
+        """Newest frames of steps 1 … T, slot by slot, so that the frames of a stack are contiguous."""
         self._flat_newest = self._newest.reshape(-1, *frame)
         self.pool = RowPool(frame, np.uint8)
 
@@ -61,7 +61,7 @@ class FrameStacks(ObservationColumn):
             earlier = now
 
     def put_finals(self, place: int, finals: Array, where: Array, linked: bool) -> Array:
-        """To the frames of a fragment that this one goes on with, nothing is referred from here."""
+        """Stores stacks without references to the frames of the continued fragment."""
         found = np.empty(finals.shape[:2], np.int32)
         for row, (step, slot) in enumerate(where.tolist()):
             earlier = self._steps[place, step, slot, 1:]
@@ -73,7 +73,7 @@ class FrameStacks(ObservationColumn):
         return super().put_finals(place, found, where, linked)
 
     def give_up(self, place: int, after: int) -> None:
-        """The fragment in `after` takes over what it refers to."""
+        """Copies the frames that the fragment in `after` refers to."""
         super().give_up(place, after)
         if after != NOTHING:
             old = self._steps[after, 0].copy()
@@ -106,7 +106,7 @@ class FrameStacks(ObservationColumn):
         return ~self.pool.put(place, frames)
 
     def _apart(self, place: int, stack: Array, newest: int | None = None) -> Array:
-        """Addresses of a stack that goes on with nothing; a frame that equals the next newer one shares its place."""
+        """Returns addresses of a stack that continues none; equal neighboring frames share one."""
         found = np.empty(self._stack, np.int32)
         found[-1] = self._put_apart(place, stack[-1:])[0] if newest is None else newest
         for age in range(self._stack - 2, -1, -1):

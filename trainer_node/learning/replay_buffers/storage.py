@@ -41,7 +41,7 @@ class FragmentRing:
         self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
         self._next = np.full((fragments, steps, slots), NOTHING, np.int32)
         self.following = np.full(fragments, NOTHING, np.int64)
-        """Place → place of the fragment that goes on where it ends, −1 where none is known."""
+        """Place → place of the fragment that continues it, −1 if unknown."""
         self.preceding = np.full(fragments, NOTHING, np.int64)
         """The inverse of `following`, while that fragment is there."""
         self._newest: dict[str, int] = {}
@@ -54,14 +54,13 @@ class FragmentRing:
     def add(self, source: str, columns: Columns) -> int:
         """Puts a fragment's columns in, in place of the oldest once the ring is full; returns its place.
 
-        `source` (worker and seed lineage) tells what may go on: it does so where its last fragment was left (equal
-        observations in all slots).
+        It continues the last fragment of `source` (worker and seed lineage) if observations are equal in all slots.
         """
         if columns["reward"].shape != (self.steps, self.slots):
             raise ValueError(f"a fragment of {columns['reward'].shape} for a buffer of {(self.steps, self.slots)}")
         place = self.added % self.fragments
         if self._seen_none:
-            self._keep_whole_what_is_not_stacked(columns)
+            self._unstack(columns)
         self._give_up(place)
         before = self._newest.get(source, NOTHING)
         same = (its.ends_with(before, columns[name][0]) for name, its in self.observed.items())
@@ -80,7 +79,7 @@ class FragmentRing:
         return place
 
     def resume(self, added: int, finals: int) -> int:
-        """Empties the ring such that the fragments it held after `added` ones are put in again; returns how many."""
+        """Empties the ring for adding the fragments again that it held after `added`; returns their number."""
         self.added = max(0, added - self.fragments)
         self.finals = finals
         self._newest.clear()
@@ -90,7 +89,7 @@ class FragmentRing:
         return added - self.added
 
     def _give_up(self, place: int) -> None:
-        """Forgets how the fragment in `place` hangs together with others."""
+        """Removes the links of the fragment in `place`."""
         self._newest = {source: where for source, where in self._newest.items() if where != place}
         after = self.following[place]
         for observed in self.observed.values():
@@ -101,8 +100,8 @@ class FragmentRing:
             self.preceding[after] = NOTHING
         self.following[place] = self.preceding[place] = NOTHING
 
-    def _keep_whole_what_is_not_stacked(self, columns: Columns) -> None:
-        """The first fragment tells stacked frames from what has but the shape of them (three colors, say)."""
+    def _unstack(self, columns: Columns) -> None:
+        """Decides by the first fragment which columns are stacked frames, not three colors of one image."""
         self._seen_none = False
         for name, observed in self.observed.items():
             if isinstance(observed, FrameStacks) and not is_stacked(columns[name]):
@@ -110,7 +109,7 @@ class FragmentRing:
                 self.observed[name] = ObservationColumn(shape, np.uint8, *size)
 
     def _link(self, place: int, before: int) -> None:
-        """Which step follows which, within the fragment in `place` and from the one before it."""
+        """Links each step to the next, within the fragment in `place` and from the fragment before it."""
         first, rows = place * self.rows_each, self.rows_each
         over = self._columns["terminated"][place] | self._columns["truncated"][place]
         goes_on = ~over & self._columns["mask"][place]
@@ -125,7 +124,7 @@ class FragmentRing:
         self._next[before, -1] = np.where(goes_on, np.arange(first, first + self.slots), NOTHING)
 
     def numbers(self, rows: Array) -> Array:
-        """Which of all the transitions that ever came in each row holds: never the same again, int64."""
+        """Returns the unique number of each row among all transitions ever added, int64."""
         place, local = np.divmod(rows, self.rows_each)
         fragment = self.added - 1 - (self.added - 1 - place) % self.fragments
         return fragment * self.rows_each + local
@@ -139,12 +138,12 @@ class FragmentRing:
         return _flat(self._columns[name][place], 2)
 
     def next_unknown(self, rows: Array) -> Array:
-        """Whether these steps terminated, and what they led to is not known."""
+        """Returns true for terminated steps without a known next observation."""
         found: Array = self._flat["terminated"].take(rows) & (self._flat_final.take(rows) == NOTHING)
         return found
 
     def next_rows(self, rows: Array) -> Array:
-        """The step after each within its episode; −1 where the episode ends or no more of it is known."""
+        """Returns the next step in each row's episode, −1 if it ends or is unknown."""
         return self._flat_next.take(rows)
 
     def observations(self, rows: Array) -> Columns:

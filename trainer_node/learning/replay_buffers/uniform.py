@@ -1,7 +1,7 @@
 """The uniform and the balanced replay buffer, and what all buffers have: n-step returns, and how they are restored.
 
 How a buffer is restored: `state` after n fragments, `load_state` on a fresh buffer of the same size, then `add` with
-the fragments it held, oldest first. They come to lie where they lay, and nothing else moves.
+the fragments it held, oldest first. They return to their places.
 """
 
 from collections.abc import Callable
@@ -76,16 +76,16 @@ class ReplayBuffer:
     """Draws uniformly; subclasses draw otherwise, or change what is drawn."""
 
     classes = 1
-    """Into how many classes its transitions fall."""
+    """Number of classes of its transitions."""
     info_columns: tuple[str, ...] = ()
-    """Numbers of the `info` that it keeps."""
+    """Names of the `info` columns that it stores."""
     has_priorities = False
-    """Whether it wants to know how wrong predictions were, for which the device has to be waited for."""
+    """True if it needs TD errors, for which the trainer waits for the device."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
-        """For fragments of `steps` × `slots`; the newest `capacity` transitions stay, rounded up to whole fragments."""
+        """Keeps the newest `capacity` transitions, rounded up to whole fragments of `steps` × `slots`."""
         self.fragments = max(1, -(-capacity // (steps * slots)))
-        """How many fragments it holds when it is full."""
+        """Most fragments that it holds."""
         self.ring = FragmentRing(spaces, steps, slots, self.fragments, self.info_columns)
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
         self._to_come = 0
@@ -94,7 +94,7 @@ class ReplayBuffer:
         return int(self._index.bounds[-1])
 
     def add(self, source: str, columns: Columns) -> None:
-        """Takes in a fragment (shared/experience/fragment.py) of `source` (worker, seed lineage); the oldest may go."""
+        """Adds a fragment (shared/experience/fragment.py) of `source` (worker, seed lineage), replacing the oldest."""
         place = self.ring.add(source, columns)
         self._index.put(place, np.where(self._drawable(place), self._classes_of(place), -1))
         self._placed(place)
@@ -104,27 +104,27 @@ class ReplayBuffer:
             self._added(place)
 
     def _drawable(self, place: int) -> Array:
-        """Of the rows of a fragment, `[T · S]`: which may be drawn."""
+        """Returns the drawable rows of a fragment, `[T · S]`."""
         return self.ring.held("mask", place)
 
     def _classes_of(self, place: int) -> Array:
-        """Of the rows of a fragment, `[T · S]`: 0 … `classes` − 1."""
+        """Returns the class of each row of a fragment, `[T · S]`: 0 … `classes` − 1."""
         return np.zeros(self.ring.rows_each, np.int64)
 
     def _placed(self, place: int) -> None:
-        """What a subclass notes of a fragment, be it new or put back."""
+        """Hook of subclasses for each fragment, new or restored."""
 
     def _added(self, place: int) -> None:
-        """What a subclass does about a new fragment only."""
+        """Hook of subclasses for new fragments alone."""
 
     def sample(
         self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0,
         as_now: Rewards | None = None,
     ) -> Batch:  # fmt: skip
-        """`count` transitions over up to `n_step` steps of an episode; ends of what is known cut them short.
+        """Draws `count` transitions over up to `n_step` known steps of an episode.
 
-        After termination nothing is bootstrapped, after truncation from the true last observation. `beta` is the
-        exponent of importance weights, where there are priorities; `as_now` says what rewards count as by now.
+        Truncation bootstraps from the true last observation, termination does not. `beta` is the exponent of the
+        importance weights of prioritized buffers; `as_now` rescales rewards.
         """
         ring, (rows, weight) = self.ring, self.draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
@@ -144,18 +144,18 @@ class ReplayBuffer:
     def _relabeled(
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
     ) -> dict[str, tuple[Array, Array]]:
-        """Changes steps `[n, B]` to be learned under other goals: name → which of the batch, and goals (or actions)."""
+        """Relabels steps `[n, B]` in place; returns column → rows of the batch, and their new goals or actions."""
         return {}
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
-        """Tells a buffer with priorities how wrong the predictions of these rows of a batch were."""
+        """Updates the priorities of these rows of a batch, in buffers that have some."""
 
     def value_bounds(self, gamma: float) -> tuple[float, float] | None:
-        """Least and greatest value that any transition can have; None where unknown."""
+        """Returns the least and greatest possible value of a transition; None if unknown."""
         return None
 
     def state(self) -> Columns:
-        """All that the fragments themselves don't tell; the same while they have yet to be put back."""
+        """Returns the state that does not follow from the held fragments; valid during a restore too."""
         return {"added": np.array(self._ever_added), "finals": np.array(self.ring.finals)}
 
     @property
@@ -163,13 +163,15 @@ class ReplayBuffer:
         return self.ring.added + self._to_come
 
     def load_state(self, arrays: Columns) -> None:
-        """The inverse of `state`, before the fragments that were held are added again; it draws nothing until then."""
+        """Restores `state`; the held fragments must be added again before the next draw."""
         self._to_come = self.ring.resume(int(arrays["added"]), int(arrays["finals"]))
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
 
     def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
-        """The rows of `count` transitions, and the weight of each in the loss (float32): `[B]` both. It may depend on
-        nothing but its arguments and what was added."""
+        """Draws rows of `count` transitions and their loss weights (float32), both `[B]`.
+
+        It may depend on its arguments and the added fragments alone.
+        """
         self._refuse_if_empty()
         return self._index.rows(generator.integers(len(self), size=count)), np.ones(count, np.float32)
 
@@ -180,7 +182,7 @@ class ReplayBuffer:
             raise RuntimeError("nothing to draw: this replay buffer is empty")
 
     def _paths(self, rows: Array, length: int) -> tuple[Array, Array]:
-        """`[length, B]`: the rows that follow each other from each of `rows`, and which of them there are."""
+        """Returns the rows that follow from each of `rows` and which of them exist, both `[length, B]`."""
         path, valid = np.empty((length, len(rows)), np.int64), np.ones((length, len(rows)), np.bool_)
         path[0] = rows
         for step in range(1, length):
@@ -191,10 +193,10 @@ class ReplayBuffer:
 
 
 class BalancedReplayBuffer(ReplayBuffer):
-    """Draws the same number of each class that there is, to within one, however rare it is; within a class uniformly.
+    """Draws the same number of each present class, to within one, and uniformly within a class.
 
-    For data in which most is of one kind: the brake among the actions of a driver, a reward among thousands of steps
-    without (Coach's BalancedExperienceReplay). Nothing is corrected for: the balanced distribution is learned from.
+    It is for data with rare kinds, such as a driver's braking or sparse rewards (Coach's BalancedExperienceReplay). The
+    loss is not reweighted: the balanced distribution is learned.
     """
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, classes: Classes) -> None:
@@ -244,7 +246,7 @@ class TeamReplayBuffer(ReplayBuffer):
 
 
 def discounted(reward: Array, valid: Array, terminated: Array, gamma: float) -> tuple[Array, Array]:
-    """Sum of the rewards of the valid steps, and discount of what follows, `[B]`; reward and valid are `[n, B]`."""
+    """Returns the discounted reward of the valid steps and the discount after them, `[B]`, from `[n, B]`."""
     if len(reward) == 1:
         return reward[0], np.float32(gamma) * ~terminated
     factor = (gamma ** np.arange(len(reward) + 1)).astype(np.float32)

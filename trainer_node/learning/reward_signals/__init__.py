@@ -1,1 +1,1 @@
-"""Reward signals beside the environment's: reward_signals.py holds those of a run; rnd, icm and gail are one each."""
+"""Reward signals in addition to the environment's: rnd, icm and gail."""

@@ -1,4 +1,4 @@
-"""What every reward signal is, and the networks that signals are made of."""
+"""Base class of reward signals, and the networks that they use."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ class Signal(nn.Module):
     """Base of all signals. A subclass computes `reward` and `loss`; parameters that want gradients are learned."""
 
     needs_next: ClassVar[bool] = True
-    """Whether it asks for next observations; then steps whose next one is unknown are neither rewarded nor learned."""
+    """True if it reads next observations; then steps without a known one are neither rewarded nor learned."""
     scaled: ClassVar[bool] = True
-    """Whether its rewards are divided by the running deviation of their discounted returns."""
+    """True if its rewards are divided by the running deviation of their discounted returns."""
     clip: ClassVar[float] = 5.0
     """Bound of a normalized observation, in standard deviations (Burda et al. 2019, section 2.4)."""
 

@@ -1,7 +1,7 @@
-"""The reward signals of one policy: what they are worth, what they add to its advantages, and how they learn.
+"""The reward signals of one policy: their rewards, their part of its advantages, and how they learn.
 
-An algorithm calls in each update: `look` at the experience, `join` the advantages of all signals, and, after its own
-gradient steps, `learn`. They see all of the batch on each learner rank, so that ranks need not talk about them.
+In each update an algorithm calls `observe_batch`, `join` for the advantages of all signals, and `learn` after its own
+gradient steps. Each learner rank evaluates them on the whole batch, so ranks do not communicate about them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from stagecoach.trainer_node.learning.reward_signals.base import Embedding, Rows
 from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
 
 ORDER = ("rnd", "icm", "gail")
-"""All signals; the place of each decides its random numbers, so new ones come last."""
+"""All signals; a signal's index determines its random numbers, so append new signals."""
 
 
 class Rewarding:
@@ -41,7 +41,7 @@ class Rewarding:
 
     _tensors: Mapping[str, Tensor]
     _rows: Rows
-    """What an update looked at."""
+    """The current update's transitions."""
 
     def __init__(
         self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, setting: Setting
@@ -52,11 +52,11 @@ class Rewarding:
         self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
         self._optimizers: dict[str, Part] = {"signal_adam/": self._adam}
         self._networks: dict[str, nn.Module] = {"signal/": self.signal}
-        """With their buffers. Both are by the beginning of their arrays' names."""
+        """Networks with their buffers. Keys of both dicts prefix the names of arrays."""
         self.scaling = RewardScaling(config.gamma) if signal.scaled else None
 
-    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
-        """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
+    def observe_batch(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
+        """Computes the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
         self._tensors, self._rows = tensors, rows
         self._ends = _ends(tensors, self._config.episodic, self._among_others)
         self.known = tensors["mask"]
@@ -69,7 +69,7 @@ class Rewarding:
             self.reward = self._scaled(self.scaling, experience, self.reward)
 
     def _raw(self, rows: Rows, known: Tensor) -> Tensor:
-        """`[B]`: the signal's rewards as they are; 0 where it is not known what a step led to."""
+        """Returns the signal's raw rewards `[B]`; 0 for steps that are not `known`."""
         reward, there = torch.zeros(len(known), device=self._device), rows.take(known)
         parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
         if parts:
@@ -77,7 +77,7 @@ class Rewarding:
         return reward
 
     def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
-        """Takes the rewards in, fragment by fragment, then divides all by the deviation so far."""
+        """Updates the scaling fragment by fragment, then divides all rewards by the deviation."""
         raw, over = (tensor.cpu().numpy() for tensor in (reward, self._ends["terminated"] | self._ends["truncated"]))
         at = 0
         for item in experience:
@@ -101,17 +101,17 @@ class Rewarding:
 
 
 class Stream(Rewarding):
-    """With a network of its own that values the rewards, which are made into advantages."""
+    """A signal with a value network of its own, for advantages."""
 
     def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
         super().__init__(name, signal, config, policy, *more)
         self._value = Embedding(policy.spaces.observation.own, policy.config, 1, gain=1.0).to(self._device)
-        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
+        """Value of its return: the policy's layers without a core, and the policy's normalization."""
         self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
         self._optimizers["value_adam/"], self._networks["value/"] = self._value_adam, self._value
 
     def advantage(self, estimate: Estimate) -> Tensor:
-        """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
+        """Returns advantages `[T, S]` of its rewards and values; keeps the value targets for `learn`."""
         tensors, names = self._tensors, self._policy.spaces.observation.own.column_names("obs")
         index = tensors["final_index"].to(torch.int64)
         kept = self._ends["truncated"][index[:, 0], index[:, 1]]
@@ -125,7 +125,7 @@ class Stream(Rewarding):
         return advantage
 
     def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
-        """What was looked at: signal and value; returns the metrics."""
+        """Trains signal and value on the update's transitions; returns the metrics."""
         known, bound = self.known.flatten(), self._algorithm.max_grad_norm
         rows, rate = self._rows.take(known), self._config.learning_rate.value(counters)
         history: list[dict[str, Tensor]] = []
@@ -143,7 +143,7 @@ class Stream(Rewarding):
         return {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())} | mean_terms(history)
 
     def _minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Numbers of rows: in epochs of minibatches where the algorithm has them, else all at once."""
+        """Yields row numbers: epochs of minibatches if the algorithm has them, otherwise all rows."""
         clipped = self._algorithm if isinstance(self._algorithm, ClippedConfig) else None
         for _ in range(clipped.epochs if clipped else 1) if count else ():
             order = torch.randperm(count, generator=generator).to(self._device)
@@ -154,7 +154,7 @@ class Stream(Rewarding):
 
 
 class RewardSignals:
-    """Those that a config asks for; none where it is None."""
+    """The signals of a config; empty if it is None."""
 
     stream: type[Rewarding] = Stream
 
@@ -173,23 +173,23 @@ class RewardSignals:
         return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
 
     def observe(self, tensors: Mapping[str, Tensor]) -> None:
-        """Statistics take in the observations of columns `[T, S, …]`; all there is to do in warm-up."""
+        """Updates statistics by the observations of columns `[T, S, …]`; all there is to do in warm-up."""
         names = self._policy.spaces.observation.own.column_names("obs")
         for stream in self.streams.values():
             stream.signal.observe({name: tensors[name][tensors["mask"]] for name in names})
 
     @torch.no_grad()
-    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
-        """At what an update will learn from: the fragments, and their columns side by side `[T, S, …]`."""
+    def observe_batch(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
+        """Computes the rewards of an update's fragments, whose columns side by side are `tensors` `[T, S, …]`."""
         self.observe(tensors)
         if self.streams:
             rows = self._rows(tensors)
             for stream in self.streams.values():
-                stream.look(experience, tensors, rows)
+                stream.observe_batch(experience, tensors, rows)
 
     @torch.no_grad()
     def join(self, advantage: Tensor, estimate: Estimate) -> Tensor:
-        """`[T, S]`: the strengths' sum of all signals' advantages, where `advantage` is that of the environment's."""
+        """Returns the weighted sum `[T, S]` of the environment's `advantage` and all signals' advantages."""
         joined = self._strength * advantage
         for stream in self.streams.values():
             joined = joined + stream.strength * stream.advantage(estimate)
@@ -203,7 +203,7 @@ class RewardSignals:
         return metrics
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> Rows:
-        """`[T × S, …]`, those that do not count as well."""
+        """Returns all transitions `[T × S, …]`, padding included."""
         spaces = self._policy.spaces
         step, slot = tensors["final_index"].to(torch.int64).unbind(dim=1)
         following = {}
@@ -219,17 +219,17 @@ class RewardSignals:
         return state_of({f"{name}/": stream for name, stream in self.streams.items()})
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        """Restores `state`; raises `KeyError`, `IndexError` or `ValueError` for another network's."""
         load_state_of({f"{name}/": stream for name, stream in self.streams.items()}, arrays)
 
 
 class ReplayedStream(Rewarding):
-    """Of an algorithm with a replay buffer, whose critics value the sum of all rewards."""
+    """A signal of an algorithm with a replay buffer, whose critics value the sum of all rewards."""
 
     def paid(
         self, rows: Rows, known: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`[B]`, what these rows are worth as it sees them now; then it learns from them. Returns metrics as well."""
+        """Returns the current rewards `[B]` of drawn rows and metrics, after training on the rows."""
         with torch.no_grad():
             reward = self._raw(rows, known)
             if self.scaling is not None:
@@ -242,28 +242,28 @@ class ReplayedStream(Rewarding):
 
 
 class ReplayedSignals(RewardSignals):
-    """Of an algorithm with a replay buffer: what was rewarded is not stored, but worked out as it is drawn."""
+    """Signals of an algorithm with a replay buffer: rewards are computed when drawn, not stored."""
 
     stream = ReplayedStream
 
     @torch.no_grad()
-    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
-        """What the scale of rewards takes in of an update's fragments, in their order."""
+    def observe_batch(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
+        """Updates the reward scaling by an update's fragments, in their order."""
         rows = self._rows(tensors)
         for stream in self.streams.values():
             if stream.scaling is not None:
-                stream.look(experience, tensors, rows)
+                stream.observe_batch(experience, tensors, rows)
 
     def generators(self, update: int) -> dict[str, torch.Generator]:
-        """Of an update, for `paid`."""
+        """Returns the generators of an update, for `paid`."""
         return {name: torch.Generator().manual_seed(self._seed_of(name, update)) for name in self.streams}
 
     def paid(
         self, rows: Rows, reward: Tensor, known: Tensor, counters: Counters, generators: Mapping[str, torch.Generator]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`[B]`: the strengths' sum of all rewards, where `reward` is the environment's; then the signals learn.
+        """Returns the weighted sum `[B]` of the environment's `reward` and all signals', then trains the signals.
 
-        `known`: of which rows it is known what they led to.
+        `known`: rows with a known next observation.
         """
         total, metrics = self._strength * reward, dict[str, Tensor]()
         for name, stream in self.streams.items():
@@ -274,9 +274,10 @@ class ReplayedSignals(RewardSignals):
 
 
 def _ends(tensors: Mapping[str, Tensor], episodic: bool, among_others: bool) -> dict[str, Tensor]:
-    """`[T, S]`: where returns end. Those that are not episodic go on into the slot's next episode, unless nothing is
-    acted in the next row (after an end in a native environment, for an agent that is absent from then on, or where an
-    opponent has its seat in a league).
+    """Returns the ends of returns, `[T, S]`.
+
+    Returns that are not episodic continue in the slot's next episode, unless the next row has no action: after an end
+    in a native environment, for an absent agent, or on an opponent's seat in a league.
     """
     ended = torch.ones_like(tensors["mask"])
     if not episodic:

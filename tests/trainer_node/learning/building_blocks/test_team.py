@@ -137,7 +137,7 @@ def test_several_fragments_are_learned_together(name: str) -> None:
     whole = of_a_team(name)
     tensors = whole._tensors(received(first, second))
     with torch.no_grad():
-        whole.signals.look(received(first, second), tensors)
+        whole.signals.observe_batch(received(first, second), tensors)
         together = whole.batch(tensors).observations["team_obs"]
     assert torch.equal(torch.sort(torch.cat(rows).flatten())[0], torch.sort(together.flatten())[0])
 

@@ -71,7 +71,7 @@ def test_the_scale_is_that_of_the_fragments_in_their_order() -> None:
     stream, raw = algorithm.signals.streams["rnd"], []
     for item in fragments[:2]:
         tensors = {name: torch.from_numpy(array) for name, array in item.columns.items()}
-        algorithm.signals.look([item], tensors)
+        algorithm.signals.observe_batch([item], tensors)
         rows = algorithm.signals._rows(tensors)
         known = torch.from_numpy(~item.columns["terminated"]).flatten()
         with torch.no_grad():

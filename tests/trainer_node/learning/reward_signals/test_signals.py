@@ -125,7 +125,9 @@ def test_the_deviation_is_that_of_all_returns_so_far_whichever_fragment_they_are
     stream = algorithm.signals.streams["rnd"]
     raw = []
     for columns in (first, second):
-        algorithm.signals.look(received(columns), {name: torch.from_numpy(array) for name, array in columns.items()})
+        algorithm.signals.observe_batch(
+            received(columns), {name: torch.from_numpy(array) for name, array in columns.items()}
+        )
         assert stream.scaling is not None
         count, _, squares = stream.scaling.state()["moments"]
         raw.append(stream.reward.numpy() * np.sqrt(squares / count + 1e-8))
