@@ -227,7 +227,7 @@ class OffPolicy(PolicyLearner):
     def descend(
         self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Performs one gradient step of all ranks on the mean loss of this rank's rows, plus the cloning loss if `clones`.
+        """Performs one gradient step of all ranks on the mean loss of this rank's rows, with cloning if `clones`.
 
         Returns the gradients' norm and the cloning terms.
         """
