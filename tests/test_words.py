@@ -27,7 +27,7 @@ BOUNDS = {
     "rollout_worker": (49, 60, 3, 0, 0),
     "shared": (177, 124, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (146, 135, 7, 0, 0),
+    "trainer_node": (52, 79, 2, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),
