@@ -213,7 +213,7 @@ class Evaluator:
             stored = {key.partition("/")[0]: data for key, data in found.objects.items() if key.endswith(_POLICY)}
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
-            ratings = found.manifest.provenance["fold_metrics"]
+            ratings = found.manifest.provenance.get("fold_metrics", {})
             against = self._against_fixed(name, stored, policies, SCORING)
             scores |= against | self._ranked(ratings, against)
             if self._may_be_best(events.ranking(scores)):

@@ -21,7 +21,7 @@ from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.shared.storage.players import LEAGUE

@@ -24,7 +24,7 @@ from benchmarks.suite.lone_run import LoneRun, act, consume
 from benchmarks.suite.pinning import RAY_NICENESS, Cores, go_on, on_cores, pin, stand_still, two_cores
 from benchmarks.suite.real_runs import one_ray, real_run, speed, wait_for_first_versions
 from benchmarks.usage import processor_seconds
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.protocol.flow_control import Flow, FlowState
 from stagecoach.shared.protocol.heartbeat import Beat, Wait, poll, read_heartbeats
 from stagecoach.shared.runtime.run_context import RunContext

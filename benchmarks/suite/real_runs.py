@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.provenance import ROOT
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.flow_control import Flow, FlowState
 from stagecoach.shared.protocol.heartbeat import Wait, poll

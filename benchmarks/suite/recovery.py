@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.loading import parse_config
 
 _POLL_SECONDS = 0.05

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.kit.options import Options
 from benchmarks.provenance import ROOT
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError
 
 RUNS = {"PPO": "cartpole.yaml", "DQN": "cartpole_dqn.yaml"}

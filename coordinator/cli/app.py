@@ -41,7 +41,7 @@ from stagecoach.shared.base.process import interruptible
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
 # `--version` and `runs` need none of them.
@@ -178,7 +178,7 @@ def train(
         from stagecoach.coordinator.cli import foreground
         from stagecoach.coordinator.lifecycle.preparation import Continuation
         from stagecoach.coordinator.lifecycle.ray_job import reachable, submission
-        from stagecoach.coordinator.runs.run import Run
+        from stagecoach.coordinator.run_access.run import Run
         from stagecoach.shared.config.loading import load_config
 
     _check_together(force=force, or_resume=or_resume, detach=detach, page=page, page_told=page_port or page_token_file)
@@ -241,7 +241,7 @@ def prepare(
 ) -> None:
     """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
     with interruptible():
-        from stagecoach.coordinator.runs.run import Run
+        from stagecoach.coordinator.run_access.run import Run
         from stagecoach.shared.config.loading import load_config
 
     Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
@@ -263,7 +263,7 @@ def resume(
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
     with interruptible():
         from stagecoach.coordinator.cli import foreground
-        from stagecoach.coordinator.runs.run import Run
+        from stagecoach.coordinator.run_access.run import Run
 
     folder = attached(run, runs_dir).folder
     if detach and folder.remote is None:

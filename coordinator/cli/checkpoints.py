@@ -14,7 +14,7 @@ from stagecoach.coordinator.catalog.checkpoint_operations import State
 from stagecoach.coordinator.cli.terminal.console import NARROW, console
 from stagecoach.coordinator.cli.terminal.live_view import dropped_in_words, ledger_line
 from stagecoach.coordinator.cli.terminal.options import Exit, Json, TrustConfig, example, on_run
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted, figure, score_in_words
 from stagecoach.shared.config.run_config import Config

@@ -22,7 +22,7 @@ from stagecoach.coordinator.cli.terminal.console import PrintableConsole, consol
 from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status, print_summary
 from stagecoach.coordinator.cli.terminal.options import Exit
 from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thread
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.printable import complain, printable
 from stagecoach.shared.base.process import handle, tell_of_exits

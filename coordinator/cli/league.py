@@ -12,7 +12,7 @@ from stagecoach.coordinator.cli.terminal.options import RUNS, EndpointUrl, Json,
 from stagecoach.shared.base.printable import counted, figure
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
 app = typer.Typer()
 _PLAYER = (

@@ -15,7 +15,7 @@ from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import UserError
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 
 app = typer.Typer()

@@ -12,13 +12,13 @@ import typer
 from stagecoach.coordinator.catalog.run_files import is_all_here
 from stagecoach.coordinator.cli.terminal.console import console
 from stagecoach.coordinator.cli.terminal.options import RUNS, Exit, Json, RunsDir, example, on_run, run_ids
-from stagecoach.coordinator.runs.run_list import list_runs
+from stagecoach.coordinator.run_access.run_list import list_runs
 from stagecoach.shared.base.errors import DeletionRefused, RunNotFound, UserError
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import counted, figure
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.config.run_config import Config
 
 app = typer.Typer()
@@ -90,7 +90,7 @@ def _check_not_needed(run_id: str, folder: Path, config: "Config") -> None:
 def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     """Deletes one object, then Redis, the store, and the folder last, so that a retry can complete it."""
     from stagecoach.coordinator.catalog.run_folder import RunFolder
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
     folder = RunFolder.find(run_id, runs_dir)
     try:

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from stagecoach.coordinator.cli.terminal.console import console
 from stagecoach.coordinator.cli.terminal.options import Exit
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_comparison import RunResult, interval, result_of
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import RunResult, interval, result_of
 from stagecoach.shared.base.errors import RunExists, StagecoachError, UserError
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import complain, figure

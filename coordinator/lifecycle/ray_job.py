@@ -39,7 +39,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 
 OR_RESUME = "--or-resume"
-_EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
+EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
 """Files that stay here: hidden ones (keys, tokens, .git, .venv; Ray takes `.*` for everything), secrets, caches."""
 _MOST_BYTES = 90 << 20
 """Below the 100 MiB, compressed, that Ray's job server accepts."""
@@ -91,7 +91,7 @@ def submission(
         raise UserError(f"{config} is not in --working-dir {folder}, so it would not be sent with the run") from None
     size = 0
     for path, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _EXCLUDES]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in EXCLUDES]
         names = [Path(path, name) for name in files if not name.startswith(".")]
         size += sum(name.stat().st_size for name in names if name.is_file())
         if size > _MOST_BYTES:  # such as a home folder
@@ -136,7 +136,7 @@ class JobServer:
                 entrypoint=shlex.join(["python", "-P", "-m", "stagecoach", *sent.command]),
                 submission_id=f"{name}-{os.urandom(2).hex()}", metadata={"stagecoach_run": name},
                 runtime_env={
-                    "working_dir": sent.working_dir, "py_modules": [str(PACKAGE)], "excludes": _EXCLUDES,
+                    "working_dir": sent.working_dir, "py_modules": [str(PACKAGE)], "excludes": EXCLUDES,
                     "env_vars": environment,
                 },
             )  # fmt: skip

@@ -31,8 +31,8 @@ from stagecoach.coordinator.page.connections import serving
 from stagecoach.coordinator.page.panels import PANELS
 from stagecoach.coordinator.page.prometheus import exposition
 from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, matching
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_comparison import config_fields, differences
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import config_fields, differences
 from stagecoach.shared.base.errors import (
     CheckpointNotFound,
     ObjectMissing,

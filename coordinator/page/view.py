@@ -17,8 +17,8 @@ from pydantic_core import to_jsonable_python
 from stagecoach.coordinator.catalog.run_files import REMOTE, is_locked, run_paths
 from stagecoach.coordinator.catalog.run_metrics import Curves, Recorded
 from stagecoach.coordinator.page.totals import Totals
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_list import RunRow, list_runs
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_list import RunRow, list_runs
 from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.protocol.events import read_evaluations

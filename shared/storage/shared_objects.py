@@ -4,10 +4,15 @@ They never change, so writing one again is harmless, and a reader may keep what 
 lists all of them that it needs (`shared_objects`); what no checkpoint lists is deleted.
 """
 
+from __future__ import annotations
+
 import hashlib
+from typing import TYPE_CHECKING
 
 from stagecoach.shared.base.errors import ObjectMissing, SharedObjectUnusable
-from stagecoach.shared.storage.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from stagecoach.shared.storage.object_store import ObjectStore  # its S3 client is not needed to act with a policy
 
 SHARED_OBJECTS = "shared_objects/"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.rollout_worker.environments.factory import make_environment
     from stagecoach.rollout_worker.exploration.base import Exploration
     from stagecoach.shared.base.errors import StagecoachError

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.cli.app import main
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import CONFIG, Ended, Stagecoach

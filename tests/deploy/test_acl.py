@@ -20,7 +20,7 @@ from redis.retry import Retry
 from stagecoach.coordinator.catalog.status import live_status
 from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_new, prepare_resume, record_failure
 from stagecoach.coordinator.lifecycle.validation import check, check_services
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.rollout_worker.evaluator import Evaluator

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stagecoach.coordinator.lifecycle.ray_job import EXCLUDES
 from tests.support.groups import some_quick
 from tests.support.installation import BUILD, LINKED, ROOT, TRAVELING, Machine, copy
 
@@ -138,6 +139,13 @@ def test_traveling_files_are_those_of_a_source_distribution() -> None:
         secrets = {"~/stagecoach.env": "~/stagecoach.env", "~/.ray/auth_token": "~/.ray/auth_token"}
         assert mounts == secrets | {f"~/stagecoach/{name}": name for name in TRAVELING}, file
     assert BUILD["wheel"]["packages"] == ["src/stagecoach"], "a Ray job takes it along"
+
+
+def test_ray_job_leaves_no_module_behind() -> None:
+    """What a job excludes from the user's folder, it excludes from ours as well."""
+    names = {name for folder in LINKED for path in (ROOT / folder).rglob("*.py") for name in path.parts}
+    assert {"coordinator", "run_access"} <= names
+    assert [name for name in names for pattern in EXCLUDES if fnmatch.fnmatch(name, pattern)] == []
 
 
 def test_files_that_deployments_name_travel() -> None:

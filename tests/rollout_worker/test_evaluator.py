@@ -301,7 +301,7 @@ def store_due(role: RunContext, version: int, ratings: Mapping[str, Any] = Mappi
     policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
     name = checkpoint_name(version, 64 * version)
     objects = {f"{id_}/policy.safetensors": encode_policy(policy, version) for id_, policy in policies.items()}
-    manifest = manifest_of(version, objects, run_id=role.run_id, provenance={"ratings": dict(ratings)})
+    manifest = manifest_of(version, objects, run_id=role.run_id, provenance={"fold_metrics": dict(ratings)})
     write_due_evaluation(role.checkpoints.store, Checkpoint(manifest, objects))
     return name
 
@@ -329,7 +329,7 @@ def test_evaluator_plays_due_in_order_then_newest(make_role: MakeRole, new_evalu
 def test_league_evaluation_is_ranked_by_rating(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
     config = minimal_config(environment=NIM, evaluation=EVERY, league={"fixed": {"dice": "random"}})
     role, evaluator = make_role(config), new_evaluator(config)
-    name = store_due(role, 3, {"default": {"rating": 7.25}})
+    name = store_due(role, 3, {"league/rating/default": 7.25})
     assert evaluator.step(0) == "evaluated"
     assert read_evaluations(role.redis, role.run_id)[name]["ranking"] == 7.25
 

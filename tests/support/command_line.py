@@ -31,7 +31,7 @@ from stagecoach.shared.protocol.redis_client import connect_redis
 from tests.support.speed import stretched
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
 SOURCE = Path(__file__).parent.parent.parent
 DEADLINE_SECONDS = stretched(150.0)
@@ -119,7 +119,7 @@ class CommandLine:
         return path
 
     def handle(self, run_id: str) -> Run:
-        from stagecoach.coordinator.runs.run import Run  # which imports torch
+        from stagecoach.coordinator.run_access.run import Run  # which imports torch
 
         return Run.attach(run_id, self.folder / "runs")
 

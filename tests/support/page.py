@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.speed import stretched

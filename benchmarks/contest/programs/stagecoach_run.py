@@ -16,7 +16,7 @@ _END_SECONDS = 30.0
 
 def train(settings: dict[str, Any], tell: Teller) -> None:
     """Until it is ended from outside, or the run has ended."""
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.config.loading import parse_config
 
     config = parse_config({**settings["config"], "seed": settings["seed"], "runs_dir": settings["folder"]})

@@ -12,7 +12,7 @@ from stagecoach.shared.base.printable import figure
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stagecoach.coordinator.runs.run_comparison import RunResult
+    from stagecoach.coordinator.run_access.run_comparison import RunResult
 
 app = typer.Typer()
 
@@ -24,7 +24,7 @@ def compare(
     """Compare two runs: the fields of their configs that differ, scores, steps, time and throughput."""
     from rich.table import Table
 
-    from stagecoach.coordinator.runs.run_comparison import config_fields, differences, result_of
+    from stagecoach.coordinator.run_access.run_comparison import config_fields, differences, result_of
 
     handles = [attached(name, runs_dir, endpoint_url=endpoint_url) for name in (run, other)]
     results = [result_of(handle) for handle in handles]

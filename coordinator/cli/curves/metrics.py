@@ -23,7 +23,7 @@ from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.storage.metric_log import Rows
 
 app = typer.Typer()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from stagecoach.coordinator.catalog.run_metrics import Bins
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.experience.spaces import Array
 
 app = typer.Typer()
@@ -58,7 +58,7 @@ def plot(
     """Draw curves of runs, with evaluations as dots; runs that differ only in the seed become a mean with its 95 %
     interval."""
     make_figure, style = require_matplotlib()
-    from stagecoach.coordinator.runs.run_comparison import groups_by_seed
+    from stagecoach.coordinator.run_access.run_comparison import groups_by_seed
 
     handles = [attached(run, runs_dir, endpoint_url=endpoint_url) for run in dict.fromkeys(runs)]
     path = output or Path(f"{handles[0].run_id}.png")
@@ -149,7 +149,7 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
     """Draws a line for a run, or thin lines for several seeds with mean and interval over their common range."""
     import numpy as np
 
-    from stagecoach.coordinator.runs.run_comparison import interval
+    from stagecoach.coordinator.run_access.run_comparison import interval
 
     color, style = f"C{number % 10}", ("-", "--", ":")[number // 10 % 3]
     for curve in curves:

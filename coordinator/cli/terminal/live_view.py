@@ -20,7 +20,7 @@ from stagecoach.coordinator.catalog.run_metrics import ratings_in
 from stagecoach.coordinator.catalog.status import Status, acting_speed
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError, headline
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
 RUNS = Path("runs")
 
@@ -54,7 +54,7 @@ TrustConfig = Annotated[bool, typer.Option("--trust-config", help="Run code that
 
 def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
     """Attaches to a run; imports `Run`, with PyTorch and Ray, no earlier."""
-    from stagecoach.coordinator.runs.run import Run
+    from stagecoach.coordinator.run_access.run import Run
 
     return Run.attach(run, runs_dir, **reached)
 

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 import yaml
 
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from tests.conftest import minimal_config
 from tests.support.command_line import CONFIG, Stagecoach, check_refused
 

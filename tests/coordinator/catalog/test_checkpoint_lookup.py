@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, named_code
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
 from tests.support import games

@@ -22,7 +22,7 @@ from stagecoach.coordinator.catalog.checkpoint_operations import (
     withdraw,
 )
 from stagecoach.coordinator.lifecycle.launcher import first_policies
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
 from stagecoach.shared.config.sections import CheckpointConfig

@@ -23,7 +23,7 @@ from stagecoach.coordinator.lifecycle import launcher, preparation
 from stagecoach.coordinator.lifecycle.doctor import examine
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.page.server import serve
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from stagecoach.shared.base.printable import figure

@@ -22,7 +22,7 @@ from stagecoach.coordinator.catalog.run_folder import RemoteLink, Submission, re
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.ray_job import JobServer
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.storage.checkpoint_store import MARKS
 from tests.support.checkpoints import upload_in
@@ -152,7 +152,7 @@ def test_resume_reports_other_versions_and_strict_refuses(stagecoach: Stagecoach
     before = contents(run)
     for updates, name, sets in cases:
         done = stagecoach("resume", "a", "--inline", "--strict", f"--set=stop_at.updates={updates}", *sets)
-        check_refused(done, f"resume --strict: {name} {words}", "nothing was changed, install those versions")
+        check_refused(done, f"resume --strict: {name} {words}", "nothing was changed; install those versions")
     assert contents(run) == before
     for updates, name, sets in cases:
         told = stagecoach("resume", "a", "--inline", f"--set=stop_at.updates={updates}", *sets).ok()

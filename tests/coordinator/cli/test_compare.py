@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_comparison import differences, groups_by_seed, interval, result_of
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import differences, groups_by_seed, interval, result_of
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.ended_runs import copies
 

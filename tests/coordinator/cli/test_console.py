@@ -17,7 +17,7 @@ from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import ledger_line, print_status, print_summary, scores_of_note
 from stagecoach.coordinator.fleet.managed_actor import cause
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
 from stagecoach.shared.base.printable import figure

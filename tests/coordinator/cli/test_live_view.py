@@ -11,7 +11,7 @@ import pytest
 from stagecoach.coordinator.cli.terminal import live_view
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import LiveView
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 
 
 def view_of(error: BaseException, screen: io.StringIO, supervises: bool = True, terminal: bool = False) -> LiveView:

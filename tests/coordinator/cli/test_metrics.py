@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
 from stagecoach.coordinator.cli.curves.metrics import Stream
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import Address, RoleName

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_comparison import interval
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import interval
 from stagecoach.shared.storage.metric_log import TRAIN, MetricStream
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.ended_runs import copies

@@ -10,7 +10,7 @@ import pytest
 
 from stagecoach.coordinator.cli.profile_and_bench import read_profile
 from stagecoach.coordinator.cli.terminal.live_view import in_one_line
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore

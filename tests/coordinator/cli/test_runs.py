@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.cli import foreground
 from stagecoach.coordinator.cli.app import app
-from stagecoach.coordinator.runs.run import Run
-from stagecoach.coordinator.runs.run_list import list_runs, row_from_servers
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_list import list_runs, row_from_servers
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import RunLive

@@ -12,7 +12,7 @@ import pytest
 
 from stagecoach.coordinator.cli import seeds as module
 from stagecoach.coordinator.cli.seeds import parse_seeds
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from tests.support.command_line import CommandLine, Stagecoach, check_refused
 from tests.support.ended_runs import copies

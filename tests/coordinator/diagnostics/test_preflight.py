@@ -92,7 +92,7 @@ def test_check_refuses_values_too_large_for_redis(monkeypatch: pytest.MonkeyPatc
 def test_check_refuses_network_too_large_without_building_it(transport: str) -> None:
     policies = {"default": {"hidden_sizes": [65536] * 100}}
     with pytest.raises(
-        ConfigError, match=r"the policies take [\d,.]+ GB, to train .* a process on this machine has .*hidden_sizes"
+        ConfigError, match=r"the policies take [\d,.]+ GB, and training .* a process on this machine has .*hidden_sizes"
     ):
         check(minimal_config(policies=policies, policy_versions={"transport": transport}))
 

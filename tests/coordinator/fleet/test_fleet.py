@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from stagecoach.coordinator.catalog.status import Status
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.ray_head import RayHead
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.config.run_config import Config

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from stagecoach.coordinator.fleet.capacity import Additions, Machines, additions, worker_capacity
 from stagecoach.coordinator.fleet.worker_pool import Places
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import new_secret
 from stagecoach.coordinator.services.ray_internals import reread_settings
 from stagecoach.shared.base.errors import UserError

@@ -21,7 +21,7 @@ from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status, print_summary
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol.heartbeat import Wait, poll

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DatasetError, UserError
 from stagecoach.shared.config.run_config import Config
 from tests.support.cartpole_data import played, write_played

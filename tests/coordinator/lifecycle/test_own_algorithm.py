@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import UserError

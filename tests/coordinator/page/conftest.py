@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 
 
 @pytest.fixture

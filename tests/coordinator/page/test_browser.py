@@ -14,7 +14,7 @@ import pytest
 
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.view import RunView
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
 from tests.conftest import minimal_config

@@ -96,7 +96,7 @@ def test_failed_page_server_is_started_again(
     monkeypatch.setattr(uvicorn.Server, "startup", failing)
     with serve(runs_dir, TOKEN) as url:
         assert Visitor(url).ask("/api/page").status == 200
-    assert sum("the page's server has failed" in text for text in caplog.messages) == 1
+    assert sum("the page's server failed" in text for text in caplog.messages) == 1
     assert not any(thread.name == "page" for thread in threading.enumerate())
 
 

@@ -26,7 +26,7 @@ from stagecoach.coordinator.page.prometheus import METRICS, exposition
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.totals import MOST_NAMES, Spent, Totals
 from stagecoach.coordinator.page.view import RunView
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config

@@ -19,7 +19,7 @@ from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.page import access, server, view
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.view import RunView
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
 from tests.support.command_line import CommandLine, Stagecoach, check_refused, until

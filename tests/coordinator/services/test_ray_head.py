@@ -58,7 +58,7 @@ def test_driver_survives_dead_ray_despite_collector(tmp_path: Path, how: str, fa
 
 TWO_RUNS = """
 import os, signal, sys, threading
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services import ray_head
 from tests.conftest import minimal_config
 from tests.support.command_line import until

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagecoach.coordinator.catalog.run_metrics import ratings_in
-from stagecoach.coordinator.runs.run import Run
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.protocol.events import confirmed_return

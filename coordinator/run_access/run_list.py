@@ -57,7 +57,7 @@ def row_from_servers(path: Path) -> RunRow:
     """Reads a row from Redis and the store, like `stagecoach status`."""
     import redis
 
-    from stagecoach.coordinator.runs.run import Run  # imports torch: not before it is needed
+    from stagecoach.coordinator.run_access.run import Run  # imports torch: not before it is needed
     from stagecoach.shared.protocol.events import confirmed_return
 
     try:
