@@ -63,7 +63,7 @@ def versions(here: StoreFaultRun) -> list[int]:
     ids=["no right", "no method", "retention", "broken"],
 )
 def test_run_ends_in_order_when_delete_is_refused(site: MakeSite, fault: faults.Fault, words: str) -> None:
-    here = site(short_run(UPDATES, archive="replay_buffer" if fault is NO_RIGHT else "all"), fault)
+    here = site(short_run(UPDATES, archive="off" if fault is NO_RIGHT else "all"), fault)
     game = here.game()
     game.play_to(6)
     game.durable()

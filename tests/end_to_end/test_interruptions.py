@@ -20,7 +20,7 @@ from tests.support.lockstep_run import final_weights
 
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
-AT_HOME = {"PYTHONPATH": str(SOURCE / "src")}
+AT_HOME = {"PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}"}
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -156,7 +156,7 @@ def test_run_continues_on_another_machine(far: Run, servers: tuple[str, str], tm
     done = start("third")
     assert done.ended
     assert done.wait(10).reason == "exhausted", "it has reached its end: nothing is started"
-    with pytest.raises(UserError, match=r"seed cannot change in a resume, .*start a new run for that"):
+    with pytest.raises(UserError, match=r"seed cannot change in a resume, .*start a new run"):
         start("fourth", seed=7)
     outcome = start("third", stop_at={"updates": 4}).wait(60)
     assert (outcome.reason, outcome.status.updates) == ("exhausted", 4)

@@ -184,7 +184,7 @@ def test_checkpoint_order_and_note_are_recorded(config: MakeConfig) -> None:
 
 
 def test_inline_refuses_several_ranks(config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trainer.ranks=2 needs as many; leave --inline out"):
+    with pytest.raises(UserError, match=r"trainer.ranks=2 needs a process each; leave --inline out"):
         Run.start(config(trainer={"ranks": 2}), "a", inline=True)
     assert not (tmp_path / "runs" / "a").exists()
 
