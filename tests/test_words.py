@@ -24,10 +24,10 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 
 BOUNDS = {
     "coordinator": (0, 29, 0, 0, 0),
-    "rollout_worker": (49, 60, 3, 0, 0),
-    "shared": (177, 124, 5, 0, 0),
+    "rollout_worker": (38, 49, 3, 0, 0),
+    "shared": (177, 125, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (52, 79, 2, 0, 0),
+    "trainer_node": (55, 79, 3, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),
@@ -36,7 +36,7 @@ BOUNDS = {
     "tests/deploy": (0, 0, 0, 0, 0),
     "tests/end_to_end": (0, 0, 0, 0, 0),
     "tests/learning": (0, 0, 0, 0, 0),
-    "tests/rollout_worker": (0, 0, 0, 20, 15),
+    "tests/rollout_worker": (0, 0, 0, 19, 15),
     "tests/shared": (0, 0, 0, 157, 105),
     "tests/trainer_node": (0, 0, 0, 212, 70),
 }

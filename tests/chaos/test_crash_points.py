@@ -187,12 +187,16 @@ def test_trainer_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
     config = crashing()
     expected, whole = undisturbed(new_run, config)
     points = range(whole.behind_at["start"], whole.behind_at["end"])
+    tried = 0
     for held in thinned(points):
         run = new_run(config)
-        assert not run.train(Life(hold=held, glance=run.glance), updates_while_held=3)
+        if run.train(Life(hold=held, glance=run.glance), updates_while_held=3):
+            continue  # how often its status is written depends on the clock: this time it made no write of that number
+        tried += 1
         act_alone(run)
         assert run.train(Life(glance=run.glance))
         assert run.outcome() == expected, f"after a crash with the publisher at its write {held}"
+    assert tried
 
 
 def test_trainer_returns_after_its_successor_ended_the_run(new_run: NewRun) -> None:

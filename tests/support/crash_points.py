@@ -210,6 +210,8 @@ class Run:
             life.behind_at["end"] = life.behind
             if life.left_behind:
                 return False
+            if life.hold is not None:  # it has made fewer writes than the run before, and makes its last ones freely
+                life.go_on.set()
             reason = self.role.flow.read().reason or "exhausted"
             if self.config.evaluation.every is not None:
                 trainer.save_last(reason)
