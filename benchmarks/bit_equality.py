@@ -130,7 +130,8 @@ def _train(
     command = f"import sys; from {module} import {function}; sys.argv[0] = 'stagecoach'; sys.exit({function}())"
     done = subprocess.run(
         [sys.executable, "-c", command, "train", "run.yaml", "--inline"],
-        cwd=here, env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree}"}, capture_output=True, text=True,
+        cwd=here, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": f"{tree / 'src'}:{tree}", "STAGECOACH_CODE_VERSION": tree.name},
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{family} at {tree.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
