@@ -82,6 +82,14 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
         raise error(f"{field}={path} cannot be imported: {said}; {expected}") from None
 
 
+def import_class(path: str, field: str, base: type[Made]) -> type[Made]:
+    """Returns the subclass of `base` that `module:Class` names; raises `ConfigError`."""
+    found = import_object(path, field, kind="Class")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{field}={path}: expected a subclass of stagecoach.{base.__name__}, found {found!r}")
+    return found
+
+
 def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
     """An object of a user's class that derives from `base`; raises `ConfigError` where that cannot be."""
     found = import_object(path, field, kind="Class")

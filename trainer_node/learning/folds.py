@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.base.user_code import import_object, misfit
+from stagecoach.shared.base.user_code import import_class, misfit
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import FoldConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
@@ -26,11 +26,9 @@ def make_folds(config: Config, description: EnvironmentDescription, policies: Ma
 
 
 def _own(name: str, config: FoldConfig) -> Fold:
-    made = import_object(config.path, f"folds.{name}.path", kind="Class")
-    if not (isinstance(made, type) and issubclass(made, Fold)):
-        raise ConfigError(f"folds.{name}.path={config.path}: expected a subclass of stagecoach.Fold, found {made!r}")
+    made = import_class(config.path, f"folds.{name}.path", Fold)
     if why := misfit(made, **config.kwargs):
         raise ConfigError(f"folds.{name}.path={config.path} does not take {config.kwargs}: {why}")
-    fold: Fold = made(**config.kwargs)
+    fold = made(**config.kwargs)
     fold.name = name
     return fold

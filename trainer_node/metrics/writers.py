@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.base.user_code import import_object, misfit, with_extra
+from stagecoach.shared.base.user_code import import_class, misfit, with_extra
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TRAIN
 
@@ -103,10 +103,7 @@ def writer_class(path: str) -> type[MetricWriter]:
     """Returns the class of a built-in writer or of `module:Class`; raises `ConfigError`."""
     if ":" not in path and path not in WRITERS:
         raise ConfigError(f"metrics.writers={path}: expected {', '.join(WRITERS)}, or package.module:Class")
-    found = import_object(WRITERS.get(path, path), "metrics.writers", kind="Class")
-    if not (isinstance(found, type) and issubclass(found, MetricWriter)):
-        raise ConfigError(f"metrics.writers={path}: expected a subclass of stagecoach.MetricWriter, found {found!r}")
-    return found
+    return import_class(WRITERS.get(path, path), "metrics.writers", MetricWriter)
 
 
 def open_writer(path: str, kwargs: Mapping[str, Any], run: WrittenRun) -> MetricWriter:
