@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
@@ -22,27 +19,8 @@ from stagecoach.rollout_worker.environments.factory import (
     make_native,
     make_vector,
 )
-from stagecoach.rollout_worker.environments.vector_env import Step, VectorEnvironment
 from stagecoach.shared.base.errors import EnvironmentUnusable
-from stagecoach.shared.config.run_config import Config
-from tests.conftest import minimal_config
-
-
-def config_of(environment: dict[str, Any], **sections: Any) -> Config:
-    return minimal_config(environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 1}, **sections)
-
-
-@contextmanager
-def started(environment: dict[str, Any], **sections: Any) -> Iterator[VectorEnvironment]:
-    config = config_of(environment, **sections)
-    with contextlib.closing(make_vector(config.environment, describe_environment(config))) as vector:
-        yield vector
-
-
-def act(vector: VectorEnvironment, *choices: int) -> Step:
-    actions = np.array(choices if len(choices) > 1 else choices * vector.num_envs)
-    return vector.step({"default": {"action": actions}})
-
+from tests.support.vector_environments import act, config_of, started
 
 LENGTH = 3
 

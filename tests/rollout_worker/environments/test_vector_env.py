@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,35 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.factory import (
-    make_vector,
-)
 from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
 from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable
-from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
-from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
+from tests.support.vector_environments import act, started
 
 _PR_GET_PDEATHSIG = 2
-
-
-def config_of(environment: dict[str, Any], **sections: Any) -> Config:
-    return minimal_config(environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 1}, **sections)
-
-
-@contextmanager
-def started(environment: dict[str, Any], **sections: Any) -> Iterator[VectorEnvironment]:
-    config = config_of(environment, **sections)
-    with contextlib.closing(make_vector(config.environment, describe_environment(config))) as vector:
-        yield vector
-
-
-def act(vector: VectorEnvironment, *choices: int) -> Step:
-    actions = np.array(choices if len(choices) > 1 else choices * vector.num_envs)
-    return vector.step({"default": {"action": actions}})
 
 
 def counting(**kwargs: Any) -> dict[str, Any]:
