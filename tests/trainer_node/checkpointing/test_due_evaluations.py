@@ -17,7 +17,14 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import Heartbeat
-from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, STATUS, Checkpoint
+from stagecoach.shared.storage.checkpoint_store import (
+    CHECKPOINTS,
+    MANIFEST,
+    POINTER,
+    STATUS,
+    Checkpoint,
+    CheckpointStore,
+)
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from stagecoach.shared.storage.object_store import FileStore
@@ -279,6 +286,23 @@ def score(game: Game, best: int) -> None:
         record_evaluation(game.role.redis, game.role.run_id, name, scores | {"confirmation": scores})
 
 
+def play_to_five(new_game: NewGame) -> Game:
+    """A run that evaluates each version and checkpoints none, when five policies are due."""
+    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
+    game.play_to(5)
+    eventually(lambda: versions(due_evaluations(game.role.checkpoints.store)) == [1, 2, 3, 4, 5])
+    return game
+
+
+def finish_scored(game: Game) -> CheckpointStore:
+    """Plays to the end with the third policy as the best; returns the run's checkpoints."""
+    game.play()
+    game.trainer.save_last("exhausted")
+    score(game, best=3)
+    game.trainer.finish("exhausted")
+    return game.role.checkpoints
+
+
 def without_position(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its objects, without the log position, which is a time, and the histories, which follow from positions."""
     (state,) = [key for key in checkpoint.objects if key.endswith("state.json")]
@@ -294,20 +318,14 @@ def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGam
         each.play_to(version)
         each.durable()  # a snapshot that still waits for the store is replaced by the next one
     each.finish()
-    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
-    game.play_to(5)
+    game = play_to_five(new_game)
     store = game.role.checkpoints.store
-    eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3, 4, 5])
     if dies:
         game.crash()
     score(game, best=3)
     if dies:
         game.restart()
-    game.play()
-    game.trainer.save_last("exhausted")
-    score(game, best=3)
-    game.trainer.finish("exhausted")
-    checkpoints = game.role.checkpoints
+    checkpoints = finish_scored(game)
     assert versions(checkpoints.names()) == [3, 6], "the best and the last"
     assert checkpoint_version(checkpoints.resolve("best")) == 3
     best = checkpoints.load("3_Step-192.ckpt")
@@ -323,10 +341,8 @@ def test_best_evaluated_policy_survives_a_cut_off_upload(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Before an object of its checkpoint, its manifest, and what names it."""
-    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
-    game.play_to(5)
+    game = play_to_five(new_game)
     store, writer = game.role.checkpoints.store, game.trainer.state.writer
-    eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3, 4, 5])
     put = FileStore.put
 
     def dying(store: FileStore, key: str, data: bytes) -> None:
@@ -341,11 +357,7 @@ def test_best_evaluated_policy_survives_a_cut_off_upload(
         eventually(lambda: isinstance(writer.failure, Death))
         game.crash()
     game.restart()
-    game.play()
-    game.trainer.save_last("exhausted")
-    score(game, best=3)
-    game.trainer.finish("exhausted")
-    checkpoints = game.role.checkpoints
+    checkpoints = finish_scored(game)
     assert versions(checkpoints.names()) == [3, 6]
     assert checkpoint_version(checkpoints.resolve("best")) == 3
     checkpoints.load("3_Step-192.ckpt")
