@@ -25,9 +25,9 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 BOUNDS = {
     "coordinator": (0, 29, 0, 0, 0),
     "rollout_worker": (38, 49, 3, 0, 0),
-    "shared": (177, 125, 5, 0, 0),
+    "shared": (174, 124, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (55, 79, 3, 0, 0),
+    "trainer_node": (43, 75, 2, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),

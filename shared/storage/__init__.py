@@ -1,1 +1,1 @@
-"""What the store holds: objects, checkpoints, the archived log, exports."""
+"""Contents of the store: objects, checkpoints, the archived log, exports."""

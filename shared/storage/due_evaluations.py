@@ -21,7 +21,7 @@ def _key(name: str) -> str:
 
 
 def due_evaluations(store: ObjectStore) -> list[str]:
-    """Their names, oldest version first."""
+    """Names of due evaluations, oldest version first."""
     found = [name for name in store.folders(_FOLDER) if checkpoint_version(name) is not None]
     return sorted(found, key=lambda name: checkpoint_version(name) or 0)
 

@@ -1,1 +1,1 @@
-"""What config sections are made of: their base class, schedules, and messages for values that do not fit."""
+"""Parts of config sections: their base class, schedules, and messages for values that do not fit."""

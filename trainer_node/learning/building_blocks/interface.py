@@ -1,4 +1,4 @@
-"""What every learning algorithm is, and what it is given: tensors, arrays and config only."""
+"""Interface of all learning algorithms, and their inputs: tensors, arrays and config only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -21,13 +21,13 @@ class Experience:
     """One fragment's part for one policy."""
 
     source: str
-    """Worker and seed lineage: what comes from the same source goes on where its last fragment ended."""
+    """Worker and seed lineage: experience of one source continues where its last fragment ended."""
     columns: Columns
-    """As in shared/experience/fragment.py: `[T, S, …]`."""
+    """Columns `[T, S, …]` as in shared/experience/fragment.py."""
 
 
 def side_by_side(experience: Sequence[Experience]) -> Columns:
-    """K fragments of equal T as one: slots beside each other, `final_index` moved along."""
+    """Joins K fragments of equal T into one: slots next to each other, `final_index` shifted."""
     fragments = [item.columns for item in experience]
     if len(fragments) == 1:
         return fragments[0]
@@ -43,35 +43,35 @@ def side_by_side(experience: Sequence[Experience]) -> Columns:
 
 
 def update_seed(seed: int, update: int) -> int:
-    """From the run's seed and the update's number (63 bits), so that no random state has to be carried."""
+    """Derives 63 bits from the run's seed and the update's number, so that no random state has to be carried."""
     return int(np.random.SeedSequence([seed, update]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an algorithm is told beside its policy and its section."""
+    """Arguments of an algorithm besides its policy and its section."""
 
     device: torch.device
     seed: int
     """All its randomness follows from this and the number of the update."""
     fragment_steps: int
     slots: int
-    """Of each fragment: T and S."""
+    """T and S of each fragment."""
     _: KW_ONLY
     rewards: RewardFilter | None = None
-    """Where rewards are normalized: an algorithm with a replay buffer does so as it draws, others get them so."""
+    """Normalizes rewards, if configured: with a replay buffer as they are drawn, otherwise before the update."""
     demonstrations: Demonstrations | None = None
-    """What is to be imitated, where the run has any."""
+    """Demonstrations to imitate, if the run has any."""
     precision: str = "float32"
-    """Of the networks, as `trainer.precision` has it."""
+    """Precision of the networks (`trainer.precision`)."""
     compile: bool = False
-    """As `trainer.compile` has it."""
+    """True if networks are compiled (`trainer.compile`)."""
     fragments: int = 1
-    """Of each update: K."""
+    """K, the fragments of an update."""
     agents: int = 1
-    """Of the policy, in each environment; slot = agent's number × environments + environment."""
+    """Agents of the policy in each environment; slot = agent's number × environments + environment."""
     among_others: bool = False
-    """Whether the environment has several agents, so that a slot may have steps in which no agent acts."""
+    """True if the environment has several agents, so that a slot may have steps in which no agent acts."""
 
     @property
     def transitions(self) -> int:

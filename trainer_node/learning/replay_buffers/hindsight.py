@@ -184,12 +184,12 @@ class EpisodeSpans:
         ring, last = self._ring, self._last.reshape(-1)
         rows, count = rows.copy(), count.copy()
         while True:
-            room = last[rows] - self._step(rows)
-            beyond = count > room
-            rows += np.minimum(count, room) * ring.slots
+            left = last[rows] - self._step(rows)
+            beyond = count > left
+            rows += np.minimum(count, left) * ring.slots
             if not beyond.any():
                 return rows
-            count = np.where(beyond, count - room - 1, 0)
+            count = np.where(beyond, count - left - 1, 0)
             rows = np.where(beyond, ring.next_rows(rows), rows)
 
     def _step(self, rows: Array) -> Array:
