@@ -281,8 +281,9 @@ def test_command_runs_missing_jobs_and_writes_report(
 def test_interrupt_ends_started_jobs_and_drops_their_data(terminal: CommandLine, tmp_path: Path) -> None:
     runs, data = terminal.temporary / "runs", tmp_path / "data"
     process = terminal.module(
-        "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs
-    )
+        "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs,
+        environ={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
     figures = runs / "cartpole-ppo-inline-1" / "metrics" / "train.csv"
     terminal.wait_until("the first run learns", figures.exists)
     assert len(terminal.left()) > 1

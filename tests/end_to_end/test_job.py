@@ -190,7 +190,7 @@ def test_missing_or_wrong_cluster_is_named(laptop: CommandLine, cluster: Cluster
     (laptop.folder / "empty").mkdir()
     check("would not be sent", cluster.dashboard, "--working-dir", str(laptop.folder / "empty"))
     (laptop.folder / "data.bin").write_bytes(bytes(100 << 20))
-    check("put the config (and the modules it needs) into a folder of its own", cluster.dashboard)
+    check("move the config (and the modules it needs) to a separate folder", cluster.dashboard)
     (laptop.folder / "data.bin").unlink()
     laptop.environ["RAY_AUTH_TOKEN"] = "0" * 64
     check("refuses the token", cluster.dashboard)

@@ -288,8 +288,8 @@ def test_league_is_shown_by_command_status_and_page(
     assert "neither player draws its actions: a game may repeat another one" in sure
     raising = stagecoach("match", f"cats#{snapshot}", "tests.support.games:raises", "--games", "4").ok()
     assert ", 4 forfeits of tests.support.games:raises; win rate 100.0%" in raising
-    check_refused(stagecoach("match", "cats#prey-", "random"), "matches prey-", snapshot)
-    with pytest.raises(CheckpointNotFound, match="'prey-' matches prey-"):
+    check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
+    with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
         load_policy(path, "prey-")
     check_refused(stagecoach("match", "cats#hunter", "dogs"), "no run 'dogs'", "; a scripted player is module:function")
     other = f"hunter-{snapshot.rpartition('-')[2]}"

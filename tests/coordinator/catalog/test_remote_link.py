@@ -288,5 +288,5 @@ def test_unreachable_head_is_reported_with_ssh_reason(tmp_path: Path, monkeypatc
     provider = {"type": "local", "head_ip": head, "worker_ips": []}
     content = {"cluster_name": "gone", "provider": provider, "auth": auth, "min_workers": 0, "max_workers": 0}
     cluster.write_text(yaml.safe_dump(content))
-    with pytest.raises(UserError, match=rf"ssh: connect to host {head} port 22: .*; is the cluster up\? `ray up"):
+    with pytest.raises(UserError, match=rf"ssh: connect to host {head} port 22: .*; is it up\? `ray up"):
         JobServer(str(cluster))
