@@ -284,7 +284,7 @@ def test_describe_refuses_invalid_options(path: str, value: Any, words: str) -> 
         ({"agents": {"option": "default"}}, "the only agents"),
         (
             {"environment": {"parameters": {"length": {"replay": {"of": 4}}}}},
-            r"length\.replay scores levels by the advantages of one agent.* found .* and environment\.hierarchy; use choice",
+            r"length\.replay scores levels by the advantages.* found .* and environment\.hierarchy; use choice",
         ),
         ({"environment": {"hierarchy": {}}}, "found 0 levels and no options"),
         (
