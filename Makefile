@@ -63,10 +63,10 @@ nightly:
 	@$(MAKE) --keep-going test-nightly walks soak
 
 durations: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.support.durations
+	@$(BIN)/python -m tests.support.suite.durations
 
 walks: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.support.random_walks $(WALKS)
+	@$(BIN)/python -m tests.support.protocol.random_walks $(WALKS)
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.chaos.soak $(SOAK)

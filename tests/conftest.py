@@ -22,12 +22,12 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from stagecoach.shared.storage.s3_store import s3_client
-from tests.support import groups, speed
-from tests.support.runs import RedisServer as RedisServer
-from tests.support.runs import folder_address, make_run
+from tests.support.runs.builders import RedisServer as RedisServer
+from tests.support.runs.builders import folder_address, make_run
+from tests.support.suite import groups, speed
 
 if TYPE_CHECKING:
-    from tests.support.command_line import CommandLine
+    from tests.support.processes.command_line import CommandLine
 
 logging.getLogger("stagecoach").propagate = True
 settings.register_profile("stagecoach", deadline=None)  # how fast a machine is makes no test fail
@@ -39,7 +39,7 @@ for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all childre
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Selects the scheduler for `-n`, regardless of `--dist`."""
-    from tests.support.processes import LongestFirst
+    from tests.support.suite.distribution import LongestFirst
 
     config.option.loadscopereorder = False
     return LongestFirst(config, log)
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seconds = float(limit.args[0] if limit else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(speed.stretched(seconds)), append=False)
     if hasattr(config, "workerinput"):
-        from tests.support.processes import longest_first
+        from tests.support.suite.distribution import longest_first
 
         longest_first(items, config.getoption("part"))
 
@@ -201,7 +201,7 @@ def make_role(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[CommandLine]:
     """Stagecoach's command line in a folder of the test's own; whatever a run leaves behind is ended."""
-    from tests.support.command_line import command_line
+    from tests.support.processes.command_line import command_line
 
     with command_line(tmp_path) as terminal:
         yield terminal

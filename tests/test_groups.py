@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import durations, flakes, reports
-from tests.support.groups import GROUPS, PARTS, SLOW
+from tests.support.suite import durations, flakes, reports
+from tests.support.suite.groups import GROUPS, PARTS, SLOW
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
-from tests.support import groups
+from tests.support.suite import groups
 
 pytest_addoption = groups.add_options
 pytest_configure = groups.configure
@@ -25,7 +25,7 @@ pytest_terminal_summary = groups.name_those_without_a_turn
 """
 TESTS = """
 import pytest
-from tests.support.groups import thinned
+from tests.support.suite.groups import thinned
 
 def test_plain(): pass
 

@@ -22,7 +22,7 @@ from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import Mode, Task, load_tasks
 from stagecoach.shared.config.loading import parse_config
-from tests.support.command_line import CommandLine
+from tests.support.processes.command_line import CommandLine
 
 TINY = {
     "environment": {"id": "CartPole-v1", "num_envs": 2},

@@ -17,9 +17,9 @@ from benchmarks.contest.virtual_environments import REQUIREMENTS, NotInstalled, 
 from benchmarks.contest.watching import Program, ProgramFailed, env_steps_per_second, seconds_to
 from benchmarks.kit.options import Options
 from benchmarks.suite.peers import Times, contest
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
-_FAKE = "tests.support.fake_contestant"
+_FAKE = "tests.support.processes.fake_contestant"
 _TIMES = Times(warm=0.2, window=0.3, tried_warm=0.1, tried_window=0.1, at_most=60.0)
 PINNED = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_run import FaultRun
+from tests.support.runs.fault_run import FaultRun
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
-from tests.support.own_redis import OwnRedis
-from tests.support.runs import RedisServer, folder_address, make_run
-from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, small_config
+from tests.support.runs.builders import RedisServer, folder_address, make_run
+from tests.support.runs.small_run import SIZE, SmallTrainer, SmallWorker, small_config
+from tests.support.services.own_redis import OwnRedis
 
 WORKERS, K = 4, 4
 TRIM_EVERY = 10

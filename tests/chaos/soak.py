@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from stagecoach.coordinator.services.embedded import process_stat
-from tests.support.command_line import CommandLine
-from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.support.processes.command_line import CommandLine
+from tests.support.processes.process_faults import AWAY, Fault, Watched, go_on, kill, stop
 
 RUN = "soak"
 KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "raylet", "GCS", "coordinator")

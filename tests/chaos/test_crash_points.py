@@ -18,12 +18,12 @@ from stagecoach.trainer_node.checkpointing import checkpoint_writer
 from stagecoach.trainer_node.metrics import recorder
 from stagecoach.trainer_node.replay import replay
 from tests.conftest import RedisServer
-from tests.support.crash_points import Life, Run
-from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.game import small
-from tests.support.games import MODULE, NIM
-from tests.support.groups import thinned
-from tests.support.runs import shard_fields
+from tests.support.environments.games import MODULE, NIM
+from tests.support.environments.small import CHASE, CHASE_POLICIES
+from tests.support.protocol.crash_points import Life, Run
+from tests.support.runs.builders import shard_fields
+from tests.support.runs.game import small
+from tests.support.suite.groups import thinned
 
 NewRun = Callable[..., Run]
 LEAGUE_OF_NIM: dict[str, Any] = {

@@ -16,12 +16,12 @@ from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.storage.log_archive import Archive
-from tests.support import own_redis
-from tests.support.fault_proxy import FaultProxy
-from tests.support.fault_run import FaultRun
-from tests.support.game import Game, archived, balanced, replayed
-from tests.support.own_redis import OwnRedis
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.runs.fault_run import FaultRun
+from tests.support.runs.game import Game, archived, balanced, replayed
+from tests.support.services import own_redis
+from tests.support.services.fault_proxy import FaultProxy
+from tests.support.services.own_redis import OwnRedis
 
 _K = 3
 

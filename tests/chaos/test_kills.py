@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import lockstep_run
-from tests.support.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
-from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.support.processes.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
+from tests.support.processes.process_faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.support.runs import lockstep_run
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]

@@ -20,9 +20,9 @@ from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from tests.conftest import RedisServer
-from tests.support import store_faults as faults
-from tests.support.game import Game, balanced
-from tests.support.store_fault_run import StoreFaultRun, short_run
+from tests.support.runs.game import Game, balanced
+from tests.support.runs.store_fault_run import StoreFaultRun, short_run
+from tests.support.services import store_faults as faults
 
 UPDATES = 12
 NO_RIGHT = faults.refusal(403, "AccessDenied", "User: run is not authorized to perform: s3:DeleteObject")

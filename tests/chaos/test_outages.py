@@ -15,13 +15,13 @@ from stagecoach.coordinator.catalog.status import live_status
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import outage
-from tests.support import store_faults as faults
-from tests.support.command_line import check_ledger
-from tests.support.game import small
-from tests.support.own_redis import OwnRedis
-from tests.support.role_processes import ended, start_process
-from tests.support.store_fault_run import StoreFaultRun
-from tests.support.waiting import eventually
+from tests.support.processes.command_line import check_ledger
+from tests.support.processes.role_processes import ended, start_process
+from tests.support.processes.waiting import eventually
+from tests.support.runs.game import small
+from tests.support.runs.store_fault_run import StoreFaultRun
+from tests.support.services import store_faults as faults
+from tests.support.services.own_redis import OwnRedis
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_SECONDS = 8

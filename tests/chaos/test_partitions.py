@@ -22,9 +22,9 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
-from tests.support import lockstep_run
-from tests.support.command_line import CommandLine, OwnServers, check_ledger, command_line, own_servers
-from tests.support.fault_proxy import FaultProxy
+from tests.support.processes.command_line import CommandLine, OwnServers, check_ledger, command_line, own_servers
+from tests.support.runs import lockstep_run
+from tests.support.services.fault_proxy import FaultProxy
 
 RUN, UNDISTURBED = "partitioned", "undisturbed"
 FAULTS: dict[str, Callable[[FaultProxy], None]] = {

@@ -25,13 +25,13 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, source
 from stagecoach.trainer_node.state.log_consumer import RedisAccounting
-from tests.support.fault_proxy import FaultProxy
-from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
-from tests.support.game import Game, asks, balanced, push_garbage, small
-from tests.support.groups import some_quick
-from tests.support.own_redis import OwnRedis
-from tests.support.speed import stretched
-from tests.support.waiting import eventually, meanwhile
+from tests.support.processes.waiting import eventually, meanwhile
+from tests.support.runs.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
+from tests.support.runs.game import Game, asks, balanced, push_garbage, small
+from tests.support.services.fault_proxy import FaultProxy
+from tests.support.services.own_redis import OwnRedis
+from tests.support.suite.groups import some_quick
+from tests.support.suite.speed import stretched
 
 # The server goes away and comes back with all it had
 

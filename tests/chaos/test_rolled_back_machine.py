@@ -29,8 +29,8 @@ from stagecoach.shared.base.errors import WorkerSuperseded
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Ledger, read_accounting
-from tests.support.game import Game, make_game, small
-from tests.support.own_redis import OwnRedis
+from tests.support.runs.game import Game, make_game, small
+from tests.support.services.own_redis import OwnRedis
 
 Learned = tuple[str, int, int, str]
 """Worker, incarnation, sequence number, and a digest of what it saw: two fragments may have had the same number."""

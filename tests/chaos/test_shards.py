@@ -26,10 +26,10 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
-from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, run_beside
-from tests.support.game import Game, balanced, push_garbage, replayed
-from tests.support.own_redis import OwnRedis
-from tests.support.waiting import eventually, meanwhile
+from tests.support.processes.waiting import eventually, meanwhile
+from tests.support.runs.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, run_beside
+from tests.support.runs.game import Game, balanced, push_garbage, replayed
+from tests.support.services.own_redis import OwnRedis
 
 
 @pytest.fixture

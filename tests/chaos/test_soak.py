@@ -16,9 +16,9 @@ from stagecoach.shared.protocol.keys import RunKeys
 from tests.chaos import soak
 from tests.chaos.soak import NotThrough, Soak, verdict
 from tests.conftest import MakeRole
-from tests.support.command_line import CommandLine
-from tests.support.process_faults import Fault, Watched
-from tests.support.small_run import SmallWorker, begin, small_config
+from tests.support.processes.command_line import CommandLine
+from tests.support.processes.process_faults import Fault, Watched
+from tests.support.runs.small_run import SmallWorker, begin, small_config
 
 EQUAL = {"equal": True}
 

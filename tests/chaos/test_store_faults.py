@@ -20,12 +20,12 @@ from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT,
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
-from tests.support import store_faults as faults
-from tests.support.command_line import check_ledger
-from tests.support.game import Game, asks, balanced, make_game
-from tests.support.store_fault_run import PATIENCE_SECONDS, VERSIONS, StoreFaultRun, short_run
-from tests.support.store_faults import Fault
-from tests.support.waiting import Background, eventually
+from tests.support.processes.command_line import check_ledger
+from tests.support.processes.waiting import Background, eventually
+from tests.support.runs.game import Game, asks, balanced, make_game
+from tests.support.runs.store_fault_run import PATIENCE_SECONDS, VERSIONS, StoreFaultRun, short_run
+from tests.support.services import store_faults as faults
+from tests.support.services.store_faults import Fault
 
 OBJECT, READ_BACK = ("PUT", "policy.safetensors"), ("GET", "policy.safetensors")
 NEW_MANIFEST, MANIFEST_READ, LISTING = ("PUT", MANIFEST), ("GET", MANIFEST), ("GET", "list-type")

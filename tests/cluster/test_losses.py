@@ -14,7 +14,7 @@ from tests.support.cluster.hosts import Host, Network
 from tests.support.cluster.observed_run import ObservedRun, write_config
 from tests.support.cluster.ray_cluster import RayCluster
 from tests.support.cluster.services import Services
-from tests.support.command_line import check_ledger
+from tests.support.processes.command_line import check_ledger
 
 RUN = "losses"
 _CUT_SECONDS = 20.0

@@ -18,7 +18,7 @@ from tests.support.cluster.hosts import HOME, SOURCE, Network
 from tests.support.cluster.observed_run import ObservedRun, write_config
 from tests.support.cluster.ray_cluster import CLUSTER_FILE, RayCluster, until
 from tests.support.cluster.services import BUCKET, PREFIX, Services
-from tests.support.command_line import check_ledger
+from tests.support.processes.command_line import check_ledger
 
 RUN = "cartpole"
 pytestmark = pytest.mark.timeout(300)

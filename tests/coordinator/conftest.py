@@ -15,7 +15,7 @@ from stagecoach.coordinator.cli.app import main
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
-from tests.support.command_line import CONFIG, Ended, Stagecoach
+from tests.support.processes.command_line import CONFIG, Ended, Stagecoach
 
 
 @pytest.fixture

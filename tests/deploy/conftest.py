@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.installation import download_build_system
+from tests.support.processes.installation import download_build_system
 
 
 @pytest.fixture(scope="session")

@@ -49,10 +49,10 @@ from stagecoach.trainer_node.distributed.process_group import Invitation
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
-from tests.support.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
-from tests.support.certificate_authority import Authority
-from tests.support.command_line import check_ledger
-from tests.support.waiting import eventually
+from tests.support.processes.command_line import check_ledger
+from tests.support.processes.waiting import eventually
+from tests.support.services.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
+from tests.support.services.certificate_authority import Authority
 
 RUN = "run"
 KEYS = RunKeys(RUN)

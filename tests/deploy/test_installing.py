@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.lifecycle.ray_job import EXCLUDES
-from tests.support.groups import some_quick
-from tests.support.installation import BUILD, LINKED, ROOT, TRAVELING, Machine, copy
+from tests.support.processes.installation import BUILD, LINKED, ROOT, TRAVELING, Machine, copy
+from tests.support.suite.groups import some_quick
 
 DEPLOY = ROOT / "deploy"
 CLUSTER_FILES = ("local.yaml", "aws.yaml", "gcp.yaml")

@@ -25,8 +25,8 @@ from stagecoach.shared.protocol.flow_control import Flow, RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.checkpoint_store import FINISHED, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store
-from tests.support.command_line import DEADLINE_SECONDS, check_ledger
-from tests.support.waiting import eventually
+from tests.support.processes.command_line import DEADLINE_SECONDS, check_ledger
+from tests.support.processes.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"

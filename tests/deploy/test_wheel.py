@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.groups import some_quick
-from tests.support.installation import TRAVELING, Machine, copy
+from tests.support.processes.installation import TRAVELING, Machine, copy
+from tests.support.suite.groups import some_quick
 
 BOUNDS = (
     "rollout.workers=1", "rollout.fragment_steps=8", "algorithm.minibatch_size=32", "environment.num_envs=4",

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_line import CommandLine, check_refused
-from tests.support.own_redis import OwnRedis
+from tests.support.processes.command_line import CommandLine, check_refused
+from tests.support.services.own_redis import OwnRedis
 
 RUN = "full"
 GRACE_SECONDS = 4

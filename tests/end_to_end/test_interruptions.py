@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from stagecoach.coordinator.catalog.status import Status
-from tests.support.command_line import SOURCE, CommandLine, check_ledger, check_refused
-from tests.support.environments import MODULE, OWL_CHASE
-from tests.support.lockstep_run import final_weights
+from tests.support.environments.small import MODULE, OWL_CHASE
+from tests.support.processes.command_line import SOURCE, CommandLine, check_ledger, check_refused
+from tests.support.runs.lockstep_run import final_weights
 
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
@@ -205,7 +205,7 @@ def test_environment_that_ends_the_only_process_is_named(
     environment = {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 2}}
     config = terminal.write_config(environment=environment, algorithm={"minibatch_size": 8})
     done = terminal.ended(terminal.module("stagecoach", "train", config, "--inline", environ=AT_HOME))
-    assert (done.code, words in done.err, "support/environments.py" in done.err) == (code, True, True), done
+    assert (done.code, words in done.err, "support/environments/small.py" in done.err) == (code, True, True), done
 
 
 def test_second_command_for_one_run_is_refused(terminal: CommandLine) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from stagecoach.coordinator.services.embedded import new_secret
-from tests.support.command_line import CommandLine, OwnServers, check_ledger, check_refused, own_servers
-from tests.support.lockstep_run import ENVIRONMENT
-from tests.support.ray_head import DashboardHead
+from tests.support.processes.command_line import CommandLine, OwnServers, check_ledger, check_refused, own_servers
+from tests.support.runs.lockstep_run import ENVIRONMENT
+from tests.support.services.ray_head import DashboardHead
 
 pytestmark = pytest.mark.timeout(240)
 

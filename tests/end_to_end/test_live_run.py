@@ -20,8 +20,8 @@ import pytest
 import redis
 
 from stagecoach.coordinator.catalog.status import Status
-from tests.support.command_line import SOURCE, CommandLine
-from tests.support.speed import stretched
+from tests.support.processes.command_line import SOURCE, CommandLine
+from tests.support.suite.speed import stretched
 
 RUN = "live"
 pytestmark = pytest.mark.timeout(300)

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from stagecoach.shared.protocol.events import confirmed_return
-from tests.support.checkpoints import upload_in
-from tests.support.command_line import SOURCE, CommandLine, Ended, check_ledger
+from tests.support.processes.command_line import SOURCE, CommandLine, Ended, check_ledger
+from tests.support.runs.checkpoints import upload_in
 
 RUN = "main-job"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.essential]

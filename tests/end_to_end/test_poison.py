@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import SOURCE, CommandLine, check_ledger, check_refused
+from tests.support.processes.command_line import SOURCE, CommandLine, check_ledger, check_refused
 
 RUN = "poisoned"
 CODE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.command_line import CommandLine, check_ledger, check_refused
+from tests.support.processes.command_line import CommandLine, check_ledger, check_refused
 
 RUN = "no-ray"
 pytestmark = pytest.mark.timeout(300)

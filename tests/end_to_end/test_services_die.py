@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import CommandLine
-from tests.support.own_redis import OwnRedis
+from tests.support.processes.command_line import CommandLine
+from tests.support.services.own_redis import OwnRedis
 
 RUN = "services"
 REDIS = r"\S*(redis|valkey)-server"

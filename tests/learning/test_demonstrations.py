@@ -12,7 +12,7 @@ from benchmarks.learning.results import Result
 from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task
 from stagecoach.shared.config.loading import parse_yaml
-from tests.support.cartpole_data import played, write_played
+from tests.support.experience.cartpole_data import played, write_played
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(300)

@@ -44,9 +44,9 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, Pointer, describe_objects
 from stagecoach.shared.storage.due_evaluations import write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
-from tests.support.checkpoints import manifest_of
-from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
-from tests.support.games import NIM, Nim
+from tests.support.environments.games import NIM, Nim
+from tests.support.environments.small import CHASE, CHASE_POLICIES, MODULE
+from tests.support.runs.checkpoints import manifest_of
 
 
 def config_of(environment: dict[str, Any], **evaluation: Any) -> Config:
@@ -361,8 +361,11 @@ def test_match_players_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(Nim, "step", stepped)
-    monkeypatch.setattr("tests.support.games.takes_one", played)
-    one, fits = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), (("default",), ("default",))
+    monkeypatch.setattr("tests.support.environments.games.takes_one", played)
+    one, fits = (
+        PlayerRef("function", "", "tests.support.environments.games:takes_one", ("default",)),
+        (("default",), ("default",)),
+    )
     opponents, policies = Opponents(lambda sha256: b"", {one.source}), policies_of(config)
     acting: dict[str, Any] = {"opponents": opponents, "policies": policies, "games": 2, "seed": 0}
     play_sides(config, description, {"a": one, "b": one}, fits, **acting, watchdog=watchdog)

@@ -33,8 +33,8 @@ from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
 from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
-from tests.support.games import MODULE, NIM
-from tests.support.stage import same
+from tests.support.environments.games import MODULE, NIM
+from tests.support.environments.stage import same
 
 CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 
@@ -246,7 +246,7 @@ def test_what_is_wrong_in_an_opponents_seat_is_the_environments_fault_too(
 
 def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
     """As somebody with a worker's password would have it, by the policy board or by a worker's action trace."""
-    scripted, other = PlayerRef("function", "", "tests.support.games:takes_one", ("default",)), "this:that"
+    scripted, other = PlayerRef("function", "", "tests.support.environments.games:takes_one", ("default",)), "this:that"
     stage = Season(store, {"one": 1.0}, {"one": scripted}, snapshots=0)
     stage.sample()
     trace = action_trace.read(stage.left)
@@ -307,7 +307,7 @@ def test_where_one_has_forfeited_others_play_on_and_are_judged_by_what_they_do(
         calls[other] += 1
         return 2
 
-    monkeypatch.setattr("tests.support.games.takes_one", counting)
+    monkeypatch.setattr("tests.support.environments.games.takes_one", counting)
     three = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
     for other in ("takes_one", "raises"):
         players = fixed(good=f"{MODULE}:takes_one", other=f"{MODULE}:{other}")

@@ -22,10 +22,10 @@ from stagecoach.shared.protocol.heartbeat import Heartbeat, Wait, poll, read_hea
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
-from tests.support.environments import MODULE
-from tests.support.game import published
-from tests.support.groups import some_quick
-from tests.support.role_processes import ended, events, start_process
+from tests.support.environments.small import MODULE
+from tests.support.processes.role_processes import ended, events, start_process
+from tests.support.runs.game import published
+from tests.support.suite.groups import some_quick
 
 RunWorker = Callable[..., tuple[RunContext, subprocess.CompletedProcess[str]]]
 MIB = 1 << 20

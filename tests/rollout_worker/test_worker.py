@@ -26,8 +26,8 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
-from tests.support.environments import MODULE
-from tests.support.game import published
+from tests.support.environments.small import MODULE
+from tests.support.runs.game import published
 
 
 def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:
@@ -160,7 +160,7 @@ def test_worker_raises_after_failures_allowed(make_role: MakeRole, tmp_path: Pat
             Worker(role, 0).run()
         text = str(caught.value)
         assert text.startswith(f"worker-0: environment 0 raised ValueError in {place}: failure number 3")
-        assert "support/environments.py" in text and "failures_allowed is 2" in text
+        assert "support/environments/small.py" in text and "failures_allowed is 2" in text
         beat = beat_of(role, "worker-0")
         assert not beat.alive and beat.ended == "failed", "nobody beats on for a worker that is gone"
         assert role.flow.read().claimed == 0, "its claim is given back"

@@ -19,9 +19,9 @@ from stagecoach.shared.protocol.payload_shards import Bodies, bytes_by_shard
 from stagecoach.shared.protocol.redis_client import shard_clients
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
-from tests.support.own_redis import OwnRedis
-from tests.support.runs import shard_fields
-from tests.support.small_run import SmallTrainer, SmallWorker, begin, small_config
+from tests.support.runs.builders import shard_fields
+from tests.support.runs.small_run import SmallTrainer, SmallWorker, begin, small_config
+from tests.support.services.own_redis import OwnRedis
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1)
 

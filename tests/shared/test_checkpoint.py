@@ -32,9 +32,9 @@ from stagecoach.shared.storage.checkpoint_store import (
 )
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.retention import take_inventory
-from tests.support.checkpoints import manifest_of
-from tests.support.strategies import JSON_VALUES
-from tests.support.waiting import Background
+from tests.support.experience.strategies import JSON_VALUES
+from tests.support.processes.waiting import Background
+from tests.support.runs.checkpoints import manifest_of
 
 RUN = "the-run"
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"

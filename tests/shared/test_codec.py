@@ -27,7 +27,7 @@ from stagecoach.shared.policies.serialization import (
     load_state_arrays,
     state_arrays,
 )
-from tests.support.policies import Q_NETWORKS, SIGHT, built_policy, generator
+from tests.support.experience.policies import Q_NETWORKS, SIGHT, built_policy, generator
 
 CONFIGS = {
     "plain": PolicyConfig(hidden_sizes=(8,)),

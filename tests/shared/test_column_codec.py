@@ -19,7 +19,7 @@ from stagecoach.shared.base.errors import FragmentError
 from stagecoach.shared.experience import column_codec, tensor_blob
 from stagecoach.shared.experience.column_codec import Compression
 from stagecoach.shared.experience.spaces import Array, Columns
-from tests.support.strategies import TEXTS, json_values
+from tests.support.experience.strategies import TEXTS, json_values
 
 COMPRESSIONS = ("none", "lz4", "zstd")
 

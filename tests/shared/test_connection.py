@@ -25,7 +25,7 @@ from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.redis_client import check_redis, connect_redis
 from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import RedisServer, minimal_config
-from tests.support.own_redis import OwnRedis
+from tests.support.services.own_redis import OwnRedis
 
 SECRET = "pass-that-nobody-may-see"
 WITHOUT_RETRIES = minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})

@@ -23,10 +23,10 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.conftest import RedisServer, minimal_config
-from tests.support.environments import MODULE
-from tests.support.role_processes import ended, events, start_process
-from tests.support.runs import make_run
-from tests.support.waiting import eventually
+from tests.support.environments.small import MODULE
+from tests.support.processes.role_processes import ended, events, start_process
+from tests.support.processes.waiting import eventually
+from tests.support.runs.builders import make_run
 
 MakeRole = Callable[..., RunContext]
 Start = Callable[..., subprocess.Popen[str]]

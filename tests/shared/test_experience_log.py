@@ -13,7 +13,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Count, read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
+from tests.support.runs.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
 
 EXPIRED_MS = 1
 

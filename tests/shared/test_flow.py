@@ -17,8 +17,8 @@ from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
 from stagecoach.shared.protocol.scripts import NAMES, Script, source
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
-from tests.support.small_run import SmallTrainer, SmallWorker, begin, in_redis, small_config
-from tests.support.waiting import Background
+from tests.support.processes.waiting import Background
+from tests.support.runs.small_run import SmallTrainer, SmallWorker, begin, in_redis, small_config
 
 LONG_SECONDS = 60.0
 """A wait that only a wake-up ends in time."""

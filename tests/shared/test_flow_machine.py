@@ -42,7 +42,7 @@ from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT, CheckpointSt
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import RedisServer
-from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
+from tests.support.runs.small_run import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
 
 PAST_MS = 1
 

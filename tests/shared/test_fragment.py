@@ -19,7 +19,7 @@ from stagecoach.shared.experience.column_codec import Compression
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from tests.support.fragments import (
+from tests.support.experience.fragments import (
     COLUMNS,
     HEADERS,
     MIXED,
@@ -30,7 +30,7 @@ from tests.support.fragments import (
     random_fragment,
     with_header,
 )
-from tests.support.strategies import JSON_VALUES, TEXTS, gymnasium_spaces
+from tests.support.experience.strategies import JSON_VALUES, TEXTS, gymnasium_spaces
 
 GOLDEN = Path(__file__).parent / "golden" / "fragment-1.bin"
 GOLDEN_INFO = GOLDEN.with_name("fragment-1-info.bin")

@@ -21,8 +21,8 @@ from stagecoach.shared.experience.fragment import EpisodeRecord, MatchRecord
 from stagecoach.shared.league.matchmaking import draw
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef
 from stagecoach.shared.policies.serialization import VersionHeader, decode_board, encode_board
-from tests.support.fragments import SIMPLE, zero_fragment
-from tests.support.league import league_config, league_of
+from tests.support.experience.fragments import SIMPLE, zero_fragment
+from tests.support.experience.league import league_config, league_of
 
 PAIR = ("main", "exploiter")
 RECORD = TypeAdapter(EpisodeRecord)

@@ -15,7 +15,7 @@ from stagecoach.shared.deployment.deployed_policy import DeployedMixture, load_p
 from stagecoach.shared.league.mean import decode_mixture, encode_mixture, is_mixture, mean_of, member
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.serialization import encode_policy
-from tests.support.fragments import describe
+from tests.support.experience.fragments import describe
 
 SPACES = describe({"main": (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(3))}).policies["main"]
 

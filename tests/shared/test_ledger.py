@@ -23,7 +23,7 @@ from stagecoach.shared.protocol.ledger import (
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import MakeRole
-from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
+from tests.support.runs.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
 
 counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
 accounts = st.builds(

@@ -27,7 +27,7 @@ from stagecoach.shared.storage.metric_log import (
     segments,
 )
 from stagecoach.shared.storage.object_store import ObjectStore
-from tests.support.memory_store import MemoryStore
+from tests.support.services.memory_store import MemoryStore
 
 RUN = "run-1"
 Row = dict[str, float]

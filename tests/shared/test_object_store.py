@@ -22,9 +22,9 @@ from stagecoach.shared.base.errors import ObjectMissing, StoreError, StoreUnavai
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from stagecoach.shared.storage.s3_store import S3Store, s3_client
 from tests.conftest import minimal_config
-from tests.support import store_faults as faults
-from tests.support.store_faults import Fault, StoreFaults
-from tests.support.waiting import Background, eventually
+from tests.support.processes.waiting import Background, eventually
+from tests.support.services import store_faults as faults
+from tests.support.services.store_faults import Fault, StoreFaults
 
 Server = tuple[str, str, str]
 Servers = dict[str, Server]

@@ -18,7 +18,7 @@ from stagecoach.shared.protocol.ledger import Ledger, read_ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.support.small_run import SmallWorker, begin, in_redis, small_config
+from tests.support.runs.small_run import SmallWorker, begin, in_redis, small_config
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from stagecoach.shared.base.process import at_rest, handling, last_words
 from stagecoach.shared.runtime.restarts import RestartBound
-from tests.support.environments import StartsAChild
+from tests.support.environments.small import StartsAChild
 
 BEGIN = (
     "import faulthandler, os, sys; from stagecoach.shared.base import process as p; "

@@ -11,9 +11,9 @@ import pytest
 
 from stagecoach.shared.protocol import scripts
 from tests.conftest import MakeRole
-from tests.support.protocol_search import Search, Violation
-from tests.support.random_walks import Server, walk
-from tests.support.small_run import small_config
+from tests.support.protocol.random_walks import Server, walk
+from tests.support.protocol.search import Search, Violation
+from tests.support.runs.small_run import small_config
 
 TOO_LATE = [
     "worker-0 claims",
@@ -82,7 +82,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("first", range(1, 11, 5))
 def test_random_walk_breaks_nothing(server: Server, first: int) -> None:
-    """`make walks` takes more of them: tests/support/random_walks.py."""
+    """`make walks` takes more of them: tests/support/protocol/random_walks.py."""
     for seed in range(first, first + 5):
         walk(seed, server.role)
 

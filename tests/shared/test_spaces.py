@@ -16,7 +16,7 @@ from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.experience.fragment import expected_columns
 from stagecoach.shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from tests.support.strategies import boxes, gymnasium_spaces
+from tests.support.experience.strategies import boxes, gymnasium_spaces
 
 NOTHING_WITHIN = spaces.Dict({"nothing": spaces.Dict({}), "something": spaces.Discrete(2)})
 FUZZ = settings(derandomize=True, max_examples=150)

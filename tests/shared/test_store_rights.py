@@ -32,9 +32,9 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.storage import s3_store
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import minimal_config
-from tests.support import store_faults as faults
-from tests.support.store_faults import Answer, Fault, StoreFaults
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.services import store_faults as faults
+from tests.support.services.store_faults import Answer, Fault, StoreFaults
 
 POLICY = Path(__file__).parents[2] / "deploy" / "store-policy.json"
 Servers = dict[str, tuple[str, str, str]]

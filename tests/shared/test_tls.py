@@ -22,7 +22,7 @@ from stagecoach.shared.protocol.redis_client import connect_redis
 from stagecoach.shared.runtime.launch import launch_from_arguments, role_arguments
 from stagecoach.shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config
-from tests.support.certificate_authority import Authority, tls_before
+from tests.support.services.certificate_authority import Authority, tls_before
 
 Connect = Callable[..., None]
 OpenStore = Callable[..., ObjectStore]

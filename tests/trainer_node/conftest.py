@@ -10,8 +10,8 @@ import torch
 
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer
-from tests.support.cartpole_data import played, write_played
-from tests.support.game import Game, NewGame, make_game
+from tests.support.experience.cartpole_data import played, write_played
+from tests.support.runs.game import Game, NewGame, make_game
 
 
 @pytest.fixture

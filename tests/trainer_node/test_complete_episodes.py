@@ -12,9 +12,9 @@ from stagecoach.rollout_worker.exploration.base import RandomActing
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Phase
 from tests.conftest import minimal_config
-from tests.support.environments import MODULE
-from tests.support.game import NewGame, archived, balanced, die, die_in_a_fragment, replace_worker, replayed
-from tests.support.stage import Stage, same
+from tests.support.environments.small import MODULE
+from tests.support.environments.stage import Stage, same
+from tests.support.runs.game import NewGame, archived, balanced, die, die_in_a_fragment, replace_worker, replayed
 
 WHOLE = {"complete_episodes": True, "fragment_steps": 8, "fragments_per_update": 2}
 CART = {"id": "CartPole-v1", "num_envs": 3, "max_episode_steps": 40}

@@ -23,9 +23,9 @@ from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.metrics.update_metrics import of_policies
 from stagecoach.trainer_node.state.snapshot import read_state
 from tests.conftest import minimal_config
-from tests.support.game import KEEP, NewGame, goes_on_exactly
-from tests.support.lessons import MODULE
-from tests.support.metric_rows import recorded
+from tests.support.environments.lessons import MODULE
+from tests.support.runs.game import KEEP, NewGame, goes_on_exactly
+from tests.support.runs.metric_rows import recorded
 
 NONE = Counters()
 LESSONS: list[dict[str, Any]] = [

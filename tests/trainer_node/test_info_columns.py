@@ -16,8 +16,8 @@ from stagecoach.shared.protocol.metric_tail import newest_row
 from stagecoach.shared.storage.log_archive import read_experience
 from stagecoach.trainer_node.learning.algorithms.ppo import PPO
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience
-from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
-from tests.support.game import NewGame, archived, goes_on_exactly, small
+from tests.support.environments.small import CHASE, CHASE_POLICIES, MODULE
+from tests.support.runs.game import NewGame, archived, goes_on_exactly, small
 
 HERE = "tests.trainer_node.test_info_columns"
 

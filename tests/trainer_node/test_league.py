@@ -19,7 +19,7 @@ from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.policies.serialization import decode_policy, finite_weights
 from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.learning.league import League, Rating, standings, wilson
-from tests.support.league import EXPLOITED, acted, change, league_config, league_of, record, season
+from tests.support.experience.league import EXPLOITED, acted, change, league_config, league_of, record, season
 
 RESULTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=40)
 OFTEN: dict[str, Any] = {

@@ -27,8 +27,8 @@ from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.learning.league import League
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from stagecoach.trainer_node.state.snapshot import POLICY
-from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
+from tests.support.environments.small import CHASE, CHASE_POLICIES
+from tests.support.runs.game import Game, NewGame, archived, die_in_a_fragment, replayed
 
 LEAGUE_OF_TWO: dict[str, Any] = {
     "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},
@@ -255,7 +255,7 @@ def test_league_can_rank_checkpoints_by_mean_return(new_game: NewGame) -> None:
 
 def test_evaluator_continues_without_missing_fixed_player(new_game: NewGame) -> None:
     gone = {"source": "elsewhere", "kind": "policy", "sha256": "0" * 64, "seats": ["prey"]}
-    script = {"source": "tests.support.games:raises", "kind": "function", "seats": ["hunter"]}
+    script = {"source": "tests.support.environments.games:raises", "kind": "function", "seats": ["hunter"]}
     dice = {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}
     fixed = {"gone": gone, "dice": dice, "script": script}
     game = new_game(chase(league=LEAGUE_OF_TWO | {"fixed": fixed}, evaluation={"episodes": 2, "deadline_seconds": 60}))

@@ -14,10 +14,10 @@ from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.replay_buffers.hindsight import BELOW, DESIRED
 from tests.conftest import minimal_config
-from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
+from tests.support.environments.levels import CORRIDOR, THREE, corridor, off_policy, with_options
+from tests.support.environments.stage import Stage
 from tests.support.learning.streams import GOALS
-from tests.support.levels import CORRIDOR, THREE, corridor, off_policy, with_options
-from tests.support.stage import Stage
+from tests.support.runs.game import KEEP, NewGame, balanced, goes_on_exactly
 
 
 def transitions(columns: Columns) -> dict[bytes, dict[str, Any]]:

@@ -17,7 +17,7 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.log_entry import START
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import TRAIN, read
-from tests.support.game import NewGame, balanced, small
+from tests.support.runs.game import NewGame, balanced, small
 
 
 def offline(path: Path, **sections: Any) -> Config:

@@ -11,8 +11,8 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.trainer_node.learning.learner import make_learner
 from tests.conftest import minimal_config
-from tests.support.game import KEEP, NewGame, goes_on_exactly
-from tests.support.lessons import MODULE
+from tests.support.environments.lessons import MODULE
+from tests.support.runs.game import KEEP, NewGame, goes_on_exactly
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ADAPTIVE: dict[str, Any] = {"parameter": "length", "low": 1, "high": 3, "aim": 0.3, "window": 4}

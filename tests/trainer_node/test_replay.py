@@ -12,7 +12,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
 from stagecoach.trainer_node.replay import replay
 from stagecoach.trainer_node.state import snapshot
-from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
+from tests.support.runs.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
 
 
 def play_durably(game: Game) -> None:

@@ -21,11 +21,11 @@ from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
 from stagecoach.trainer_node.state.fork import Source, forked
 from tests.conftest import minimal_config
-from tests.support.environments import OWL_CHASE
-from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
-from tests.support.games import MODULE
+from tests.support.environments.games import MODULE
+from tests.support.environments.small import OWL_CHASE
 from tests.support.learning.cases import DRAWING, changing
-from tests.support.metric_rows import recorded
+from tests.support.runs.game import KEEP, NewGame, balanced, goes_on_exactly
+from tests.support.runs.metric_rows import recorded
 
 PPO = {"name": "ppo", "minibatch_size": 20, "epochs": 2, "learning_rate": changing(3e-3, 1e-4)}
 SMALL = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}

@@ -20,8 +20,8 @@ from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import minimal_config
-from tests.support.environments import MODULE
-from tests.support.game import (
+from tests.support.environments.small import MODULE
+from tests.support.runs.game import (
     POLICY,
     STEPS_PER_UPDATE,
     NewGame,
@@ -169,7 +169,7 @@ def test_infinite_weights_fail_run_and_are_never_stored(
 
 
 def test_reward_beyond_bound_drops_fragment_and_run_continues(new_game: NewGame) -> None:
-    environment = {"id": "tests.support.environments:Hostile", "num_envs": 4}
+    environment = {"id": "tests.support.environments.small:Hostile", "num_envs": 4}
     game = new_game(small(environment=environment, policies={"default": {"hidden_sizes": [8]}}))
     game.finish()
     assert game.finished()["reason"] == "exhausted"

@@ -16,7 +16,7 @@ import yaml
 
 from stagecoach.coordinator.run_access.run import Run
 from tests.conftest import minimal_config
-from tests.support.command_line import CONFIG, Stagecoach, check_refused
+from tests.support.processes.command_line import CONFIG, Stagecoach, check_refused
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 ROOT = Path(__file__).parents[3]

@@ -19,9 +19,9 @@ from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, named_cod
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
-from tests.support import games
-from tests.support.command_line import Stagecoach, check_refused, contents
-from tests.support.environments import MODULE
+from tests.support.environments import games
+from tests.support.environments.small import MODULE
+from tests.support.processes.command_line import Stagecoach, check_refused, contents
 
 LAST = "4_Step-256.ckpt"
 

@@ -40,8 +40,8 @@ from stagecoach.shared.storage.checkpoint_store import (
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune
 from tests.conftest import minimal_config
-from tests.support.checkpoints import key_of
-from tests.support.command_line import contents, until
+from tests.support.processes.command_line import contents, until
+from tests.support.runs.checkpoints import key_of
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]

@@ -34,9 +34,9 @@ from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
 from stagecoach.shared.storage.players import LEAGUE, snapshots_in
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
-from tests.support.command_line import Stagecoach, check_refused
-from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.groups import some_quick
+from tests.support.environments.small import CHASE, CHASE_POLICIES
+from tests.support.processes.command_line import Stagecoach, check_refused
+from tests.support.suite.groups import some_quick
 
 NO_FUNCTION = 3
 
@@ -78,7 +78,7 @@ def table_of(run: Run) -> MatchTable:
 def test_player_of_another_run_is_copied_and_stays_fixed(chase: MakeConfig, stagecoach: Stagecoach) -> None:
     """Also once the other run is gone; it is drawn where its spaces fit alone."""
     first = played(chase({}), "first")
-    fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "tests.support.games:takes_one"}
+    fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "tests.support.environments.games:takes_one"}
     shares = {"latest": 0.5, "past": 0, "fixed": 0.5}
     config = chase({"fixed": fixed, "opponents": shares})
     second = played(config, "second")
@@ -284,10 +284,12 @@ def test_league_is_shown_by_command_status_and_page(
         load_policy(path, snapshot)
     mine.write_bytes(kept)
     assert "may_repeat" in games[0] and "a game may repeat" not in stagecoach("match", "cats#hunter", "random").out
-    sure = stagecoach("match", "cats#hunter", "tests.support.games:takes_one", "--games", "2", "--greedy").ok()
+    sure = stagecoach(
+        "match", "cats#hunter", "tests.support.environments.games:takes_one", "--games", "2", "--greedy"
+    ).ok()
     assert "neither player draws its actions: a game may repeat another one" in sure
-    raising = stagecoach("match", f"cats#{snapshot}", "tests.support.games:raises", "--games", "4").ok()
-    assert ", 4 forfeits of tests.support.games:raises; win rate 100.0%" in raising
+    raising = stagecoach("match", f"cats#{snapshot}", "tests.support.environments.games:raises", "--games", "4").ok()
+    assert ", 4 forfeits of tests.support.environments.games:raises; win rate 100.0%" in raising
     check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
     with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
         load_policy(path, "prey-")

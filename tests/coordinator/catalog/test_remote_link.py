@@ -31,9 +31,9 @@ from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.run_context import open_run_context
 from tests.conftest import RedisServer, minimal_config
-from tests.support.command_line import Stagecoach, check_refused
-from tests.support.groups import some_quick
-from tests.support.speed import stretched
+from tests.support.processes.command_line import Stagecoach, check_refused
+from tests.support.suite.groups import some_quick
+from tests.support.suite.speed import stretched
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import RunExists, RunNotFound, UserError
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import minimal_config
-from tests.support.command_line import contents
+from tests.support.processes.command_line import contents
 
 ADDRESS = Address("a", "redis://127.0.0.1:7/0", "s3://bucket", "http://127.0.0.1:8", "/where/credentials.json")
 

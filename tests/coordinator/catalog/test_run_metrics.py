@@ -14,7 +14,7 @@ from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.metric_tail import append_row
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION, MetricStream, Rows
 from tests.conftest import MakeRole
-from tests.support.memory_store import MemoryStore
+from tests.support.services.memory_store import MemoryStore
 
 Row = dict[str, float]
 

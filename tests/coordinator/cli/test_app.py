@@ -17,9 +17,9 @@ import yaml
 from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.cli.checkpoints import app as checkpoints
 from stagecoach.coordinator.services.embedded import BUCKET
-from tests.support.command_line import Stagecoach, check_refused, contents
+from tests.support.processes.command_line import Stagecoach, check_refused, contents
 
-ENVIRONMENTS = "tests.support.environments"
+ENVIRONMENTS = "tests.support.environments.small"
 
 # one of each way to be refused; tests/shared/config/test_loading.py has the configs, test_environment_trial.py the rest
 REFUSED: dict[str, tuple[list[str], list[str]]] = {

@@ -12,8 +12,8 @@ import torch
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.storage.checkpoint_store import MARKS
-from tests.support.checkpoints import upload_in
-from tests.support.command_line import Stagecoach, check_refused, contents
+from tests.support.processes.command_line import Stagecoach, check_refused, contents
+from tests.support.runs.checkpoints import upload_in
 
 NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]
 LAST = NAMES[-1]

@@ -11,8 +11,8 @@ import pytest
 
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import differences, groups_by_seed, interval, result_of
-from tests.support.command_line import Stagecoach, check_refused
-from tests.support.ended_runs import copies
+from tests.support.processes.command_line import Stagecoach, check_refused
+from tests.support.runs.ended_runs import copies
 
 
 def test_result_matches_checkpoints_and_rows(ended_run: Run) -> None:

@@ -27,7 +27,7 @@ from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult, Trainer
 from tests.conftest import minimal_config
-from tests.support.command_line import Stagecoach, check_refused, until
+from tests.support.processes.command_line import Stagecoach, check_refused, until
 
 
 @pytest.fixture

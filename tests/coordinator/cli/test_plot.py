@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import interval
 from stagecoach.shared.storage.metric_log import TRAIN, MetricStream
-from tests.support.command_line import Stagecoach, check_refused
-from tests.support.ended_runs import copies
+from tests.support.processes.command_line import Stagecoach, check_refused
+from tests.support.runs.ended_runs import copies
 
 
 @pytest.fixture

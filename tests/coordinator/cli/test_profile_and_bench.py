@@ -14,7 +14,7 @@ from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore
-from tests.support.command_line import Stagecoach
+from tests.support.processes.command_line import Stagecoach
 
 ROLES = {"trainer / training", "trainer / publishing", "worker-0 / acting", "evaluator / evaluating"}
 

@@ -13,7 +13,7 @@ from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.recorded import DemonstrationsConfig
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Episode
-from tests.support.command_line import Stagecoach, check_refused
+from tests.support.processes.command_line import Stagecoach, check_refused
 
 pytest.importorskip("pygame")
 CORRIDOR = '''

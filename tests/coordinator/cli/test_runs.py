@@ -29,8 +29,8 @@ from stagecoach.shared.base.errors import RunLive
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.keys import RunKeys
 from tests.conftest import RedisServer, minimal_config
-from tests.support.command_line import Stagecoach, check_refused, contents
-from tests.support.store_faults import StoreFaults, refusal
+from tests.support.processes.command_line import Stagecoach, check_refused, contents
+from tests.support.services.store_faults import StoreFaults, refusal
 
 HEAVY = {"torch", "ray", "redis", "boto3", "numpy", "gymnasium"}
 

@@ -14,8 +14,8 @@ from stagecoach.coordinator.cli import seeds as module
 from stagecoach.coordinator.cli.seeds import parse_seeds
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
-from tests.support.command_line import CommandLine, Stagecoach, check_refused
-from tests.support.ended_runs import copies
+from tests.support.processes.command_line import CommandLine, Stagecoach, check_refused
+from tests.support.runs.ended_runs import copies
 
 
 def test_seeds_are_a_number_or_a_list() -> None:

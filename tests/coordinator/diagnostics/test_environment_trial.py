@@ -17,10 +17,10 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.shared.base.errors import EnvironmentUnusable
 from tests.conftest import minimal_config
-from tests.support.broken_environments import MODULE
-from tests.support.command_line import CONFIG, Stagecoach, check_refused
-from tests.support.environments import MODULE as WORKING
-from tests.support.games import MODULE as GAMES
+from tests.support.environments.broken import MODULE
+from tests.support.environments.games import MODULE as GAMES
+from tests.support.environments.small import MODULE as WORKING
+from tests.support.processes.command_line import CONFIG, Stagecoach, check_refused
 
 UNEQUAL = "wrong: two episodes with the seed 0 and equal actions are not the same"
 OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"

@@ -15,7 +15,7 @@ from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.runtime.launch import RoleLaunch
 from tests.conftest import minimal_config
-from tests.support.broken_environments import MODULE as BROKEN
+from tests.support.environments.broken import MODULE as BROKEN
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.launch import LOGS
 from tests.conftest import minimal_config
-from tests.support import ray_head
-from tests.support.command_line import redis_of, until
-from tests.support.environments import MODULE
+from tests.support.environments.small import MODULE
+from tests.support.processes.command_line import redis_of, until
+from tests.support.services import ray_head
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MakeConfig = Callable[..., Config]
@@ -116,7 +116,7 @@ def test_environment_that_exits_is_given_up_by_name(config: MakeConfig, running:
     assert len(told) == 3
     for text in (*told, outcome.reason, (run.folder.path / LOGS / "coordinator.log").read_text()):
         assert "was ended by SIGSEGV" in text
-        assert "support/environments.py" in text  # who did it
+        assert "support/environments/small.py" in text  # who did it
     assert told_of(run, "worker-0 is given up: it failed 3 times in a row")
     assert "no rollout worker is left" in outcome.reason
     assert outcome.status.state == "finished"

@@ -19,8 +19,8 @@ from stagecoach.coordinator.services.embedded import new_secret
 from stagecoach.coordinator.services.ray_internals import reread_settings
 from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
-from tests.support import ray_head
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.services import ray_head
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MEMORY = 80_000_000

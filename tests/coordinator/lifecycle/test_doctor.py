@@ -23,11 +23,11 @@ from stagecoach.coordinator.services.redis_servers import missing_fixes
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
-from tests.support.acl_server import ROLES, acl_server
-from tests.support.command_line import CommandLine, Stagecoach
-from tests.support.environments import MODULE
-from tests.support.own_redis import OwnRedis
-from tests.support.ray_head import DashboardHead
+from tests.support.environments.small import MODULE
+from tests.support.processes.command_line import CommandLine, Stagecoach
+from tests.support.services.acl_server import ROLES, acl_server
+from tests.support.services.own_redis import OwnRedis
+from tests.support.services.ray_head import DashboardHead
 
 ACCESS, SECRET = new_secret(), new_secret()
 
@@ -134,7 +134,7 @@ def test_doctor_judges_version_of_a_real_server(kind: str, tmp_path: Path, monke
     binary = shutil.which("redis-server") if kind == "Redis" else str(get_binary_path())
     if binary is None:
         pytest.skip("no redis-server on PATH")
-    monkeypatch.setattr("tests.support.own_redis.redis_binary", lambda: binary)
+    monkeypatch.setattr("tests.support.services.own_redis.redis_binary", lambda: binary)
     server = OwnRedis(tmp_path / "redis")
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", server.password)
     try:

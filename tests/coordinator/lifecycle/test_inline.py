@@ -29,10 +29,10 @@ from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import read_due_evaluation
 from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
 from stagecoach.shared.storage.object_store import ObjectStore
-from tests.support.checkpoints import upload_in
-from tests.support.command_line import Stagecoach, check_ledger, contents, until
-from tests.support.games import MODULE, Nim
-from tests.support.groups import some_quick
+from tests.support.environments.games import MODULE, Nim
+from tests.support.processes.command_line import Stagecoach, check_ledger, contents, until
+from tests.support.runs.checkpoints import upload_in
+from tests.support.suite.groups import some_quick
 
 MakeConfig = Callable[..., Any]
 FOR_EVER = {"updates": 10**6}
@@ -328,7 +328,7 @@ def test_rollback_restores_whole_replay_buffer_or_nothing(config: MakeConfig, ar
 
 def test_environment_that_ends_a_child_process_lets_a_run_end(stagecoach: Stagecoach) -> None:
     """The child would inherit the handlers of the command line, by which it ignores `terminate()`."""
-    environment = "environment={id: 'tests.support.environments:StartsAChild', num_envs: 2}"
+    environment = "environment={id: 'tests.support.environments.small:StartsAChild', num_envs: 2}"
     ended = stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--set", environment)
     assert ended.code == 0 and " scores " in ended.out, ended
 
@@ -336,7 +336,7 @@ def test_environment_that_ends_a_child_process_lets_a_run_end(stagecoach: Stagec
 def test_close_that_hangs_is_reported_and_given_up_inline(config: MakeConfig, tmp_path: Path) -> None:
     """The child ignores `terminate()`, and `close` waits for it."""
     kwargs = {"stubborn": str(tmp_path / "stubborn")}
-    environment = {"id": "tests.support.environments:StartsAChild", "num_envs": 2, "kwargs": kwargs}
+    environment = {"id": "tests.support.environments.small:StartsAChild", "num_envs": 2, "kwargs": kwargs}
     environment |= {"step_deadline_seconds": 1.0}
     begun = (tmp_path / "stubborn").touch
     run = Run.start(config(environment=environment, stop_at={"updates": 2}), "a", inline=True, begun=begun)

@@ -13,8 +13,8 @@ import yaml
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DatasetError, UserError
 from stagecoach.shared.config.run_config import Config
-from tests.support.cartpole_data import played, write_played
-from tests.support.command_line import Stagecoach, check_refused
+from tests.support.experience.cartpole_data import played, write_played
+from tests.support.processes.command_line import Stagecoach, check_refused
 
 pytestmark = pytest.mark.timeout(180)
 MakeConfig = Callable[..., Config]

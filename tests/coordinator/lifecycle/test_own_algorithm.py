@@ -23,9 +23,9 @@ from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
-from tests.support.checkpoints import upload_in
-from tests.support.command_line import CONFIG, Ended, Stagecoach, check_refused
-from tests.support.own_algorithm import TEXT
+from tests.support.learning.own_algorithm import TEXT
+from tests.support.processes.command_line import CONFIG, Ended, Stagecoach, check_refused
+from tests.support.runs.checkpoints import upload_in
 
 pytestmark = pytest.mark.timeout(240)
 MODULE = "my_pkg.my_algo"

@@ -22,8 +22,8 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer
-from tests.support.command_line import CommandLine, check_ledger, check_refused, redis_of
-from tests.support.game import Game, make_game, small
+from tests.support.processes.command_line import CommandLine, check_ledger, check_refused, redis_of
+from tests.support.runs.game import Game, make_game, small
 
 NAMES = sorted(TYPES.keys() - {"bodies", "action_trace", "heartbeats"})
 GARBAGE = b"\xff garbage\x1b"

@@ -18,9 +18,9 @@ from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
 from tests.conftest import minimal_config
-from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.page import TOKEN, live_run, soon
-from tests.support.speed import stretched
+from tests.support.environments.small import CHASE, CHASE_POLICIES
+from tests.support.processes.page import TOKEN, live_run, soon
+from tests.support.suite.speed import stretched
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -16,9 +16,9 @@ import uvicorn
 
 from stagecoach.coordinator.page import connections
 from stagecoach.coordinator.page.server import serve
-from tests.support.command_line import CommandLine
-from tests.support.page import TOKEN, Visitor, soon
-from tests.support.speed import stretched
+from tests.support.processes.command_line import CommandLine
+from tests.support.processes.page import TOKEN, Visitor, soon
+from tests.support.suite.speed import stretched
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -30,9 +30,9 @@ from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
-from tests.support.command_line import until
-from tests.support.environments import CHASE
-from tests.support.speed import stretched
+from tests.support.environments.small import CHASE
+from tests.support.processes.command_line import until
+from tests.support.suite.speed import stretched
 
 MakeConfig = Callable[..., Any]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

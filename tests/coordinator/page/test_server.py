@@ -22,9 +22,9 @@ from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
-from tests.support.command_line import CommandLine, Stagecoach, check_refused, until
-from tests.support.fault_proxy import FaultProxy
-from tests.support.page import TOKEN, Reply, Visitor, live_run, soon
+from tests.support.processes.command_line import CommandLine, Stagecoach, check_refused, until
+from tests.support.processes.page import TOKEN, Reply, Visitor, live_run, soon
+from tests.support.services.fault_proxy import FaultProxy
 
 ORDERS = ("stop", "checkpoint", "scale", "promote", "note")
 pytestmark = pytest.mark.timeout(180)

@@ -23,8 +23,8 @@ from stagecoach.coordinator.services import embedded
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.shared.base.errors import UserError
-from tests.support.command_line import own_servers
-from tests.support.waiting import eventually
+from tests.support.processes.command_line import own_servers
+from tests.support.processes.waiting import eventually
 
 
 def alive(pid: int) -> bool:

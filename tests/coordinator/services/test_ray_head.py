@@ -61,7 +61,7 @@ import os, signal, sys, threading
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services import ray_head
 from tests.conftest import minimal_config
-from tests.support.command_line import until
+from tests.support.processes.command_line import until
 
 def start(name, updates=10**6):
     rollout = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 1}

@@ -23,8 +23,8 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from tests.conftest import minimal_config
-from tests.support.command_line import own_servers
-from tests.support.waiting import eventually
+from tests.support.processes.command_line import own_servers
+from tests.support.processes.waiting import eventually
 
 
 @dataclass

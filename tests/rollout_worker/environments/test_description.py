@@ -16,8 +16,8 @@ from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.trainer_node.learning.league import League
 from tests.conftest import minimal_config
-from tests.support.environments import CHASE, CHASE_POLICIES, Chase
-from tests.support.games import MODULE
+from tests.support.environments.games import MODULE
+from tests.support.environments.small import CHASE, CHASE_POLICIES, Chase
 
 
 @pytest.mark.parametrize(

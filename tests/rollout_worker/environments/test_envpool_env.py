@@ -20,7 +20,7 @@ from stagecoach.rollout_worker.environments.factory import (
     make_vector,
 )
 from stagecoach.shared.base.errors import EnvironmentUnusable
-from tests.support.vector_environments import act, config_of, started
+from tests.support.environments.vector import act, config_of, started
 
 LENGTH = 3
 

@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.environments.factory import (
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UserError
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from tests.conftest import minimal_config
-from tests.support.environments import MODULE, AddOne, Counting
+from tests.support.environments.small import MODULE, AddOne, Counting
 
 
 def environment(**fields: Any) -> EnvironmentConfig:

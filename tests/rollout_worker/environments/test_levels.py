@@ -24,8 +24,17 @@ from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
 from tests.conftest import minimal_config
-from tests.support.levels import CORRIDOR, THREE, PlainLevels, corridor, listed, off_policy, recorded, with_options
-from tests.support.stage import Stage, same
+from tests.support.environments.levels import (
+    CORRIDOR,
+    THREE,
+    PlainLevels,
+    corridor,
+    listed,
+    off_policy,
+    recorded,
+    with_options,
+)
+from tests.support.environments.stage import Stage, same
 
 
 def chosen(seen: dict[str, Any]) -> Any:

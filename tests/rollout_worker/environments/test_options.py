@@ -21,8 +21,8 @@ from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.policy import Policy
 from tests.conftest import minimal_config
-from tests.support.levels import CORRIDOR, PlainOptions, listed, recorded, with_options
-from tests.support.stage import Stage, same
+from tests.support.environments.levels import CORRIDOR, PlainOptions, listed, recorded, with_options
+from tests.support.environments.stage import Stage, same
 
 OPTIONS = 4
 

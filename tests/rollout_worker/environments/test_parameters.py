@@ -21,9 +21,9 @@ from stagecoach.shared.config.environments.parameters import table_at
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
-from tests.support.lessons import MODULE, Open
-from tests.support.levels import THREE, corridor
-from tests.support.stage import Stage
+from tests.support.environments.lessons import MODULE, Open
+from tests.support.environments.levels import THREE, corridor
+from tests.support.environments.stage import Stage
 
 CORRIDOR: dict[str, Any] = {"id": f"{MODULE}:Corridor"}
 LENGTH: dict[str, Any] = {"parameters": {"length": {"choice": [1, 2, 3]}, "wind": {"uniform": [0, 9]}}}

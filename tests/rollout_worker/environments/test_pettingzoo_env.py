@@ -29,9 +29,9 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.building_blocks.batch import forward_pass, log_probs
 from stagecoach.trainer_node.learning.learner import make_learner, turns_lost
 from tests.conftest import minimal_config
-from tests.support.datasets import write_archive
-from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
-from tests.support.stage import Stage, same
+from tests.support.environments.games import MODULE, NAMES, AllAtOnce, InTurns
+from tests.support.environments.stage import Stage, same
+from tests.support.experience.datasets import write_archive
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}

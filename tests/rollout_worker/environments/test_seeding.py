@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
-from tests.support.environments import MODULE
-from tests.support.stage import Stage
+from tests.support.environments.small import MODULE
+from tests.support.environments.stage import Stage
 
 
 def test_seeds_differ_by_life_fragment_and_episode() -> None:

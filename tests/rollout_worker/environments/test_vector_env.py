@@ -17,8 +17,8 @@ from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, S
 from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
-from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
-from tests.support.vector_environments import act, started
+from tests.support.environments.small import CHASE, CHASE_POLICIES, MODULE
+from tests.support.environments.vector import act, started
 
 _PR_GET_PDEATHSIG = 2
 
@@ -195,7 +195,7 @@ def test_info_columns_are_per_agent_and_nan_when_absent() -> None:
     [
         *[
             (counting(fails="action", message="arm 3 is 100% stuck") | {"vectorization": kind}, [[0, 1]],
-             r"^environment 1 raised ValueError in step: arm 3 is 100% stuck\nTraceback(.|\n)*support/environments.py")
+             r"^environment 1 raised ValueError in step: arm 3 is 100% stuck\nTraceback(.|\n)*environments/small.py")
             for kind in ("sync", "async")
         ],
         *[

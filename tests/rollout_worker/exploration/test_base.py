@@ -8,14 +8,14 @@ import torch
 from gymnasium import spaces
 
 from stagecoach.rollout_worker.exploration.base import Greedy, RandomActing, Sampling
-from tests.support.environments import ACTIONS
-from tests.support.exploration import (
+from tests.support.environments.small import ACTIONS
+from tests.support.experience.exploration import (
     MANY,
     ROWS,
     observations,
     policy_for,
 )
-from tests.support.policies import generator
+from tests.support.experience.policies import generator
 
 
 @torch.no_grad()

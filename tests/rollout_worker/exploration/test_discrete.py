@@ -14,7 +14,7 @@ from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
 from stagecoach.rollout_worker.exploration.noise import ParameterNoise
 from stagecoach.shared.experience.counters import Counters
-from tests.support.exploration import (
+from tests.support.experience.exploration import (
     MANY,
     alike,
     exploring,
@@ -22,7 +22,7 @@ from tests.support.exploration import (
     policy_for,
     q_network,
 )
-from tests.support.policies import generator
+from tests.support.experience.policies import generator
 
 TWO_PARTS = spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))
 

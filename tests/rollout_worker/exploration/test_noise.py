@@ -15,7 +15,7 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import state_arrays
-from tests.support.exploration import (
+from tests.support.experience.exploration import (
     HIGH,
     LOW,
     NOISES,
@@ -25,7 +25,7 @@ from tests.support.exploration import (
     observations,
     policy_for,
 )
-from tests.support.policies import generator
+from tests.support.experience.policies import generator
 
 
 @torch.no_grad()

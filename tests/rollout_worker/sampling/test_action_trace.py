@@ -10,8 +10,8 @@ import pytest
 
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.sampling import action_trace
-from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
-from tests.support.stage import Stage
+from tests.support.environments.small import CHASE, CHASE_POLICIES, MODULE
+from tests.support.environments.stage import Stage
 
 LIFE = SeedLineage(1, 0, 0, 0)
 

@@ -9,8 +9,8 @@ from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.shared.datasets.recording import Recording, Recordings
-from tests.support.datasets import described, episodes
-from tests.support.stage import same
+from tests.support.environments.stage import same
+from tests.support.experience.datasets import described, episodes
 
 LIFE = SeedLineage(1, 0, 0, 0)
 

@@ -16,9 +16,9 @@ from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.actor_critic import Heads, RecurrentActorCritic
-from tests.support import environments
-from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
-from tests.support.stage import Stage, same
+from tests.support.environments import small as environments
+from tests.support.environments.small import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
+from tests.support.environments.stage import Stage, same
 
 TWO_POLICIES = CHASE_POLICIES | {"policies": {"hunter": {"normalize_observations": True}, "prey": {}}}
 

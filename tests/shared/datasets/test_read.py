@@ -18,7 +18,7 @@ from stagecoach.shared.datasets.recording import Episode, Recording
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.experience.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from tests.support.datasets import (
+from tests.support.experience.datasets import (
     BOX,
     CHOICE,
     NESTED,

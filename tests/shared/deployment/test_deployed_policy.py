@@ -29,9 +29,9 @@ from stagecoach.shared.storage.checkpoint_store import (
     CheckpointStore,
 )
 from stagecoach.shared.storage.object_store import FileStore
-from tests.support.checkpoints import manifest_of
-from tests.support.environments import ACTIONS, OBSERVATIONS
-from tests.support.policies import built_policy
+from tests.support.environments.small import ACTIONS, OBSERVATIONS
+from tests.support.experience.policies import built_policy
+from tests.support.runs.checkpoints import manifest_of
 
 
 def policy_bytes(observation: str = "box", action: str = "discrete", seed: int = 1, version: int = 7) -> bytes:

@@ -23,8 +23,8 @@ from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stateful, with_states
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import state_arrays
-from tests.support.environments import ACTIONS, OBSERVATIONS
-from tests.support.policies import SIGHT, batch_of, built_policy, generator
+from tests.support.environments.small import ACTIONS, OBSERVATIONS
+from tests.support.experience.policies import SIGHT, batch_of, built_policy, generator
 
 
 def policy_for(observation: str, action: str, **config: Any) -> ActorCritic:

@@ -25,7 +25,7 @@ from stagecoach.rollout_worker.environments.description import describe_space
 from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.policies.continuous import BoundedActions, SquashedGaussian
 from stagecoach.shared.policies.distributions import ActionDistribution
-from tests.support.policies import SIGHT, built_policy, generator
+from tests.support.experience.policies import SIGHT, built_policy, generator
 
 ROWS = 7
 

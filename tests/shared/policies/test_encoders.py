@@ -16,8 +16,8 @@ from stagecoach.shared.base.errors import ConfigError, UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
 from tests.conftest import minimal_config
-from tests.support.environments import OBSERVATIONS
-from tests.support.policies import batch_of
+from tests.support.environments.small import OBSERVATIONS
+from tests.support.experience.policies import batch_of
 
 PLAIN = PolicyConfig(hidden_sizes=())
 SMALL = PolicyConfig(cnn="small", hidden_sizes=(16,))

@@ -31,8 +31,8 @@ from stagecoach.shared.policies.masks import ILLEGAL, masked
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
 from tests.conftest import minimal_config
-from tests.support.games import NIM, Nim
-from tests.support.stage import Stage
+from tests.support.environments.games import NIM, Nim
+from tests.support.environments.stage import Stage
 
 TAXI = {"environment": {"id": "Taxi-v4", "action_mask": "info", "num_envs": 4}}
 EXPLORATIONS: list[dict[str, Any]] = [

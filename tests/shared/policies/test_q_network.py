@@ -12,7 +12,7 @@ from gymnasium import spaces
 from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.policies.q_network import NoisyLinear, QNetwork
 from stagecoach.shared.policies.serialization import state_arrays
-from tests.support.policies import Q_NETWORKS, SIGHT, built_policy, generator
+from tests.support.experience.policies import Q_NETWORKS, SIGHT, built_policy, generator
 
 every_kind = pytest.mark.parametrize("fields", Q_NETWORKS, ids=str)
 

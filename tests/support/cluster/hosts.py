@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from stagecoach.shared.base.process import end_with_parent
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 SOURCE = Path(__file__).resolve().parents[3]
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)  # where sshd takes a user to, whatever HOME says here

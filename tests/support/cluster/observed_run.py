@@ -13,9 +13,9 @@ from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Beat
-from tests.support import lockstep_run
 from tests.support.cluster.hosts import HOME, Host
 from tests.support.cluster.ray_cluster import RayCluster, until
+from tests.support.runs import lockstep_run
 
 
 def write_config(cluster: RayCluster, **sections: Any) -> Path:

@@ -16,7 +16,7 @@ import yaml
 from stagecoach.coordinator.services.embedded import new_secret
 from tests.support.cluster.hosts import HOME, SOURCE, Host, Network
 from tests.support.cluster.services import Services
-from tests.support.installation import download_build_system, make_environment, write_pip_config
+from tests.support.processes.installation import download_build_system, make_environment, write_pip_config
 
 DEADLINE_SECONDS = 180.0
 """No promise: only what tells a cluster that hangs from one on a busy machine."""

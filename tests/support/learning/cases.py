@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from stagecoach.shared.config.run_config import Config
-from tests.support.cartpole_data import played, write_played
-from tests.support.datasets import swung, write_recorded
-from tests.support.game import small
+from tests.support.experience.cartpole_data import played, write_played
+from tests.support.experience.datasets import swung, write_recorded
+from tests.support.runs.game import small
 
 ON_POLICY_FIELDS: dict[str, dict[str, Any]] = {
     "ppo": {"minibatch_size": 20, "epochs": 2},
@@ -53,7 +53,7 @@ def averaging() -> dict[str, Any]:
 
 def team(**policy: Any) -> dict[str, Any]:
     """Sections for two agents of one policy, of which one is out before the other."""
-    twins = {"id": "tests.support.environments:Twins", "api": "pettingzoo", "num_envs": 4}
+    twins = {"id": "tests.support.environments.small:Twins", "api": "pettingzoo", "num_envs": 4}
     whole = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}
     return {"environment": twins, "policies": {"default": whole | policy}}
 

@@ -20,7 +20,7 @@ from stagecoach.shared.policies.registry import borrowed_random_state, build_pol
 from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
 from stagecoach.trainer_node.learning.reward_signals.base import Rows
 from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, RND
-from tests.support.datasets import episodes, write_csv
+from tests.support.experience.datasets import episodes, write_csv
 from tests.support.learning.algorithms import CHOICE
 from tests.support.learning.slow_returns import Case
 

@@ -16,7 +16,7 @@ from stagecoach.shared.storage.log_archive import Archive, read_experience
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.checkpointing.archiver import Archiver
 from tests.conftest import MakeRole
-from tests.support.game import NewGame, archived, balanced, replayed, restore_redis
+from tests.support.runs.game import NewGame, archived, balanced, replayed, restore_redis
 
 ALL = ArchiveConfig(keep="all")
 

@@ -34,9 +34,9 @@ from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.state.snapshot import Snapshot
 from tests.conftest import MakeRole, minimal_config
-from tests.support.checkpoints import key_of
-from tests.support.speed import stretched
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.runs.checkpoints import key_of
+from tests.support.suite.speed import stretched
 
 PATIENCE = stretched(60.0)
 NEWEST_ONLY = {"every": "1 updates", "keep_last": 1}

@@ -32,9 +32,9 @@ from stagecoach.trainer_node.metrics.tensorboard_writer import SCORE, TensorBoar
 from stagecoach.trainer_node.metrics.writers import WrittenRun
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
-from tests.support import metric_rows
-from tests.support.game import KEEP, Death, Game, NewGame, small
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.runs import metric_rows
+from tests.support.runs.game import KEEP, Death, Game, NewGame, small
 
 
 def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:

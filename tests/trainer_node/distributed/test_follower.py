@@ -31,10 +31,10 @@ from stagecoach.trainer_node.distributed.leader import Rendezvous
 from stagecoach.trainer_node.distributed.process_group import Invitation
 from stagecoach.trainer_node.replay import replay
 from tests.conftest import RedisServer
-from tests.support.game import POLICY, small
 from tests.support.learning.cases import DRAWING
-from tests.support.runs import folder_address, make_run
-from tests.support.speed import stretched
+from tests.support.runs.builders import folder_address, make_run
+from tests.support.runs.game import POLICY, small
+from tests.support.suite.speed import stretched
 
 pytestmark = pytest.mark.timeout(600)
 _DEADLINE_SECONDS = stretched(150.0)

@@ -27,12 +27,12 @@ from stagecoach.trainer_node.distributed.local_followers import local_ranks
 from stagecoach.trainer_node.distributed.process_group import Group, GroupBroken, RankShard
 from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
 from stagecoach.trainer_node.state import snapshot
-from tests.support.environments import MODULE
-from tests.support.game import small
-from tests.support.groups import some_quick
+from tests.support.environments.small import MODULE
 from tests.support.learning.cases import CASES as ALGORITHMS
 from tests.support.learning.cases import ON_POLICY_FIELDS, config_of
 from tests.support.learning.learners import Side, copies, experience, have_the_same_gradients, learn
+from tests.support.runs.game import small
+from tests.support.suite.groups import some_quick
 
 pytestmark = pytest.mark.timeout(180)
 COMPILING = [

@@ -40,9 +40,9 @@ from stagecoach.trainer_node.learning.off_policy_evaluation import (
     wis,
 )
 from tests.conftest import minimal_config
-from tests.support.cartpole_data import RULE, played, write_played
-from tests.support.datasets import fragment_of, swung, write_archive, write_recorded
-from tests.support.environments import MODULE
+from tests.support.environments.small import MODULE
+from tests.support.experience.cartpole_data import RULE, played, write_played
+from tests.support.experience.datasets import fragment_of, swung, write_archive, write_recorded
 from tests.support.learning.algorithms import make
 
 Estimator = Callable[[Evidence], float]

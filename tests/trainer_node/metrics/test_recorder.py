@@ -36,8 +36,8 @@ from stagecoach.trainer_node.metrics import recorder as module
 from stagecoach.trainer_node.metrics.recorder import Recorder, evaluation_row
 from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
 from tests.conftest import MakeRole, minimal_config
-from tests.support.memory_store import MemoryStore
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.services.memory_store import MemoryStore
 
 SCORES = {
     "version": 2, "env_steps": 128, "episodes": 4, "mean_return": 9.5, "std_return": 1.5, "min_return": 7.0,

@@ -26,10 +26,10 @@ from stagecoach.trainer_node.metrics.update_metrics import (
     spread,
 )
 from tests.conftest import minimal_config
-from tests.support.fragments import RECORD, SIMPLE, random_fragment
-from tests.support.game import STEPS_PER_UPDATE, NewGame
-from tests.support.games import MODULE
-from tests.support.stage import Stage
+from tests.support.environments.games import MODULE
+from tests.support.environments.stage import Stage
+from tests.support.experience.fragments import RECORD, SIMPLE, random_fragment
+from tests.support.runs.game import STEPS_PER_UPDATE, NewGame
 
 
 def acted(

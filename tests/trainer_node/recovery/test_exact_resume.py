@@ -6,8 +6,8 @@ import pytest
 
 from stagecoach.shared.protocol.keys import RunKeys
 from tests.conftest import RedisServer
-from tests.support.environments import MODULE
-from tests.support.game import NewGame, balanced, die, die_in_a_fragment, make_game, replace_worker, small
+from tests.support.environments.small import MODULE
+from tests.support.runs.game import NewGame, balanced, die, die_in_a_fragment, make_game, replace_worker, small
 
 CONFIG = small(stop_at={"updates": 8}, environment={"id": "CartPole-v1", "num_envs": 3})
 

@@ -17,7 +17,7 @@ from stagecoach.shared.protocol.quarantine import DEATHS
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
-from tests.support.game import Death, Game, NewGame, archived, balanced, replayed, small
+from tests.support.runs.game import Death, Game, NewGame, archived, balanced, replayed, small
 
 LAGGING = {"rollout": {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}}
 

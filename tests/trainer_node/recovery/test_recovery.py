@@ -9,7 +9,7 @@ import pytest
 
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.checkpoint_store import MANIFEST, POINTER, READY, STATUS
-from tests.support.game import (
+from tests.support.runs.game import (
     POLICY,
     NewGame,
     balanced,

@@ -19,8 +19,9 @@ from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
 from stagecoach.trainer_node.learning.building_blocks.optimization import part
 from stagecoach.trainer_node.state.fork import Source, forked, rolled_back, take_over
 from tests.conftest import minimal_config
-from tests.support.fragments import SIMPLE
-from tests.support.game import (
+from tests.support.experience.fragments import SIMPLE
+from tests.support.learning.cases import config_of
+from tests.support.runs.game import (
     KEEP,
     POLICY,
     STEPS_PER_UPDATE,
@@ -33,7 +34,6 @@ from tests.support.game import (
     restore_redis,
     small,
 )
-from tests.support.learning.cases import config_of
 
 
 def go_back(game: Game, version: int) -> Checkpoint:

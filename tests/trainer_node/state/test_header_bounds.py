@@ -13,8 +13,8 @@ from stagecoach.shared.experience import fragment, tensor_blob
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.trainer_node.metrics.update_metrics import UpdateMetrics
-from tests.support.fragments import zero_fragment
-from tests.support.game import Game, NewGame, balanced, small
+from tests.support.experience.fragments import zero_fragment
+from tests.support.runs.game import Game, NewGame, balanced, small
 
 HUGE = 10**400
 VALUES: list[Any] = [

@@ -22,7 +22,7 @@ from stagecoach.shared.protocol.ledger import Count, Ledger, LedgerLine, fast_fo
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.state.log_consumer import Committed
 from tests.conftest import MakeRole
-from tests.support.small_run import (
+from tests.support.runs.small_run import (
     BAD,
     ENVS,
     SIZE,

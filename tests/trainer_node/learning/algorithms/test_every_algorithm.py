@@ -32,10 +32,10 @@ from stagecoach.shared.policies.serialization import load_state_arrays, state_ar
 from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
 from stagecoach.trainer_node.learning.learner import make_algorithm
-from tests.support.environments import MODULE
-from tests.support.game import small
+from tests.support.environments.small import MODULE
 from tests.support.learning.algorithms import BOXES, CHOICE, CPU, ON_POLICY, make, move_apart
 from tests.support.learning.experience import advantage_batch, minibatch, random_fragment
+from tests.support.runs.game import small
 
 Checked = list[tuple[Callable[[], Tensor], nn.Module]]
 """Losses, each with the network that it moves."""

@@ -25,10 +25,10 @@ from stagecoach.trainer_node.learning.algorithms.iql import IQL
 from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience
 from tests.conftest import minimal_config
-from tests.support.cartpole_data import played, write_played
-from tests.support.game import NewGame
+from tests.support.experience.cartpole_data import played, write_played
 from tests.support.learning.algorithms import BOXES, SEEN, make, move_apart, on_both_spaces
 from tests.support.learning.experience import minibatch, random_fragment
+from tests.support.runs.game import NewGame
 
 CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
 BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))

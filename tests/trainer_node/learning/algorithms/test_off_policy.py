@@ -23,8 +23,8 @@ from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.trainer_node.checkpointing.archiver import Archiver
 from stagecoach.trainer_node.state.fork import rolled_back
 from tests.conftest import RedisServer
-from tests.support.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small
-from tests.support.waiting import eventually
+from tests.support.processes.waiting import eventually
+from tests.support.runs.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small
 
 FRAGMENT = 32
 """Transitions of one: 8 steps × 4 environments."""

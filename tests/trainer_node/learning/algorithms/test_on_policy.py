@@ -10,10 +10,10 @@ import torch
 
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns
-from tests.support.game import NewGame, balanced, small
 from tests.support.learning.algorithms import ON_POLICY, make, weights
 from tests.support.learning.cases import ON_POLICY_FIELDS
 from tests.support.learning.experience import acted, received
+from tests.support.runs.game import NewGame, balanced, small
 
 every = pytest.mark.parametrize("name", ON_POLICY)
 with_and_without_core = pytest.mark.parametrize("core", ["none", "gru"])

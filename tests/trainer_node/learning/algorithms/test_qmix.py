@@ -15,10 +15,10 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.algorithms.qmix import QMIX
 from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch, TeamReplayBuffer
-from tests.support.game import NewGame, archived, goes_on_exactly
 from tests.support.learning.algorithms import make, make_dqn, move_apart, weights
 from tests.support.learning.experience import acted, random_fragment, received
 from tests.support.learning.streams import PLAIN
+from tests.support.runs.game import NewGame, archived, goes_on_exactly
 
 AGENTS = 3
 both = pytest.mark.parametrize("name", ["vdn", "qmix"])
@@ -186,7 +186,7 @@ def test_the_target_mixer_follows_in_steps() -> None:
 def test_qmix_mixes_by_the_environments_state(new_game: NewGame) -> None:
     """The state travels with the experience; Q-networks do not read it, the hypernetworks read nothing else."""
     config = archived(
-        environment={"api": "pettingzoo", "id": "tests.support.games:Told"}, heatup="64 env_steps",
+        environment={"api": "pettingzoo", "id": "tests.support.environments.games:Told"}, heatup="64 env_steps",
         policies={"default": {"hidden_sizes": [8], "critic_observes": "state", "normalize_observations": True}},
         algorithm={"name": "qmix", "minibatch_size": 8}, stop_at={"updates": 5},
     )  # fmt: skip

@@ -24,10 +24,10 @@ from stagecoach.shared.policies.q_network import rescaled, unscaled
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
 from stagecoach.trainer_node.learning.learner import make_algorithm
-from tests.support.environments import MODULE
-from tests.support.game import small
+from tests.support.environments.small import MODULE
 from tests.support.learning.algorithms import make, move_apart, weights
 from tests.support.learning.experience import acted, received
+from tests.support.runs.game import small
 
 STEPS, SLOTS, HELD, GAMMA = 5, 3, 3, 0.9
 PRIORITIZED = {"kind": "prioritized", "capacity": HELD * STEPS * SLOTS}

@@ -15,8 +15,8 @@ import pytest
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import LARGEST, Fragment
-from tests.support.game import NewGame, balanced, goes_on_exactly
 from tests.support.learning.cases import CASES, config_of
+from tests.support.runs.game import NewGame, balanced, goes_on_exactly
 
 
 def test_none_is_left_out() -> None:

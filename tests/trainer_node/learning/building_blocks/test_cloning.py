@@ -18,9 +18,9 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 from stagecoach.trainer_node.learning.learner import Learner
-from tests.support.cartpole_data import played
-from tests.support.game import NewGame, small
+from tests.support.experience.cartpole_data import played
 from tests.support.learning.learners import learner_of
+from tests.support.runs.game import NewGame, small
 
 ANNEALED = {"kind": "linear", "start": 0.5, "end": 0.0, "over": "4 updates"}
 

@@ -32,11 +32,11 @@ from stagecoach.trainer_node.learning.building_blocks.compilation import (
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard
 from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
 from tests.conftest import minimal_config
-from tests.support.game import NewGame, goes_on_exactly, small
 from tests.support.learning.algorithms import make
 from tests.support.learning.cases import config_of
 from tests.support.learning.experience import random_fragment, weights_after_updates
 from tests.support.learning.learners import Side
+from tests.support.runs.game import NewGame, goes_on_exactly, small
 
 ELSEWHERE = {
     "ray": {"address": "auto"}, "redis": {"url": "redis://there"}, "store": {"url": "s3://there"},

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 
-MODULE = "tests.support.games"
+MODULE = "tests.support.environments.games"
 NAMES = ["ann", "bob", "cy"]
 
 

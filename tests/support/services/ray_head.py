@@ -20,7 +20,7 @@ from typing import Any
 
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.shared.base.process import end_with_parent
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 _SECONDS = 120.0
 

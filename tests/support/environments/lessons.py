@@ -12,9 +12,9 @@ from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv
 
 from benchmarks.learning.mazes import PointMaze
-from tests.support.games import InTurns
+from tests.support.environments.games import InTurns
 
-MODULE = "tests.support.lessons"
+MODULE = "tests.support.environments.lessons"
 
 
 class Corridor(gym.Env[Any, Any]):

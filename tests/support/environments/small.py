@@ -1,5 +1,5 @@
 """Small environments whose numbers can be computed manually, used in configs as
-`tests.support.environments:X`.
+`tests.support.environments.small:X`.
 
 They are classes or functions at module level, so that processes that gymnasium spawns can import them too.
 """
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 Told = tuple[Any, float, bool, bool, dict[str, Any]]
 """Result of `step`."""
 Ends = Literal["terminated", "truncated", "never"]
-MODULE = "tests.support.environments"
+MODULE = "tests.support.environments.small"
 TRIED = "stagecoach.rollout_worker.environments.checking.check" in sys.orig_argv
 """True in the process that checks an environment before a run: there they behave, so that they fail in the run."""
 

@@ -1,6 +1,6 @@
 """Durations of the tests: a committed table of seconds by part and scope, from the reports of the last runs.
 
-`make durations` writes it anew. Scopes under a second are left out: tests/support/processes.py runs those last.
+`make durations` writes it again. Scopes under a second are left out: `distribution.py` runs those last.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.support import reports
-from tests.support.groups import PARTS
+from tests.support.suite import reports
+from tests.support.suite.groups import PARTS
 
-TABLE = Path(__file__).parents[1] / "durations.json"
+TABLE = Path(__file__).parents[2] / "durations.json"
 
 
 def read(part: str | None) -> Counter[str]:
@@ -23,7 +23,7 @@ def read(part: str | None) -> Counter[str]:
 
 def main() -> None:
     """Replaces the rows of each part that has a report."""
-    from tests.support.processes import scope_of  # which needs pytest-xdist, and this module
+    from tests.support.suite.distribution import scope_of  # which needs pytest-xdist, and this module
 
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for part in PARTS:

@@ -27,8 +27,8 @@ from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.replay import Replayed, replay
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer, minimal_config
-from tests.support.checkpoints import key_of
-from tests.support.runs import folder_address, make_run
+from tests.support.runs.builders import folder_address, make_run
+from tests.support.runs.checkpoints import key_of
 
 POLICY = "default/policy.safetensors"
 STEPS_PER_UPDATE = 8 * 4 * 2

@@ -40,10 +40,10 @@ from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATION
 from stagecoach.shared.storage.object_store import ObjectStore
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
-from tests.support.checkpoints import key_of
-from tests.support.metric_rows import recorded
-from tests.support.runs import RedisServer, folder_address, make_run
-from tests.support.speed import stretched
+from tests.support.runs.builders import RedisServer, folder_address, make_run
+from tests.support.runs.checkpoints import key_of
+from tests.support.runs.metric_rows import recorded
+from tests.support.suite.speed import stretched
 
 _SCRIPTS = {source(name).sha: name for name in NAMES}
 _READS = {

@@ -17,10 +17,10 @@ from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, FINISHED, MANIFEST, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store
 from tests.conftest import RedisServer, minimal_config
-from tests.support.game import POLICY, Game, small
-from tests.support.runs import make_run
-from tests.support.speed import stretched
-from tests.support.store_faults import StoreFaults
+from tests.support.runs.builders import make_run
+from tests.support.runs.game import POLICY, Game, small
+from tests.support.services.store_faults import StoreFaults
+from tests.support.suite.speed import stretched
 
 PATIENCE_SECONDS = stretched(60.0)
 VERSIONS = 16

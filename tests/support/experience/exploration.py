@@ -13,7 +13,7 @@ from stagecoach.rollout_worker.acting_policies import make_exploration
 from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.shared.config.algorithms.exploration import ExplorationField, NoiseField
 from stagecoach.shared.experience.counters import Counters
-from tests.support.policies import SIGHT, built_policy, generator
+from tests.support.experience.policies import SIGHT, built_policy, generator
 
 LOW, HIGH = np.array([-100.0, 0.0], np.float32), np.array([100.0, 400.0], np.float32)
 

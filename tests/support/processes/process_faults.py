@@ -17,7 +17,7 @@ from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import LedgerLine, read_accounting
 from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
-from tests.support.command_line import CommandLine
+from tests.support.processes.command_line import CommandLine
 
 _SERVICES = {
     "Redis": ("redis-server", "valkey-server"),

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "reports"
+FOLDER = Path(__file__).parents[3] / ".pytest_cache" / "reports"
 _TIME_LIMIT = re.compile(r"Timeout \(>|TimeoutE|WaitTimeout|it did not happen|never saw|timed out")
 
 

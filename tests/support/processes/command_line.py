@@ -28,12 +28,12 @@ from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.heartbeat import Wait
 from stagecoach.shared.protocol.redis_client import connect_redis
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
 
-SOURCE = Path(__file__).parent.parent.parent
+SOURCE = Path(__file__).parents[3]
 DEADLINE_SECONDS = stretched(150.0)
 """No promise: only what tells a run that hangs from one on a busy machine."""
 

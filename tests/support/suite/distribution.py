@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support import durations
+from tests.support.suite import durations
 
 HEAVY = ("tests/cluster/", "tests/end_to_end/")
 """Each of their tests starts a Ray, or three: two at a time are enough for a machine."""

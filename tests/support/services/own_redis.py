@@ -18,7 +18,7 @@ from redis.retry import Retry
 from stagecoach.coordinator.services.embedded import free_port, new_secret
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from tests.conftest import RedisServer
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 _START_SECONDS = 30.0
 

@@ -1,7 +1,7 @@
 """Random walks over the protocol's real scripts: long orders of steps, with more parties and faults than a search of
 every order can hold. A walk is decided by its seed; a violation names seed and steps.
 
-`python -m tests.support.random_walks --minutes 30` (as `make walks` does).
+`python -m tests.support.protocol.random_walks --minutes 30` (as `make walks` does).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from tests.support.own_redis import OwnRedis
-from tests.support.protocol_search import Image, Next, Search, Violation, World
-from tests.support.runs import folder_address, make_run
-from tests.support.small_run import small_config
+from tests.support.protocol.search import Image, Next, Search, Violation, World
+from tests.support.runs.builders import folder_address, make_run
+from tests.support.runs.small_run import small_config
+from tests.support.services.own_redis import OwnRedis
 
 SETTINGS = [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1)]
 """Fragments per update, and policy lag."""
@@ -130,7 +130,7 @@ def walk(seed: int, role_of: Any, steps: int = STEPS) -> list[str]:
 
 def main() -> int:
     """Walks for so many minutes, or the one of a seed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.random_walks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.protocol.random_walks", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--first-seed", type=int, default=int(time.time()))

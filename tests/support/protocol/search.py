@@ -30,8 +30,8 @@ from stagecoach.shared.protocol.ledger import Forward, Ledger, Taken, fast_forwa
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.state.log_consumer import Committed, LogConsumer, RedisAccounting
-from tests.support.fragments import zero_fragment
-from tests.support.small_run import ENVS, STEPS
+from tests.support.experience.fragments import zero_fragment
+from tests.support.runs.small_run import ENVS, STEPS
 
 PAST_MS = 1
 _LEASE_SECONDS = 1e9

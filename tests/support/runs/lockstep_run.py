@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tests.support.checkpoints import upload_in
-from tests.support.command_line import CommandLine
+from tests.support.processes.command_line import CommandLine
+from tests.support.runs.checkpoints import upload_in
 
 ENVIRONMENT = """
 import time

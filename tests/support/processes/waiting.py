@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 Result = TypeVar("Result")
 

@@ -15,9 +15,9 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from tests.support.environments import Chase, Small
+from tests.support.environments.small import Chase, Small
 
-MODULE = "tests.support.broken_environments"
+MODULE = "tests.support.environments.broken"
 
 
 class Good(Small):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
 LINKED = sorted(path.name for path in (ROOT / "src" / "stagecoach").iterdir() if path.is_symlink())
 TRAVELING: list[str] = [*BUILD["sdist"]["only-include"], *LINKED]

@@ -19,10 +19,10 @@ from redis.retry import Retry
 from stagecoach.coordinator.services.embedded import free_port, new_secret
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.shared.base.address import RoleName
-from tests.support.certificate_authority import Authority
-from tests.support.own_redis import wait_ready
+from tests.support.services.certificate_authority import Authority
+from tests.support.services.own_redis import wait_ready
 
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 ADMIN = "admin-of-the-test"
 

@@ -3,7 +3,7 @@
 Such a test is accepted if it hit a time limit, if this machine is slow at the moment, since then any limit can be too
 short, or if tests/flakes.toml names it with a reason. Any other one fails the run: its second result is luck.
 
-`python -m tests.support.flakes quick` compares the reports `quick` and `quick-again`.
+`python -m tests.support.suite.flakes quick` compares the reports `quick` and `quick-again`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support import reports, speed
+from tests.support.suite import reports, speed
 
-KNOWN = Path(__file__).parents[1] / "flakes.toml"
+KNOWN = Path(__file__).parents[2] / "flakes.toml"
 SLOW = 1.5
-"""Slowness at which every flake is accepted; the factor of tests/support/speed.py."""
+"""Slowness at which every flake is accepted; the factor of tests/support/suite/speed.py."""
 
 
 def judge(

@@ -9,7 +9,7 @@ import numpy as np
 
 from stagecoach.shared.datasets.recording import Episode
 from stagecoach.shared.experience.spaces import Array
-from tests.support.datasets import recorded, write_recorded
+from tests.support.experience.datasets import recorded, write_recorded
 
 RULE = np.array([0.1, 0.3, 1.0, 1.0])
 """Push to the right where the weighted sum of what is observed is positive."""

@@ -18,7 +18,7 @@ from stagecoach.shared.league.table import MatchTable
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.trainer_node.learning.league import League
-from tests.support.fragments import describe
+from tests.support.experience.fragments import describe
 
 _SPACES = (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
 EXPLOITED: dict[str, Any] = {

@@ -9,11 +9,11 @@ from typing import Any
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.config.run_config import Config
-from tests.support.fault_proxy import FaultProxy
-from tests.support.game import Game, balanced, make_game, small
-from tests.support.own_redis import OwnRedis
-from tests.support.runs import shard_fields
-from tests.support.waiting import meanwhile
+from tests.support.processes.waiting import meanwhile
+from tests.support.runs.builders import shard_fields
+from tests.support.runs.game import Game, balanced, make_game, small
+from tests.support.services.fault_proxy import FaultProxy
+from tests.support.services.own_redis import OwnRedis
 
 UPDATES = 6
 """Updates of a run, two fragments each."""

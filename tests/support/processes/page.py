@@ -13,7 +13,7 @@ from typing import Any
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
-from tests.support.speed import stretched
+from tests.support.suite.speed import stretched
 
 TOKEN = "a-token-of-24-characters"
 

@@ -17,7 +17,7 @@ from stagecoach.shared.protocol.policy_board import PolicyBoard, Published
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.state.log_consumer import LogConsumer, RedisAccounting
 from tests.conftest import minimal_config
-from tests.support.fragments import zero_fragment
+from tests.support.experience.fragments import zero_fragment
 
 STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
