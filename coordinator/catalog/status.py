@@ -33,8 +33,8 @@ NO_BOUND = 10_000
 class WorkerCapacity:
     now: int
     """Number on the existing machines."""
-    later: int | None
-    """Number including an autoscaler's additions; None if their number is unknown."""
+    grows: bool
+    """True if an autoscaler may add machines."""
     each: str
     """Resources of a worker, for display."""
     cluster: str
@@ -42,7 +42,7 @@ class WorkerCapacity:
 
     @property
     def most(self) -> int:
-        return NO_BOUND if self.later is None else self.later
+        return NO_BOUND if self.grows else self.now
 
     def refuse(self, workers: int, fewer: str, more: str) -> None:
         """Raises `UserError` for more workers than ever fit; `fewer` is a command prefix, completed by a number."""
@@ -55,10 +55,8 @@ class WorkerCapacity:
         )
 
     def __str__(self) -> str:
-        """`6 workers (12 with what may be added)`."""
-        more = "more, on machines that may be added" if self.later is None else f"{self.later} with what may be added"
-        now = counted(self.now, "worker")
-        return now if self.later == self.now else f"{now} ({more})"
+        """`6 workers (more, on machines that may be added)`."""
+        return counted(self.now, "worker") + (" (more, on machines that may be added)" if self.grows else "")
 
 
 _CAPACITY = TypeAdapter(WorkerCapacity)

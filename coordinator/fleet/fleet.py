@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 
 from stagecoach.coordinator.fleet.autoscaler import Scaling
-from stagecoach.coordinator.fleet.capacity import Additions, ClusterView, evaluator_options, needs, trainer_options
+from stagecoach.coordinator.fleet.capacity import ClusterView, evaluator_options, needs, trainer_options
 from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, cause, how_it_died, kill_here
 from stagecoach.coordinator.fleet.worker_pool import WorkerPool
 from stagecoach.coordinator.services.ray_head import RayHead
@@ -52,9 +52,9 @@ class FleetSupervisor:
     The roles of the dead Ray end with it; the new ones continue from the newest checkpoint and the log.
     """
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
         self._redis, self._run_id, self._head = context.redis, context.run_id, head
-        self._make_fleet = partial(Fleet, context, launch, head, additions)
+        self._make_fleet = partial(Fleet, context, launch, head, grows)
         self._bound = RestartBound(context.config.rollout.restarts_allowed)
         self._bound.saw(learning_progress(self._redis, self._run_id))
         self._fleet: Fleet | None = self._make_fleet()
@@ -96,10 +96,10 @@ class FleetSupervisor:
 class Fleet:
     """All actors of one run. `run` is the coordinator's loop, `reconcile` one turn of it."""
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
         self._config, self._launch, self._head = context.config, launch, head
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
-        self._cluster = ClusterView(context.config, additions, head.embedded)
+        self._cluster = ClusterView(context.config, grows, head.embedded)
         self._scaling = Scaling(context, os.cpu_count() if context.config.ray.address == "embedded" else None)
         self._waits_for: str | None = None
         """The service that is away, as the roles say."""
@@ -113,7 +113,7 @@ class Fleet:
         for rank in range(1, self._config.trainer.ranks):
             self._learners.append(self._start(rank_id(rank), learning, options, TrainerActor, launch, rank))
         self._evaluator: ManagedActor | None = None
-        self._workers = WorkerPool(context, launch, self._cluster, self._start)
+        self._workers = WorkerPool(context, launch, self._start)
         self._began = time.monotonic()
         self._heartbeat = Heartbeat(self._redis, self._run_id, "coordinator", "coordinator")
         self.outcome: RunEnd | None = None
@@ -316,12 +316,10 @@ class Fleet:
         self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), died=True)
 
     def _refresh_cluster(self) -> None:
-        """Capacity and the trainer's node; evicts workers from that node if they must keep off it."""
+        """Reports the cluster's capacity in the coordinator's heartbeat."""
         capacity = self._cluster.refresh(self._trainer.actor)
         if capacity is not None:
             self._heartbeat.progress = self._heartbeat.progress | {"capacity": asdict(capacity)}
-            if self._config.rollout.avoid_trainer_node:
-                self._workers.evict()
 
     def _check_placement(self, beats: Mapping[str, Beat]) -> None:
         """Names the roles without a place in the coordinator's heartbeat; a trainer without one ends the run."""

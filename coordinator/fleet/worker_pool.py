@@ -6,9 +6,9 @@ from typing import Any
 
 import ray
 
-from stagecoach.coordinator.fleet.capacity import ClusterView, holds, less, needs, worker_options
+from stagecoach.coordinator.fleet.capacity import holds, less, needs, worker_options
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
-from stagecoach.coordinator.services.ray_internals import free_resources, nodes_of
+from stagecoach.coordinator.services.ray_internals import free_resources
 from stagecoach.rollout_worker.ray_actors import WorkerActor
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Beat, forget_heartbeat
@@ -25,14 +25,11 @@ _NODE = "ray.io/node-id"
 class Places:
     """Placement of the workers that are started together."""
 
-    def __init__(self, config: Config, trainer_node: str | None) -> None:
+    def __init__(self, config: Config) -> None:
         self._pack = config.rollout.placement == "pack"
         self._options = worker_options(config)
         self._need = needs(self._options)
-        self._away = {_NODE: f"!{trainer_node}"} if config.rollout.avoid_trainer_node and trainer_node else {}
         self._free = free_resources() if self._pack else {}
-        if self._away:
-            self._free.pop(trainer_node or "", None)
 
     def next(self) -> dict[str, Any]:
         """Options for one more worker. Ray itself fills machines to half only, and then spreads."""
@@ -41,22 +38,20 @@ class Places:
         if holding:
             fullest = min(holding, key=lambda node: (self._free[node].get("CPU", 0.0), node))
             self._free[fullest] = less(self._free[fullest], self._need)
-            options |= {"label_selector": {_NODE: fullest}, "fallback_strategy": [{"label_selector": self._away}]}
-        elif self._away:
-            options["label_selector"] = self._away
+            options |= {"label_selector": {_NODE: fullest}, "fallback_strategy": [{"label_selector": {}}]}
         return options
 
 
 class WorkerPool:
     """Workers by number. One that was given up is not started again until a scale leaves it out."""
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, cluster: ClusterView, start: Start) -> None:
+    def __init__(self, context: RunContext, launch: RoleLaunch, start: Start) -> None:
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
-        self._config, self._launch, self._cluster, self._start = context.config, launch, cluster, start
+        self._config, self._launch, self._start = context.config, launch, start
         self._workers: dict[int, ManagedActor] = {}
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
-        """Excess workers that were told to leave."""
+        """Excess workers that are leaving."""
         self._places: Places | None = None
         """Placement while several workers are started together."""
 
@@ -69,16 +64,13 @@ class WorkerPool:
         return [worker.name for worker in self.members]
 
     def _options(self) -> dict[str, Any]:
-        return (self._places or Places(self._config, self._cluster.trainer_node)).next()
+        return (self._places or Places(self._config)).next()
 
     def scale(self, desired: int, beats: Mapping[str, Beat]) -> None:
-        """Starts the workers that are missing, and drains those beyond `desired`.
-
-        With `rollout.avoid_trainer_node` none is started before the trainer's node is known.
-        """
+        """Starts the workers that are missing, and drains those beyond `desired`."""
         missing = [index for index in range(desired) if index not in self._workers and index not in self._given_up]
-        if missing and (self._cluster.trainer_node is not None or not self._config.rollout.avoid_trainer_node):
-            self._places = Places(self._config, self._cluster.trainer_node)
+        if missing:
+            self._places = Places(self._config)
             for index in missing:
                 self._flow.undrain(name := f"worker-{index}")
                 progress = partial(acting_progress, self._redis, self._run_id, name)
@@ -102,13 +94,6 @@ class WorkerPool:
                 asked.append(worker.name)
         self._flow.drain(*asked)
         self._drained.update(asked)
-
-    def evict(self) -> None:
-        """Drains the workers on the trainer's node; they are started again elsewhere."""
-        actors = {worker.name: worker.actor for worker in self.members if worker.stamp}
-        for name, found in nodes_of(actors).items():
-            if found is not None and found == self._cluster.trainer_node:
-                self._flow.drain(name)
 
     def give_up(self, worker: ManagedActor) -> None:
         self._given_up.add(self.remove(worker))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -98,7 +97,7 @@ class Coordinator:
                 ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            additions: Any = None if ray_head is None else _join(ray_head, launch, config)
+            grows = ray_head is not None and _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
             # no threads before: one could take a signal while Ray, during join, has its own handler
             self._restarter = Restarter(services, shared_logs, context, self.abandon)
@@ -120,7 +119,7 @@ class Coordinator:
             else:
                 from stagecoach.coordinator.fleet.fleet import FleetSupervisor
 
-                fleet = FleetSupervisor(context, launch, ray_head, additions)
+                fleet = FleetSupervisor(context, launch, ray_head, grows)
                 running.callback(fleet.kill)
                 supervise = fleet.run
             running.callback(folder.forget_services)  # runs first at the end: readers then use the store
@@ -188,14 +187,14 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     return address, services
 
 
-def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
-    """Joins Ray and checks its machines and capacity; returns the autoscaler's additions."""
+def _join(head: RayHead, launch: RoleLaunch, config: Config) -> bool:
+    """Joins Ray and checks its machines and capacity; returns whether an autoscaler may add machines."""
     from stagecoach.coordinator.diagnostics.preflight import check_machines
-    from stagecoach.coordinator.fleet.capacity import additions, check_capacity
+    from stagecoach.coordinator.fleet.capacity import check_capacity, has_autoscaler
 
     head.connect()
     _LOGGER.info("Ray is joined")
     if config.ray.address != "embedded":  # embedded: this machine, which was checked already
         check_machines(launch)
-    check_capacity(config, found := additions(config))
-    return found
+    check_capacity(config, grows := has_autoscaler(config))
+    return grows

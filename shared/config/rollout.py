@@ -55,8 +55,6 @@ class RolloutConfig(Section):
     placement: Literal["spread", "pack"] = "spread"
     """`spread`: distributes workers over machines; `pack`: fills machines one by one, so that an autoscaler can remove
     others."""
-    avoid_trainer_node: bool = False
-    """Keeps workers off the trainer's machine, also when the trainer moves. On a single machine, workers wait."""
     torch_threads: int = Field(1, ge=1)
     """PyTorch threads of each worker; 1, so that workers do not compete for cores."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
