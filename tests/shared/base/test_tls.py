@@ -70,7 +70,7 @@ def refused(call: Callable[[], object], *words: str) -> None:
         assert word in line
 
 
-def test_redis_over_tls_by_an_authority_that_is_named_or_that_the_machine_knows(
+def test_redis_over_tls_by_named_or_system_authority(
     redis_server: RedisServer, ours: Authority, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1", "localhost")) as port:
@@ -80,7 +80,7 @@ def test_redis_over_tls_by_an_authority_that_is_named_or_that_the_machine_knows(
         connect(port)
 
 
-def test_a_redis_that_cannot_be_trusted(
+def test_redis_with_untrusted_certificate_is_refused(
     redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Connect
 ) -> None:
     plain, ca_file = port_of(redis_server.url), str(ours.ca_file)
@@ -93,21 +93,21 @@ def test_a_redis_that_cannot_be_trusted(
         refused(lambda: connect(port, ca_file=ca_file), "has expired", "renew it")
 
 
-def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
+def test_tls_on_one_end_only_is_explained(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
     plain = port_of(redis_server.url)
     refused(lambda: connect(plain, ca_file=str(ours.ca_file), timeout_seconds=2), "does not speak TLS", "redis://")
     with tls_before(plain, ours.certificate("127.0.0.1")) as port:
         refused(lambda: connect(port, scheme="redis"), "speaks TLS", "rediss://")
 
 
-def test_a_redis_that_asks_for_a_certificate(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
+def test_redis_that_requires_client_certificate(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
     client, ca_file = ours.certificate("client"), str(ours.ca_file)
     with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1"), clients_ca=ours.ca_file) as port:
         connect(port, ca_file=ca_file, cert_file=str(client.cert_file), key_file=str(client.key_file))
         refused(lambda: connect(port, ca_file=ca_file), "redis.cert_file")
 
 
-def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Connect) -> None:
+def test_missing_or_invalid_certificate_files_are_named(ours: Authority, connect: Connect) -> None:
     client, other = ours.certificate("client"), ours.certificate("other")
     cert, key = str(client.cert_file), str(client.key_file)
     refused(lambda: connect(1, ca_file="/no/such/ca.crt"), "redis.ca_file=/no/such/ca.crt", "No such file")
@@ -118,7 +118,7 @@ def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: 
 @pytest.mark.parametrize(
     "query", ["ssl_cert_reqs=none", "ssl_cert_reqs=", "ssl_check_hostname=false", "db=1&ssl_ca_certs=/tmp/ca.crt"]
 )
-def test_no_url_turns_verification_off(query: str, tmp_path: Path) -> None:
+def test_url_cannot_disable_verification(query: str, tmp_path: Path) -> None:
     url = f"rediss://127.0.0.1:1/?{query}"
     with pytest.raises(ConfigError, match=r"redis\.url sets ssl_.* always verified") as caught:
         minimal_config(redis={"url": url})
@@ -130,7 +130,7 @@ def test_no_url_turns_verification_off(query: str, tmp_path: Path) -> None:
         launch_from_arguments(role_arguments("stagecoach.trainer_node", "").parse_args(words))
 
 
-def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
+def test_role_command_line_rejects_password(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(minimal_config()))
     words = ["run", "--redis", f"redis://:{KEY}@127.0.0.1:1", "--store", "file:///x"]
     with pytest.raises(ConfigError, match="holds credentials") as caught:
@@ -156,7 +156,7 @@ def store(s3_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> OpenStore:
     return store_
 
 
-def test_a_store_over_tls(
+def test_store_over_tls(
     s3_servers: Servers, ours: Authority, store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ca_file = port_of(s3_servers["rclone"][0]), str(ours.ca_file)
@@ -176,7 +176,7 @@ def test_a_store_over_tls(
     refused(store(plain, ca_file=ca_file).check, "does not speak TLS", "http://")
 
 
-def test_a_stranger_hears_no_secret(ours: Authority, connect: Connect) -> None:
+def test_untrusted_server_receives_no_secret(ours: Authority, connect: Connect) -> None:
     """What a server that cannot be trusted is sent is a handshake, and a PING for the look at it."""
     heard = bytearray()
 

@@ -112,7 +112,7 @@ def test_fragment_bytes_equal_golden_files() -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, {}, {"default": 0}, {"default": 2}, {"default": 4}])
-def test_a_state_of_another_size_or_that_is_not_finite_is_no_fragment_of_this_run(sizes: dict[str, int] | None) -> None:
+def test_check_rejects_state_of_wrong_size_or_not_finite(sizes: dict[str, int] | None) -> None:
     with pytest.raises(FragmentError) as caught:
         fragment.check(with_state(), RUN, SIMPLE, sizes)
     assert caught.value.reason == "schema" and "state_in" in caught.value.detail
@@ -134,9 +134,7 @@ def test_a_state_of_another_size_or_that_is_not_finite_is_no_fragment_of_this_ru
         ({"info/cost": np.full((2, 2), -1e13, np.float32)}, "magnitude"),
     ],
 )  # fmt: skip
-def test_numbers_of_the_info_that_are_not_the_runs_or_not_to_be_learned_from(
-    change: dict[str, Any], reason: str
-) -> None:
+def test_check_rejects_unexpected_info_columns(change: dict[str, Any], reason: str) -> None:
     made = with_info()
     made.columns["default"] = {
         name: array for name, array in (made.columns["default"] | change).items() if array is not None
@@ -154,7 +152,7 @@ policy_spaces = st.tuples(gymnasium_spaces(), gymnasium_spaces(images=False))
     agents=st.integers(1, 2), steps=st.integers(1, 4), num_envs=st.integers(1, 3), seed=st.integers(0, 2**32),
     compression=st.sampled_from(["none", "lz4", "zstd"]),
 )  # fmt: skip
-def test_every_fragment_comes_back_as_it_was(
+def test_fragment_round_trips(
     policies: dict[str, Any], agents: int, steps: int, num_envs: int, seed: int, compression: Compression
 ) -> None:
     description = describe(policies, agents)
@@ -177,12 +175,12 @@ records = st.builds(
     episodes=st.lists(records, max_size=3).map(tuple), acting_seconds=st.floats(0, 1e9),
     policy_versions=st.integers(0, 2**53).map(lambda version: {"default": version}),
 )  # fmt: skip
-def test_every_header_comes_back_as_it_was(**header: Any) -> None:
+def test_header_round_trips(**header: Any) -> None:
     made = random_fragment(SIMPLE, **header)
     assert read(fragment.encode(made), SIMPLE).header == made.header
 
 
-def test_a_fragment_cut_off_anywhere_or_of_another_length_or_no_format_is_undecodable() -> None:
+def test_truncated_fragment_is_undecodable() -> None:
     blob = fragment.encode(random_fragment(SIMPLE, steps=1, num_envs=1))
     prefixed = [length.to_bytes(8, "little") + blob[8:] for length in (0, 1, 2**31, 2**63, 2**64 - 1)]
     noise = [b"\xff" * 8, b"\xff" * 100, b"{}", bytes(64)]
@@ -192,7 +190,7 @@ def test_a_fragment_cut_off_anywhere_or_of_another_length_or_no_format_is_undeco
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 @pytest.mark.parametrize("flip", [0x01, 0x10, 0x80, 0xFF])
-def test_no_altered_byte_goes_unnoticed(compression: Compression, flip: int) -> None:
+def test_any_altered_byte_is_detected(compression: Compression, flip: int) -> None:
     blob = fragment.encode(random_fragment(MIXED, steps=2, num_envs=1), compression)
     reasons = set()
     for place in range(len(blob)):
@@ -204,7 +202,7 @@ def test_no_altered_byte_goes_unnoticed(compression: Compression, flip: int) -> 
     assert reasons == {"undecodable", "corrupt"}
 
 
-def test_even_altered_padding_is_corrupt() -> None:
+def test_altered_padding_is_corrupt() -> None:
     blobs = (fragment.encode(random_fragment(SIMPLE, worker_id="w" * length)) for length in range(1, 9))
     padded = next(blob for blob in blobs if b"} " in blob)
     assert reason_of(padded.replace(b"} ", b"}\n"), SIMPLE) == "corrupt"
@@ -212,7 +210,7 @@ def test_even_altered_padding_is_corrupt() -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_mutated_bytes_only_ever_raise_a_fragment_error(data: st.DataObject) -> None:
+def test_mutated_bytes_raise_only_fragment_error(data: st.DataObject) -> None:
     intact = fragment.encode(random_fragment(MIXED, steps=1, num_envs=1), "lz4")
     blob = bytearray(intact)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -226,7 +224,7 @@ def test_mutated_bytes_only_ever_raise_a_fragment_error(data: st.DataObject) -> 
 
 @settings(FUZZ, max_examples=300)
 @given(data=st.data())
-def test_a_wrong_header_with_a_right_hash_only_ever_raises_a_fragment_error(data: st.DataObject) -> None:
+def test_malformed_header_raises_only_fragment_error(data: st.DataObject) -> None:
     packed, header = tensor_blob.decode(fragment.encode(random_fragment(MIXED, episodes=(RECORD,)), "zstd"))
     here: Any = header
     while isinstance(here, dict | list) and here:
@@ -245,12 +243,12 @@ def test_a_wrong_header_with_a_right_hash_only_ever_raises_a_fragment_error(data
 
 
 @pytest.mark.parametrize(("changes", "reason"), HEADERS, ids=str)
-def test_a_bad_header_is_named(changes: dict[str, Any], reason: str) -> None:
+def test_invalid_header_names_its_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason_of(with_header(random_fragment(SIMPLE), changes), SIMPLE) == reason
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_malformed_columns_are_named(name: str) -> None:
+def test_malformed_columns_name_their_reason(name: str) -> None:
     made, (change, reason) = random_fragment(SIMPLE, SEED), COLUMNS[name]
     part = made.columns["default"]
     ended = part["truncated"] | part["terminated"]
@@ -260,19 +258,19 @@ def test_malformed_columns_are_named(name: str) -> None:
     assert reason_of(fragment.encode(made), SIMPLE) == reason
 
 
-def test_policies_that_the_run_does_not_have_are_a_schema_error() -> None:
+def test_unknown_policies_are_a_schema_error() -> None:
     other = describe({"other": (spaces.Discrete(2), spaces.Discrete(2))})
     assert reason_of(fragment.encode(random_fragment(other)), SIMPLE) == "schema"
 
 
 @pytest.mark.parametrize("column", ["obs.kind", "final_obs.kind", "bootstrap_obs.kind", "obs.pair.0", "action"])
-def test_a_choice_that_does_not_exist_is_found_in_every_column(column: str) -> None:
+def test_invalid_choice_is_detected_in_every_column(column: str) -> None:
     made = random_fragment(MIXED, seed=SEED)
     made.columns["default"][column].flat[-1] = 3
     assert reason_of(fragment.encode(made), MIXED) == "schema"
 
 
-def test_a_log_prob_may_be_unknown_but_not_where_it_is_learned_by() -> None:
+def test_log_prob_may_be_nan_unless_algorithm_needs_it() -> None:
     made = random_fragment(SIMPLE, seed=SEED)
     made.columns["default"]["log_prob"][1, 0] = np.nan
     found = read(fragment.encode(made), SIMPLE)
@@ -284,12 +282,12 @@ def test_a_log_prob_may_be_unknown_but_not_where_it_is_learned_by() -> None:
 
 @pytest.mark.parametrize("column", ["obs", "bootstrap_obs", "final_obs", "reward", "log_prob"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_numbers_that_are_learned_from_are_accepted(column: str, sign: int) -> None:
+def test_largest_magnitude_is_accepted(column: str, sign: int) -> None:
     made = random_fragment(SIMPLE, SEED)
     made.columns["default"][column].flat[-1] = sign * fragment.LARGEST
     read(fragment.encode(made), SIMPLE)
 
 
-def test_the_version_of_a_fragment_is_its_oldest() -> None:
+def test_fragment_version_is_the_oldest() -> None:
     header = random_fragment(SIMPLE, policy_versions={"a": 4, "b": 3}).header
     assert (header.version, header.transitions) == (3, 6)

@@ -1,4 +1,4 @@
-"""What a process of a role does of itself: its last words, the garbage collector at rest, the bound on restarts."""
+"""Processes of a run: exit diagnostics, the garbage collector during imports, signal handlers of children."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import threading
 import pytest
 
 from stagecoach.shared.base.process import at_rest, handling, last_words
-from stagecoach.shared.runtime.restarts import RestartBound
 from tests.support.environments.small import StartsAChild
 
 BEGIN = (
@@ -38,13 +37,13 @@ BEGIN = (
     ],
     ids=["os._exit", "os._exit with words", "abort with words", "segfault", "abort", "killed", "locked", "of a child"],
 )  # fmt: skip
-def test_what_a_process_says_of_its_end(code: str, how: str | None, words: str) -> None:
+def test_exit_diagnostics_name_cause_and_place(code: str, how: str | None, words: str) -> None:
     ended = subprocess.run([sys.executable, "-c", f"{BEGIN}\n{code}"], stderr=subprocess.PIPE, text=True)
     found = last_words(ended.stderr)
     assert found.how == how and words in "\n".join(found.lines)
 
 
-def test_of_a_long_crash_the_innermost_frames_are_kept_and_marks_of_ray_are_not() -> None:
+def test_exit_diagnostics_keep_innermost_frames() -> None:
     frames = "\n".join(f'  File "f{number}.py", line 1 in f{number}' for number in range(50))
     crash = f"Fatal Python error: Bus error\n\n{frames}"
     text = f":job_id:01000000\n*** SIGBUS received at time=1 on cpu 1 ***\nPC: @ 0x1\n{crash}"
@@ -53,7 +52,7 @@ def test_of_a_long_crash_the_innermost_frames_are_kept_and_marks_of_ray_are_not(
     assert 'File "f0.py"' in found.lines[1] and "f49.py" not in "".join(found.lines)
 
 
-def test_the_collector_rests_for_the_block_and_works_again_also_after_an_error_unless_it_was_off() -> None:
+def test_at_rest_disables_and_restores_garbage_collection() -> None:
     frozen = gc.get_freeze_count()
     try:
         with contextlib.suppress(ImportError), at_rest():
@@ -69,31 +68,10 @@ def test_the_collector_rests_for_the_block_and_works_again_also_after_an_error_u
         gc.unfreeze()
 
 
-@pytest.mark.parametrize(
-    ("allowed", "lives", "number"),
-    [
-        (2, [0, 0, 0, 0], 3),
-        (0, [0], 1),
-        (2, [0, 0, 1, 1, 1, 2, 2, 2, 2], 9),  # what made progress counts anew, its own end not at all
-        (2, [5, 3, 4, 5], 4),  # what a former life had reached already is no progress
-        (1, [1, 2, 3, 4, 5, 6, 7, 8], None),
-    ],
-)
-def test_it_is_given_up_after_so_many_ends_in_a_row_without_progress(
-    allowed: int, lives: list[int], number: int | None
-) -> None:
-    bound, given_up = RestartBound(allowed), list[bool]()
-    bound.saw((0,))
-    for progress in lives:
-        bound.saw((progress,))
-        given_up.append(bound.ended())
-    assert (given_up.index(True) + 1 if any(given_up) else None) == number
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGALRM], ids=lambda its: its.name)
 @pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("by", ["fork", "spawn", "forkserver", "popen"])
-def test_children_of_an_environment_get_default_signals(by: str, thread: bool, number: signal.Signals) -> None:
+def test_environment_children_get_default_signal_handlers(by: str, thread: bool, number: signal.Signals) -> None:
     heard: list[int] = []
     with handling(lambda number, _: heard.append(number), signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         env = StartsAChild(by, number, thread)

@@ -34,9 +34,7 @@ def same(found: Any, expected: Any) -> bool:
 @FUZZ
 @given(space=gymnasium_spaces(), seed=st.integers(0, 99))
 @example(NOTHING_WITHIN, 0)
-def test_a_spec_travels_through_json_and_its_nest_undoes_flatten_of_one_value_and_of_a_batch(
-    space: spaces.Space[Any], seed: int
-) -> None:
+def test_space_spec_round_trips_through_json_and_columns(space: spaces.Space[Any], seed: int) -> None:
     spec, batch = describe_space(space), gym.vector.utils.batch_space(space, 4)
     assert SpaceSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
     for source, rows in ((space, ()), (batch, (4,))):
@@ -54,19 +52,19 @@ def test_a_spec_travels_through_json_and_its_nest_undoes_flatten_of_one_value_an
 
 @FUZZ
 @given(space=boxes())
-def test_bounds_are_those_of_the_box(space: spaces.Box) -> None:
+def test_leaf_bounds_equal_box_bounds(space: spaces.Box) -> None:
     (leaf,) = describe_space(space).leaves
     for found, expected in zip(leaf.bounds(), (space.low, space.high), strict=True):
         np.testing.assert_array_equal(found.reshape(space.shape), expected)
 
 
-def test_a_bound_that_is_the_largest_number_of_its_type_survives() -> None:
+def test_leaf_bound_of_largest_float64_becomes_infinite() -> None:
     largest = float(np.finfo(np.float64).max)
     (leaf,) = describe_space(spaces.Box(np.array([-largest]), np.array([largest]), dtype=np.float64)).leaves
     assert [bound.tolist() for bound in leaf.bounds()] == [[-np.inf], [np.inf]]
 
 
-def test_a_description_travels_through_json_and_names_nested_columns_by_their_path() -> None:
+def test_environment_description_round_trips_through_json() -> None:
     nested = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(2)})])})
     policies = {
         policy: PolicySpaces(describe_space(seen), describe_space(spaces.Discrete(4, start=-2)))
@@ -81,7 +79,7 @@ def test_a_description_travels_through_json_and_names_nested_columns_by_their_pa
     assert found.policies["red"].action.column_names("action") == ("action",)
 
 
-def test_what_describe_space_says_of_each_kind() -> None:
+def test_describe_space_of_each_kind() -> None:
     def leaf(space: spaces.Space[Any]) -> Leaf:
         (only,) = describe_space(space).leaves
         return only
@@ -112,12 +110,12 @@ def test_what_describe_space_says_of_each_kind() -> None:
     ],
     ids=str,
 )
-def test_a_space_that_cannot_travel_is_refused_by_name(space: spaces.Space[Any], word: str) -> None:
+def test_describe_space_rejects_unsupported_spaces(space: spaces.Space[Any], word: str) -> None:
     with pytest.raises(UnsupportedSpace, match=word):
         describe_space(space)
 
 
-def test_actions_are_clipped_to_the_box_and_given_in_the_environments_terms() -> None:
+def test_actions_for_environment_are_clipped_and_shifted() -> None:
     space = spaces.Dict({"go": spaces.Box(np.array([-1.0, 0.0]), np.array([1.0, 5.0]), dtype=np.float64),
                          "which": spaces.Discrete(3, start=5)})  # fmt: skip
     spec = describe_space(space)
@@ -128,7 +126,7 @@ def test_actions_are_clipped_to_the_box_and_given_in_the_environments_terms() ->
     np.testing.assert_array_equal(columns["action.go"][0], [-3.0, 3.0])
 
 
-def test_the_size_of_a_fragment_is_that_of_its_columns() -> None:
+def test_fragment_bytes_equal_size_of_columns() -> None:
     its = PolicySpaces(describe_space(spaces.Box(0, 255, (8, 8, 3), np.uint8)), describe_space(spaces.Discrete(3)))
     description = EnvironmentDescription({"a": "default", "b": "default"}, {"default": its})
     columns = expected_columns(its, steps=10, slots=2 * 4)
@@ -144,6 +142,6 @@ def test_the_size_of_a_fragment_is_that_of_its_columns() -> None:
 
 @pytest.mark.parametrize("space", [spaces.Discrete(9), spaces.MultiDiscrete([9]), spaces.Box(0, 9, (1,))])
 @pytest.mark.parametrize("value", ["7", b"7", ["7"]])
-def test_text_is_no_number(space: gym.Space[Any], value: Any) -> None:
+def test_flatten_rejects_text(space: gym.Space[Any], value: Any) -> None:
     with pytest.raises(ValueError, match="is text, and no number of a"):
         describe_space(space).flatten("action", value)

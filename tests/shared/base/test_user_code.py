@@ -65,7 +65,7 @@ class Without(importlib.abc.MetaPathFinder):
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_what_is_missing_is_told_with_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_error_names_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, ask = ASKED[extra]
     loaded = (hidden, f"{hidden}.", f"gymnasium.envs.{extra}")
     for name in [name for name in sys.modules if name == hidden or name.startswith(loaded[1:])]:
@@ -79,7 +79,7 @@ def test_what_is_missing_is_told_with_its_extra(extra: str, monkeypatch: pytest.
     assert "gymnasium[" not in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_extras_are_those_of_the_package() -> None:
+def test_extras_equal_those_of_the_package() -> None:
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
 
@@ -94,7 +94,7 @@ def test_the_extras_are_those_of_the_package() -> None:
         ("No module named 'pygame'; {video} brings it", "No module named 'pygame'; {video} brings it"),
     ],
 )  # fmt: skip
-def test_others_errors_get_the_extra_once(said: str, expected: str) -> None:
+def test_extra_hint_is_added_once(said: str, expected: str) -> None:
     extras = {extra: install(extra) for extra in EXTRAS}
     assert with_extra(said.format(**extras)) == expected.format(**extras)
 
@@ -104,9 +104,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_the_users_folders_come_last_and_once_wherever_they_stood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extend_imports_puts_user_folders_last_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sys.path.insert(0, "")
     extend_imports([str(tmp_path), "."])
@@ -124,7 +122,7 @@ def test_the_users_folders_come_last_and_once_wherever_they_stood(
         ("other = 1", "has no attribute 'make'; expected package.module:name"),
     ],
 )
-def test_where_a_users_module_raises_is_told(text: str, words: str, tmp_path: Path) -> None:
+def test_import_error_names_user_file_and_line(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "rover.py").write_text(f"\n{text}")
     extend_imports([str(tmp_path)])
     sys.modules.pop("rover", None)

@@ -45,7 +45,7 @@ def harmless(text: str) -> bool:
 
 
 @given(ANY_TEXT, st.booleans())
-def test_any_text_becomes_printable_and_what_is_printable_stays(text: str, lines: bool) -> None:
+def test_printable_changes_only_unprintable_text(text: str, lines: bool) -> None:
     shown = printable(text, lines=lines)
     assert harmless(shown.replace("\t", "") if lines else shown)
     assert lines or "\n" not in shown
@@ -53,7 +53,7 @@ def test_any_text_becomes_printable_and_what_is_printable_stays(text: str, lines
     assert (shown == text) == all(one.isprintable() or (lines and one in "\n\t") for one in text)
 
 
-def test_what_is_too_long_is_cut_and_says_so() -> None:
+def test_printable_shortens_long_text_and_says_so() -> None:
     assert printable("x" * 2001) == "x" * 2000 + "… (1 more characters)"
     assert printable("x" * 2001, lines=True) == "x" * 2001
     assert len(printable("\x00" * 10**6)) < 10_000
@@ -62,7 +62,7 @@ def test_what_is_too_long_is_cut_and_says_so() -> None:
     assert printable_data({"\x1b": ["\x1b", ("\x1b", 1.5, None)]}) == {"\\x1b": ["\\x1b", ["\\x1b", 1.5, None]]}
 
 
-def test_events_scores_heartbeats_and_the_reason_of_a_run_take_any_text(make_role: MakeRole) -> None:
+def test_shared_records_accept_any_text(make_role: MakeRole) -> None:
     role = make_role(minimal_config())
     create_flow(role)
     emit(role.redis, role.run_id, HOSTILE, HOSTILE, **{HOSTILE: HOSTILE})
@@ -81,7 +81,7 @@ def test_events_scores_heartbeats_and_the_reason_of_a_run_take_any_text(make_rol
     assert sum("caf\\udce9" in text for text in map(str, told)) == 8
 
 
-def test_an_event_that_redis_does_not_take_ends_nothing(
+def test_rejected_event_is_logged_only(
     redis_client: redis.Redis, unique_run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     redis_client.set(f"stagecoach:{{{unique_run_id}}}:events", "somebody's own")
@@ -99,7 +99,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     logging.getLogger("stagecoach").propagate = True
 
 
-def test_a_log_takes_any_text_and_no_text_forges_a_record(log: Path) -> None:
+def test_log_text_cannot_forge_a_record(log: Path) -> None:
     log_to_file(str(log.parent), "worker-0")
     try:
         raise ValueError(HOSTILE)
@@ -111,7 +111,7 @@ def test_a_log_takes_any_text_and_no_text_forges_a_record(log: Path) -> None:
     assert "it met" in first and rest and all(line.startswith("    ") for line in rest)
 
 
-def test_a_log_on_a_full_disk_is_told_of_in_one_line(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_on_full_disk_is_reported_once(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (log / "worker-0.log").symlink_to("/dev/full")
     log_to_file(str(log.parent), "worker-0")
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_a_log_on_a_full_disk_is_told_of_in_one_line(log: Path, capsys: pytest.C
     assert said.count("\n") == 1 and "worker-0.log is not complete: its disk is full (No space left" in said
 
 
-def test_the_log_of_a_role_is_rotated(log: Path) -> None:
+def test_role_log_is_rotated(log: Path) -> None:
     log_to_file(str(log.parent), "worker-0")
     for number in range(50_000):
         LOGGER.info("%d %s", number, "x" * 1000)
@@ -129,7 +129,7 @@ def test_the_log_of_a_role_is_rotated(log: Path) -> None:
     assert all(path.stat().st_size <= 8 << 20 for path in files) and ": 49999 x" in files[0].read_text()
 
 
-def test_the_console_and_the_last_line_of_a_command_show_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_and_complain_escape_text(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
     console = PrintableConsole(file=file, width=200, force_terminal=False)
     table = Table("name", title=HOSTILE)
@@ -147,7 +147,7 @@ def test_the_console_and_the_last_line_of_a_command_show_text_as_text(capsys: py
     assert shown.count("caf\\udce9") == 5 and "[bold]" in shown and "[link=x]" in shown and "caf\\udce9" in said
 
 
-def test_one_is_no_plural() -> None:
+def test_counted_uses_singular_for_one() -> None:
     numbers = (0, 1, 2, 1200, None)
     assert [counted(number, "episode") for number in numbers] == [
         "0 episodes", "1 episode", "2 episodes", "1,200 episodes", "– episodes",
@@ -157,7 +157,7 @@ def test_one_is_no_plural() -> None:
     assert [line for line in plural if not line.startswith(("deployed_policy.py", "recording.py"))] == []
 
 
-def test_a_score_tells_of_each_policy_or_side_and_of_what_a_league_has_won() -> None:
+def test_score_in_words_lists_policies_sides_and_win_rates() -> None:
     scores: dict[str, Any] = {"mean_return": 0.0, "std_return": 0.0, "episodes": 20}
     assert score_in_words(scores | {"agents": {"agent": 0.0}}) == "0 ± 0 over 20 episodes"
     sides = {"agents": {"b": -1.5, "a": 1.5}, "policies": {"main": 0.0}}

@@ -1,17 +1,13 @@
-"""The clock of stages: exclusive, whole, safe to read, and with intervals where they are asked for."""
+"""Stage times are exclusive, complete and safe to read from other threads."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from stagecoach.shared.base.stage_timer import OTHER, Interval, StageTimer
-from stagecoach.shared.runtime.profile import Profile
-from stagecoach.shared.storage.object_store import FileStore
 
 
 class Clock:
@@ -27,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_an_inner_stage_interrupts_the_outer_one(clock: Clock) -> None:
+def test_inner_stage_interrupts_outer_stage(clock: Clock) -> None:
     stages = StageTimer()
     clock.now = 1_000
     with stages.during("outer"):
@@ -41,7 +37,7 @@ def test_an_inner_stage_interrupts_the_outer_one(clock: Clock) -> None:
     assert stages.nanoseconds("inner") == 7_000 and stages.nanoseconds("never") == 0
 
 
-def test_a_stage_may_be_entered_within_itself_and_left_by_an_exception(clock: Clock) -> None:
+def test_stage_can_be_reentered_and_left_by_exception(clock: Clock) -> None:
     stages = StageTimer()
 
     def fail() -> None:
@@ -58,7 +54,7 @@ def test_a_stage_may_be_entered_within_itself_and_left_by_an_exception(clock: Cl
     assert stages.seconds()[OTHER] == pytest.approx(2e-9)
 
 
-def test_only_the_newest_intervals_are_kept_and_only_where_they_are_recorded(clock: Clock) -> None:
+def test_stage_timer_records_newest_intervals_only(clock: Clock) -> None:
     stages = StageTimer()
     with stages.during("before"):
         clock.now = 1
@@ -70,7 +66,7 @@ def test_only_the_newest_intervals_are_kept_and_only_where_they_are_recorded(clo
     assert stages.intervals == (Interval("turn", 11, 21), Interval("turn", 21, 31))
 
 
-def test_a_reader_never_sees_time_that_is_missing_or_counted_twice() -> None:
+def test_stage_timer_reads_are_consistent_across_threads() -> None:
     """Beside a thread that changes its stage all the time, every reading is the clock's whole life."""
     before_it = time.perf_counter()
     stages, stop = StageTimer(), threading.Event()
@@ -93,26 +89,3 @@ def test_a_reader_never_sees_time_that_is_missing_or_counted_twice() -> None:
     finally:
         stop.set()
         thread.join()
-
-
-def test_a_profile_is_a_trace_with_a_line_for_each_thread_where_it_is_on(tmp_path: Path) -> None:
-    store, acting, publishing = FileStore(tmp_path, "run"), StageTimer(), StageTimer()
-    off = Profile(store, "trainer", on=False)
-    stages = off.add("training", StageTimer())
-    with stages.during("update"):
-        pass
-    off.write()
-    assert store.keys("profile/") == [] and stages.intervals == ()
-    profile = Profile(store, "trainer", on=True)
-    assert profile.add("training", acting) is acting
-    profile.add("publishing", publishing)
-    with acting.during("update"), publishing.during("upload"):
-        time.sleep(0.01)
-    profile.write()
-    (key,) = store.keys("profile/")
-    data = json.loads(store.get(key))
-    spans = {event["name"]: event for event in data["traceEvents"] if event["ph"] == "X"}
-    assert spans.keys() == {"update", "upload"} and spans["update"]["tid"] != spans["upload"]["tid"]
-    assert spans["update"]["dur"] >= 10_000  # microseconds
-    assert abs(spans["update"]["ts"] / 1e6 - time.time()) < 60
-    assert data["otherData"]["seconds"]["training"]["update"] >= 0.01
