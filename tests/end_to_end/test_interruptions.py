@@ -133,7 +133,7 @@ def test_hung_inline_environment_is_named_and_third_signal_exits(
     for answer in ("Ctrl-C again", "it does not end: it is at "):
         process.send_signal(signal.SIGINT)
         terminal.wait_until(answer, lambda answer=answer: answer in terminal.output(process))  # type: ignore[misc]
-    assert "environments.py:" in terminal.output(process) and "in hang" in terminal.output(process)
+    assert "environments/small.py:" in terminal.output(process) and "in hang" in terminal.output(process)
     process.send_signal(signal.SIGINT)
     assert terminal.ended(process).code == 130
     terminal.wait_until("Redis and S3 to end", lambda: not terminal.left())

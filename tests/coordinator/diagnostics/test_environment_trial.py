@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hangs in step": ({"id": "Hangs", "kwargs": {"place": "step"}}, ["fatal: step() hangs, at ", "in _wait"]),
     "exits": (
         {"id": "Dies", "kwargs": {"how": "exit"}},
-        ["fatal: step() ended its process with exit code 3; it said last: ", "broken_environments.py"],
+        ["fatal: step() ended its process with exit code 3; it said last: ", "environments/broken.py"],
     ),
     "exits at its start": (
         {"id": "Dies", "kwargs": {"how": "exit", "at_start": True}},
@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "crashes": (
         {"id": "Dies", "kwargs": {"how": "crash"}},
-        ["fatal: step() ended its process with SIGSEGV", "broken_environments.py"],
+        ["fatal: step() ended its process with SIGSEGV", "environments/broken.py"],
     ),
     "killed": (
         {"id": "Dies", "kwargs": {"how": "kill"}},
@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({"id": f"{MODULE}:nothing"}, ["it returned nothing: return the environment"]),
     "of no class": ({"id": f"{MODULE}:OfNoClass"}, ["returned a OfNoClass", "derive OfNoClass from gymnasium.Env"]),
     "raises at its start": (
-        {"id": f"{MODULE}:NoLevel"}, ["FileNotFoundError", "'level.txt' (at ", "broken_environments.py:"],
+        {"id": f"{MODULE}:NoLevel"}, ["FileNotFoundError", "'level.txt' (at ", "environments/broken.py:"],
     ),
     "a parallel one": ({"id": f"{WORKING}:Chase"}, ["it is a PettingZoo environment: set environment.api="]),
     "a registered one": ({"id": "classic/rps_v2"}, ["it is a PettingZoo environment: set environment.api="]),
