@@ -14,11 +14,9 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from benchmarks.learning import __main__ as learning
-from benchmarks.learning.curves import on_grid
-from benchmarks.learning.environments import BitFlip, Corridor, DeepSea, HiddenVelocities, Locks, shuffled_rewards
-from benchmarks.learning.mazes import PointMaze
+from benchmarks.learning.environments import Corridor, DeepSea, Locks, shuffled_rewards
 from benchmarks.learning.report import verdict, write_report
-from benchmarks.learning.results import Result, current, place, read, write
+from benchmarks.learning.results import Result, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import Mode, Task, load_tasks
 from stagecoach.shared.config.loading import parse_config
@@ -75,18 +73,6 @@ def test_tasks_end_in_time_and_are_evaluated(entry: Task) -> None:
     assert (entry.reference, entry.source) != ("", "")
 
 
-def test_task_overrides_common_settings() -> None:
-    settings = task().settings
-    assert settings["evaluation"] == {"episodes": 2, "num_envs": 2}
-    assert settings["rollout"] == {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
-
-
-def test_digest_follows_settings_but_not_the_gate() -> None:
-    assert task(reach=11, minutes=2).digest == task().digest
-    assert task(within=512).digest != task().digest
-    assert task(config={**TINY, "seed": 3}).digest != task().digest
-
-
 def test_task_with_teacher_reads_its_experience(tmp_path: Path) -> None:
     taught = task(config=TINY | CLONING, teacher=TINY)
     assert taught.digest != task(config=TINY | CLONING, teacher=TINY | {"heatup": "8 env_steps"}).digest
@@ -100,15 +86,6 @@ def test_task_with_teacher_reads_its_experience(tmp_path: Path) -> None:
     shown = task(config=TINY | imitating, teacher=TINY, taught_by="demonstrations").parse(3, tmp_path)
     assert shown.dataset is None and shown.demonstrations is not None
     assert (shown.demonstrations.path, shown.demonstrations.min_return) == (dataset.path, 9.0)
-
-
-def test_duplicate_task_name_is_refused(tmp_path: Path) -> None:
-    entry = json.dumps({"a": {name: value for name, value in task().model_dump().items() if name != "name"}})
-    (tmp_path / "one.yaml").write_text(entry)
-    assert list(load_tasks(tmp_path)) == ["a"]
-    (tmp_path / "two.yaml").write_text(entry)
-    with pytest.raises(ValueError, match="a task 'a' already"):
-        load_tasks(tmp_path)
 
 
 def test_shuffled_rewards_are_those_of_other_steps() -> None:
@@ -126,32 +103,6 @@ def test_shuffled_rewards_are_those_of_other_steps() -> None:
     plain.close()
     assert {*kept[True]} <= {*kept[False]}
     assert abs(np.corrcoef(kept[True], kept[False])[0, 1]) < 0.3
-
-
-def test_hidden_velocities_leave_the_positions() -> None:
-    plain, hidden = gym.make("CartPole-v1"), HiddenVelocities(gym.make("CartPole-v1"))
-    assert hidden.observation_space.contains(hidden.reset(seed=1)[0])
-    assert hidden.reset(seed=1)[0].tolist() == plain.reset(seed=1)[0][[0, 2]].tolist()
-    for action in (0, 1, 1):
-        assert hidden.step(action)[0].tolist() == plain.step(action)[0][[0, 2]].tolist()
-
-
-def test_bit_flipping_ends_at_goal_or_after_as_many_steps() -> None:
-    environment = BitFlip(6)
-    for seed in range(20):
-        seen, _ = environment.reset(seed=seed)
-        wrong = np.flatnonzero(seen["achieved_goal"] != seen["desired_goal"])
-        assert len(wrong) > 0
-        steps = [environment.step(bit) for bit in wrong]
-        assert [step[1:4] for step in steps[:-1]] == [(-1.0, False, False)] * (len(wrong) - 1)
-        seen, *rest = steps[-1]
-        assert rest == [0.0, True, False, {"is_success": True}]
-        assert (seen["achieved_goal"] == seen["desired_goal"]).all()
-    check_env(environment, skip_render_check=True)
-    environment.reset(seed=0)
-    steps = [environment.step(np.int64(0)) for _ in range(6)]
-    assert [step[3] for step in steps] == [False] * 5 + [True]
-    assert steps[-1][4] == {"is_success": False}
 
 
 def test_deep_sea_rewards_one_dive_alone() -> None:
@@ -194,19 +145,6 @@ def test_corridors_and_locks_have_one_solution() -> None:
     assert returns[0] == returns[1] != returns[2]
 
 
-def test_maze_wall_has_one_door() -> None:
-    maze = PointMaze(rows=2, length=4, wall=0.4)
-    maze.reset(seed=0)
-    up, right = np.array([0, 0.5]), np.array([0.5, 0])
-    assert [maze.step(up)[0]["observation"][1] for _ in range(3)][-1] == np.float32(0.8)
-    for _ in range(8):
-        maze.step(right)
-    assert maze.step(up)[0]["observation"][1] > 1.2
-    for _ in range(3):
-        maze.step(-right)
-    assert maze.step(-up)[0]["observation"][1] == np.float32(1.2)
-
-
 # The runs
 
 
@@ -220,12 +158,6 @@ def test_plan_orders_jobs_and_skips_finished_ones(tmp_path: Path) -> None:
         "short-distributed-1", "short-distributed-2", "long-distributed-1", "long-distributed-2",
     ]  # fmt: skip
     assert len(learning.plan([short, long, odd], ["inline", "distributed"], 2, tmp_path, again=True)) == 8
-
-
-def test_jobs_beyond_the_budget_do_not_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert learning.work([Job(task(minutes=3), "inline", 1)], 2.0, tmp_path / "data", tmp_path / "runs") == 0
-    assert "not begun" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_leaves_only_its_curves(tmp_path: Path) -> None:
@@ -314,13 +246,6 @@ def test_gate_counts_last_checkpoint_or_three_in_a_row(scores: list[float], expe
     assert found.reached_at(task(within=256)) == (float("inf") if expected is None else expected)
 
 
-def test_score_is_that_of_the_last_checkpoint() -> None:
-    """Warm-up, or the last update, puts it beyond the task's env steps."""
-    found = result(task(), [(0, 1.0), (100, 9.9), (200, 10.0), (256, 11.0), (288, 5.0)])
-    assert found.score == 5.0
-    assert found.mean_score == pytest.approx((1 + 9.9 + 10 + 11 + 5) / 5)
-
-
 @pytest.mark.parametrize(
     ("reached", "seeds", "negative", "expected"),
     [
@@ -353,27 +278,3 @@ def test_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
     assert float(parity[4].strip("[]").split(",")[0]) > 0
     assert "not run yet\n\nempty\n" in report
     assert {path.name for path in tmp_path.glob("*.png")} == {"gate.png", "control.png"}
-
-
-def test_report_is_deterministic(tmp_path: Path) -> None:
-    write(result(task(), [(0, 5.0), (200, 50.0)]), tmp_path / "data")
-    write(result(task(), [(0, 6.0), (200, 70.0)], seed=2), tmp_path / "data")
-    seen = []
-    for _ in range(2):
-        write_report([task()], tmp_path / "data")
-        seen.append([path.read_bytes() for path in sorted(tmp_path.glob("*.*"))])
-    assert seen[0] == seen[1]
-    assert [one.seed for one in current(tmp_path / "data", task(), "inline")] == [1, 2]
-
-
-def test_curve_holds_newest_score_so_far() -> None:
-    grid, scores = on_grid([result(task(), [(0, 1.0), (100, 2.0)]), result(task(), [(50, 3.0), (150, 4.0)])])
-    assert (grid[0], grid[-1]) == (50, 150)
-    assert scores[0].tolist() == [1.0 if at < 100 else 2.0 for at in grid]
-    assert scores[1].tolist() == [3.0 if at < 150 else 4.0 for at in grid]
-
-
-def test_data_of_another_format_are_refused(tmp_path: Path) -> None:
-    write(result(task(), [(0, 1.0)], format=0), tmp_path)
-    with pytest.raises(ValueError, match="has format 0"):
-        read(place(tmp_path, "tiny", "inline", 1))

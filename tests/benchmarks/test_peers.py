@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.contest.contestants import Contestant, contestants
 from benchmarks.contest.programs.telling import WINDOW_EPISODES
-from benchmarks.contest.virtual_environments import REQUIREMENTS, NotInstalled, run
+from benchmarks.contest.virtual_environments import REQUIREMENTS
 from benchmarks.contest.watching import Program, ProgramFailed, env_steps_per_second, seconds_to
 from benchmarks.kit.options import Options
 from benchmarks.suite.peers import Times, contest
@@ -82,17 +82,6 @@ def test_ratios_compare_with_the_best_settings_of_a_library(tmp_path: Path) -> N
     assert [remark for remark in result.remarks if "broken" in remark and "its last words" in remark]
     tried = result.settings["tried (env steps/s)"]["ours"]
     assert result.settings["taken"]["ours"] == "many" and set(tried) == {"few", "many"}
-
-
-def test_missing_peer_is_named_and_has_no_line(tmp_path: Path) -> None:
-    entered = [fakes("theirs", "RLlib", peer="rllib", only={"rate": 1})]
-    result = contest(entered, Options(1, quick=True, cache=tmp_path), _TIMES)
-    assert not result.measures and "theirs is not measured: rllib is not installed" in result.remarks[0]
-
-
-def test_failed_peer_installation_reports_why() -> None:
-    with pytest.raises(NotInstalled, match="odd cannot be installed: no such thing"):
-        run("odd", [sys.executable, "-c", "print('no such thing\\n'); raise SystemExit(1)"])
 
 
 @pytest.mark.parametrize("peer", PINNED)

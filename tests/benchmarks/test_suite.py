@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.kit.measure import Result, read
-from benchmarks.own_kernels import with_torch_adam
 from benchmarks.rehearsal import costs
 from benchmarks.suite.end_to_end_cases import cases
-from benchmarks.suite.environments import moving_square, wide
-from benchmarks.suite.framework_cost import CLOCKS, FRAMEWORK, TRAINER_PARTS, WORKER_PARTS, Clock
-from benchmarks.suite.memory_filling import fragments, spaces_of
-from benchmarks.suite.native import AIM, Alone, Sizes
-from benchmarks.suite.pinning import two_cores
-from benchmarks.suite.scale import network_config, observation_config, slowest
-from benchmarks.suite.tuning import SETTINGS
-from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.shared.config.loading import parse_config
-from stagecoach.shared.policies.registry import build_policies
-from stagecoach.trainer_node.learning.algorithms import on_policy, sac
+from benchmarks.suite.framework_cost import CLOCKS, FRAMEWORK, TRAINER_PARTS, WORKER_PARTS
+from benchmarks.suite.native import AIM
 from stagecoach.trainer_node.learning.building_blocks.compilation import has_compiler
-from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
 
 pytestmark = pytest.mark.timeout(400)
 Measure = Callable[..., Result]
@@ -101,34 +86,6 @@ def test_all_that_is_claimed_is_among_the_cases() -> None:
     assert {case.name for case in found if case.memory} == {"vectors: DQN", "vectors: SAC", "images: DQN"}
 
 
-def test_image_environment_passes_gymnasium_checker() -> None:
-    environment = moving_square()
-    first, _ = environment.reset(seed=3)
-    again, _ = moving_square().reset(seed=3)
-    assert (first == again).all() and environment.observation_space.contains(first)
-    frames = [environment.step(step % 4) for step in range(200)]
-    assert any((frame[0] != first).any() for frame in frames)
-    assert [frame[2] for frame in frames] == [False] * 199 + [True]
-    assert {frame[1] for frame in frames} == {0.0, 1.0}
-
-
-def test_trainer_has_its_own_core_when_there_are_two() -> None:
-    cores = two_cores()
-    assert {cores.trainer, cores.others} <= os.sched_getaffinity(0)
-    assert cores.apart == (len(os.sched_getaffinity(0)) > 1)
-
-
-def test_reference_adam_is_active_only_inside_its_context() -> None:
-    def own() -> list[bool]:
-        return [vars(module)["Adam"] is Adam for module in (on_policy, sac)]
-
-    other = with_torch_adam(fused=True)
-    assert own() == [True, True]
-    with other:
-        assert own() == [False, False]
-    assert own() == [True, True]
-
-
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measure) -> None:
     result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
@@ -142,12 +99,6 @@ def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measu
     assert lines["TD3, 64×64"].against == ""
 
 
-def _busy(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
 def test_lines_have_figures_and_roles_report_all_parts(measure_quickly: Measure) -> None:
     result = measure_quickly("limits")
     of_framework = {f"worker: {part}" for part in (*WORKER_PARTS, FRAMEWORK)}
@@ -157,26 +108,6 @@ def test_lines_have_figures_and_roles_report_all_parts(measure_quickly: Measure)
     aims = {line.what: line.aim for line in result.measures if line.aim is not None}
     assert aims == {"worker: framework": 1.0, "trainer: framework": 0.5}
     assert found[f"worker: {CLOCKS}"] < found["worker: framework"]
-
-
-def test_clock_counts_nested_calls_once() -> None:
-    clock = Clock()
-    inner = clock.around("inner", partial(_busy, 0.02))
-
-    def act() -> None:
-        inner()
-        _busy(0.01)
-
-    outer = clock.around("outer", act)
-
-    def update() -> None:
-        outer()
-        _busy(0.02)
-
-    clock.inner("rest", update)()
-    assert set(clock.seconds) == {"outer", "rest"}
-    assert clock.seconds["outer"] == pytest.approx(0.03, rel=0.3)
-    assert clock.seconds["rest"] == pytest.approx(0.02, rel=0.3)
 
 
 def test_lines_of_memories_and_draws(measure_quickly: Measure) -> None:
@@ -190,16 +121,6 @@ def test_lines_of_memories_and_draws(measure_quickly: Measure) -> None:
     draw = next(line for name, line in lines.items() if name.startswith("draw"))
     assert found.ratios(draw)[0] > 0
     assert {measure.unit for measure in found.measures} == {"GB", "B", "ms"}
-
-
-@pytest.mark.parametrize("kind", ["images", "goals", "vector"])
-def test_replacement_resumes_where_its_source_stopped(kind: str) -> None:
-    made = fragments(spaces_of(kind), 16, 2)
-    found = [next(made) for _ in range(4)]
-    (first, before), (third, after) = found[0], found[2]
-    assert first == third
-    for name in [name for name in before if name.startswith("obs")]:
-        assert np.array_equal(before[f"bootstrap_{name}"], after[name][0])
 
 
 def test_sizes_of_the_processes_of_a_run(measure_quickly: Measure) -> None:
@@ -220,14 +141,6 @@ def test_every_part_is_measured_with_the_whole_path(measure_quickly: Measure) ->
     assert result.settings["config"]["environment"]["vectorization"] == "native" and AIM == 500_000
 
 
-def test_each_fragment_is_learned_from_once_more() -> None:
-    alone = Alone("two layers of 64, twice", Sizes(num_envs=4, steps=8))
-    alone.learn()
-    alone.learn()
-    assert alone.transitions == 32 and alone.bytes_per_step > 30
-    assert alone.learner.counters.train.updates == 2 and alone.learner.counters.train.env_steps <= 64
-
-
 def test_recovery(measure_quickly: Measure) -> None:
     result = measure_quickly("recovery", "worker")
     assert {measure.what for measure in result.measures} == {"worker-0, p50", "worker-0, p95"}
@@ -245,32 +158,6 @@ def test_sizes_are_measured_and_worked_out(measure_quickly: Measure, family: str
     assert worked_out.dashed and all(rate > 0 for _, rate in worked_out.points)
     for found in result.settings["points"].values():
         assert {"trainer", "redis-server", "worker"} <= set(found["cores used"]) and found["limit by arithmetic"]
-
-
-def test_slowest_role_or_the_cores_set_the_limit() -> None:
-    assert slowest({"worker": 4e-6, "trainer": 1e-6}, 2) == (250_000, "the processor of one worker")
-    assert slowest({"worker": 2e-6, "trainer": 1.5e-6, "redis": 1e-6}, 2)[1] == "2 cores for all"
-
-
-@pytest.mark.parametrize("parameters", [1_000, 100_000])
-def test_network_has_about_the_requested_size(parameters: int) -> None:
-    config = parse_config(network_config(parameters))
-    (policy,) = build_policies(check(config).policies, config.policies, config.algorithm, seed=0).values()
-    assert sum(weights.numel() for weights in policy.parameters()) == pytest.approx(parameters, rel=0.1)
-
-
-@pytest.mark.parametrize("size", [4, 1_000, 1_000_000])
-def test_observation_fragment_is_bounded(size: int) -> None:
-    config = parse_config(observation_config(size))
-    assert 4 * size * config.rollout.fragment_steps * config.environment.num_envs <= max(4 << 20, 16 * size)
-
-
-def test_wide_observations_are_shown_in_turns() -> None:
-    shown = wide(3, 2)
-    first, _ = shown.reset()
-    second = shown.step(shown.action_space.sample())[0]
-    assert first.shape == second.shape == (2, 3) and (first != second).any()
-    assert wide(3).observation_space == shown.single_observation_space  # type: ignore[union-attr]
 
 
 def test_milestones_of_a_start(measure_quickly: Measure) -> None:
@@ -298,8 +185,3 @@ def test_setting_runs_for_real(measure_quickly: Measure) -> None:
     (line,) = result.measures
     assert (line.what, line.against) == ("slow: 1 × 8 × 64, async", "")
     assert result.settings[line.what]["environment"]["vectorization"] == "async"
-
-
-def test_update_size_is_independent_of_fragment_size() -> None:
-    for setting in SETTINGS:
-        assert setting.envs * setting.steps * max(1, 2048 // (setting.envs * setting.steps)) == 2048
