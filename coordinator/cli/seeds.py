@@ -98,7 +98,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
 
 
 def _start(arguments: Sequence[str], beside_others: bool) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """Starts a process; among parallel ones, also returns a file of its errors before it is live."""
+    """Starts a process; with others in parallel, also returns a file of its errors until it is live."""
     command = [sys.executable, "-P", "-m", "stagecoach", *arguments]
     errors = tempfile.TemporaryFile() if beside_others else None  # noqa: SIM115
     output = subprocess.DEVNULL if beside_others else None

@@ -21,8 +21,8 @@ from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.trainer_node.metrics.update_metrics import LAG_BUCKETS
 
 _PROCESSES = (
-    "Sum over all processes that the page's server has seen, replaced ones included; restarts at 0 with that server, "
-    "or after a minute without a scrape."
+    "Sum over all processes that the page's server has seen, including replaced processes; restarts at 0 with that "
+    "server, or after a minute without a scrape."
 )
 _LASTS = "Survives the run's processes; stands still while a resumed trainer rereads the log."
 

@@ -25,7 +25,7 @@ class PrintableConsole(Console):
         return super().render_str(printable(text, len(text), lines=True), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is printed comes through here, whatever it is made of."""
+        """Escapes all printed text; every renderable passes through here."""
         for segment in super().render(renderable, options):
             escaped = segment.text if segment.control else printable(segment.text, len(segment.text), lines=True)
             yield segment._replace(text=escaped)

@@ -13,14 +13,14 @@ export const onZoom = (listener) => {
   zoomed = listener;
 };
 
-/** Shows this part of the x axis in every chart; null: all of it. */
+/** Shows this range of the x axis in every chart; null shows all. */
 export function zoomTo(range) {
   zoom = range;
   for (const chart of charts) chart.redraw();
   zoomed(zoom);
 }
 
-/** After a change of theme, whose colors canvases hold. */
+/** Redraws all charts with the colors of a new theme. */
 export function recolor() {
   for (const chart of charts) chart.rebuild();
 }
@@ -70,7 +70,7 @@ export class Chart {
     return this.axis === "time" ? series.unix_seconds : series.env_steps;
   }
 
-  /** Columns of one x: of each line its values, then low and high where it has a band. */
+  /** Columns over a common x: the values of each line, followed by low and high if it has a band. */
   joined() {
     const tables = this.lines.flatMap((line) => {
       const own = [[this.xs(line.series), line.series.mean]];
@@ -88,7 +88,7 @@ export class Chart {
       : data;
   }
 
-  /** For a table: heads, and x and values of each row, newest first. */
+  /** Returns the table: heads, and rows of x and values, newest first. */
   table() {
     const heads = this.lines.flatMap(({ label, band }) => (band ? [label, ...band.names] : [label]));
     const columns = this.joined();
@@ -197,7 +197,7 @@ export class Chart {
     return [low >= 0 && (this.wholeTicks || low < 0.5 * high) ? 0 : low - 0.06 * spread, high + 0.08 * spread];
   }
 
-  /** The bound and the best dot. */
+  /** Draws the bound and the best dot. */
   drawOver(plot) {
     const { ctx } = plot;
     const ratio = window.devicePixelRatio;
@@ -233,7 +233,7 @@ export class Chart {
     zoomTo(range);
   }
 
-  /** With the arrow keys the cursor goes from value to value, in all charts. */
+  /** Moves the cursor of all charts from value to value with the arrow keys. */
   key(event) {
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
     if (event.key === "Escape") zoomTo(null);
@@ -267,7 +267,7 @@ export class Chart {
     this.keys.replaceChildren(...toggles);
   }
 
-  /** Each line's value under the cursor, else its newest. */
+  /** Shows each line's value at the cursor, or its newest. */
   tellValues(at) {
     const x = at === null || at === undefined ? Infinity : this.data[0][at];
     const told = this.lines.map((line) => {
@@ -281,7 +281,7 @@ export class Chart {
   }
 }
 
-/** As fine as the ticks are apart. */
+/** Formats ticks with the precision of their spacing. */
 function timeTick(unixSeconds, step) {
   const date = new Date(1000 * unixSeconds);
   if (step >= 86400) return date.toLocaleDateString("en-CA").slice(5);

@@ -1,4 +1,4 @@
-// A question in a dialog: Escape or Cancel answers null, the button what was filled in.
+// A modal form: Escape or Cancel resolves to null, the button to the values of its fields.
 
 import { el } from "./dom.js";
 

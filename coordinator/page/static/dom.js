@@ -1,4 +1,4 @@
-// Elements and words: whatever comes from a run gets into the page as text, never as HTML.
+// Builds elements and formats values. Data of a run enters the page as text, never as HTML.
 
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -18,12 +18,12 @@ export function svg(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Sets text only where it differs, so that a selection and a screen reader's place stay. */
+/** Sets text only if it differs, to keep selections and the position of screen readers. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Parts of a text, with what stands between backticks as code. */
+/** Splits a text into nodes; parts in backticks become code. */
 export function prose(text) {
   return text.split("`").map((part, index) => (index % 2 ? el("code", {}, part) : part));
 }
@@ -34,10 +34,10 @@ const wholly = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const finely = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** What ranks a checkpoint, and by what, where that is not the mean return. */
+/** Formats the value that ranks a checkpoint, and its name if it is not the mean return. */
 export const ranked = (value, by) => (known(value) && by ? `${figure(value)} (${by})` : figure(value));
 
-/** A metric's value with four digits; very small ones by their power of ten. */
+/** Formats a metric with four digits; very small values in scientific notation. */
 export function figure(value) {
   if (!known(value)) return NONE;
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(2);
@@ -74,7 +74,7 @@ export function seconds(value) {
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-/** Local time, with its day where that is not today. */
+/** Formats local time, with the date if it is not today. */
 export function clock(unixSeconds) {
   if (!known(unixSeconds)) return NONE;
   const date = new Date(1000 * unixSeconds);
@@ -83,7 +83,7 @@ export function clock(unixSeconds) {
   return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
 }
 
-/** The server's data, or an `Error` with its line and `status` (0: no answer at all). */
+/** Fetches JSON; throws an `Error` with the server's message and `status` (0: no response). */
 export async function api(path, body) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   const request = body === undefined ? {} : { method: "POST", headers, body: JSON.stringify(body) };
@@ -91,18 +91,18 @@ export async function api(path, body) {
   try {
     reply = await fetch(path, { cache: "no-store", ...request });
   } catch {
-    throw Object.assign(new Error("the page's server does not answer"), { status: 0 });
+    throw Object.assign(new Error("the page's server does not respond"), { status: 0 });
   }
   const data = await reply.json().catch(() => ({}));
   if (!reply.ok) {
-    throw Object.assign(new Error(data.error || `the server answers ${reply.status}`), { status: reply.status });
+    throw Object.assign(new Error(data.error || `the server responded with ${reply.status}`), { status: reply.status });
   }
   return data;
 }
 
 export const runPath = (runId) => `/api/runs/${encodeURIComponent(runId)}`;
 
-/** Says what was done, or why not, for some seconds; screen readers hear it. */
+/** Shows the result of an order for some seconds; screen readers announce it. */
 export function tell(text, failed = false) {
   const line = el("p", { class: failed ? "failed" : "done" }, text);
   document.getElementById("told").append(line);

@@ -1,4 +1,4 @@
-// The page of runs: shows the index or one run by the address, and keeps the connection to its server.
+// Entry point: shows the index or one run, depending on the URL, and reconnects to the server.
 
 import { recolor } from "./charts.js";
 import { api, el, ranked, runPath, setText, whole } from "./dom.js";
@@ -23,7 +23,7 @@ function startTheme() {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
     try {
       localStorage.setItem("theme", theme);
-    } catch {} // a browser that keeps nothing
+    } catch {} // storage is disabled
     apply();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
@@ -45,13 +45,13 @@ function showBanner(text, button = null) {
   banner.replaceChildren(el("span", {}, text), ...(button ? [button] : []));
 }
 
-/** Calls `work` until it succeeds, with growing pauses; a banner says why, and has a button for at once. */
+/** Retries `work` until it succeeds, with growing pauses; a banner shows the error and a button to retry now. */
 async function insistently(work) {
   for (let pause = 1; ; pause = Math.min(2 * pause, LONGEST_PAUSE_SECONDS)) {
     try {
       return await work();
     } catch (error) {
-      const needs = { 401: "open the address that `stagecoach page` printed: it has the token", 429: "wait a minute" }[
+      const needs = { 401: "open the URL that `stagecoach page` printed, which has the token", 429: "wait a minute" }[
         error.status
       ];
       if (error.status === 404) throw error;
@@ -67,10 +67,10 @@ function countDown(text, pause) {
       clearInterval(timer);
       resolve();
     };
-    const button = el("button", { type: "button", onclick: done }, "Try now");
+    const button = el("button", { type: "button", onclick: done }, "Retry now");
     const left_ = el("span", { class: "count" });
     const tick = () => {
-      setText(left_, `next try in ${left} s`);
+      setText(left_, `retrying in ${left} s`);
       left -= 1;
       if (left < 0) done();
     };
@@ -149,9 +149,9 @@ async function showIndex() {
       },
       { label: "env steps", value: (row) => row.env_steps, text: whole },
       { label: "best", value: (row) => row.best, text: (best, row) => ranked(best, row.ranked_by) },
-      { label: "why", left: true, value: (row) => row.reason, text: (value) => value || "–" },
+      { label: "reason", left: true, value: (row) => row.reason, text: (value) => value || "–" },
     ],
-    { filter: "Find a run", empty: "No runs yet; start one: stagecoach train cartpole" },
+    { filter: "Find a run", empty: "No runs yet. Start one with: stagecoach train cartpole" },
   );
   main.replaceChildren(el("div", { class: "index" }, el("h1", {}, "Runs"), table.root));
   for (;;) {

@@ -1,4 +1,4 @@
-// The panels of a run's page, each made from its line of /api/panels: `update(run)` draws what the run now knows.
+// Panels of a run's page, built from /api/panels; `update(run)` redraws a panel.
 
 import { Chart } from "./charts.js";
 import {
@@ -25,7 +25,7 @@ const HUES = 8;
 const WORK = [1, 6, 3, 8];
 const WAITS = [2, 5, 4, 7];
 
-/** A frame with title, note and body; `wants` are the metrics that it draws, as [stream, name or name*]. */
+/** A frame with title, note and body; `wants` lists the metrics to fetch, as [stream, name or name*]. */
 class Panel {
   constructor(spec) {
     this.spec = spec;
@@ -54,7 +54,7 @@ class Panel {
     return line.stream || this.spec.stream;
   }
 
-  /** The metrics of each policy, or of each agent. */
+  /** Patterns of the same metric for each policy or agent. */
   parts(line) {
     return this.spec.group === "Learning" && !line.metric.endsWith("*") ? [`${line.metric}/*`] : [];
   }
@@ -63,14 +63,14 @@ class Panel {
 
   close() {}
 
-  /** Shows the body, or in its place why there is none. */
+  /** Shows the body, or the reason for its absence. */
   showBody(there) {
     this.body.hidden = !there;
     this.absent.hidden = there;
     this.note.hidden = !there || !this.spec.note;
   }
 
-  /** Lines as charts take them, of those that the run has rows of. */
+  /** Lines in the format of `Chart.draw`; lines without rows are left out. */
   lines(run) {
     return this.spec.lines.flatMap((line) => this.each(line, run)).flatMap((line, index) => {
       const series = run.series[this.stream(line)]?.[line.metric];
@@ -84,7 +84,7 @@ class Panel {
     });
   }
 
-  /** The line and that of each policy, or with a `*` at the end of its metric's name one for each metric that begins so. */
+  /** Expands a line: one for each policy too, or, if its metric ends in `*`, one for each metric with that prefix. */
   each(line, run) {
     if (line.metric.endsWith("*")) return this.below(line.metric.slice(0, -1), line, run);
     if (!this.parts(line).length) return [line];
@@ -99,7 +99,7 @@ class Panel {
   }
 }
 
-/** A panel with one chart, or one for each line, and the table behind them. */
+/** A panel with one chart, or one for each line, and a table of the same data. */
 class ChartPanel extends Panel {
   constructor(spec) {
     super(spec);
@@ -184,7 +184,7 @@ class ChartPanel extends Panel {
   }
 }
 
-/** Tables of several charts as one: a row for each x. */
+/** Merges the tables of several charts: a row for each x. */
 function mergedRows(tables) {
   const found = new Map();
   let before = 0;
@@ -207,12 +207,12 @@ class ReturnPanel extends ChartPanel {
     return [line, ...this.below(`${line.metric}/`, line, run).slice(0, HUES - 2)];
   }
 
-  /** Of a league the sum over both sides, which evaluations have too, says nothing: what each side gets is shown. */
+  /** Shows the return of each side of a league; the sum over both sides, which evaluations also have, means nothing. */
   lines(run) {
     const trained = super.lines(run);
     const sides = trained.filter(({ label, of }) => label !== of);
     if (run.has("league/rating/*") && sides.length) {
-      setText(this.note, "Of each side in training; how good a player is, say its rating and its matches.");
+      setText(this.note, "Return of each side in training. Ratings and matches show how good a player is.");
       return sides;
     }
     const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
@@ -238,7 +238,7 @@ class ReturnPanel extends ChartPanel {
   }
 }
 
-/** What a role waits for in warm colors from below, its work in cool ones above; small stages are one. */
+/** Stacks waits in warm colors below work in cool colors; small stages are merged. */
 class SharesPanel extends ChartPanel {
   lines(run) {
     const stages = this.each(this.spec.lines[0], run).map(({ metric, label }) => {
@@ -299,7 +299,7 @@ class FleetPanel extends ChartPanel {
         { label: "does", left: true, value: (row) => row.does },
         { label: "host", left: true, value: (row) => row.beat.host },
       ],
-      { filter: "Find a process", empty: "The run is not live: it has no processes." },
+      { filter: "Find a process", empty: "The run is not live, so it has no processes." },
     );
     this.root.insertBefore(this.tiles, this.absent);
     this.root.append(this.processes.root);
@@ -329,7 +329,7 @@ class FleetPanel extends ChartPanel {
     ]);
   }
 
-  /** Env steps per second of one process, smoothed over its last heartbeats. */
+  /** Env steps per second of one process, smoothed over recent heartbeats. */
   speed(beat) {
     const done = beat.progress.transitions;
     if (done === undefined) return null;
@@ -362,7 +362,7 @@ function doing(beat) {
   return beat.last_error ? `${wait}: ${beat.last_error}` : wait;
 }
 
-/** Pairs of name and value, with what the value belongs to. */
+/** Pairs of name and value. */
 export function drawTiles(host, tiles) {
   while (host.children.length < tiles.length) host.append(el("div", {}, el("dt"), el("dd"), el("small")));
   while (host.children.length > tiles.length) host.lastChild.remove();
@@ -385,20 +385,20 @@ class AutoscalerPanel extends ChartPanel {
   update(run) {
     super.update(run);
     const { scaling, desired_workers: wanted } = run.snapshot.state;
-    setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live: nothing scales it.");
+    setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live and does not scale.");
     const steps = run.snapshot.events
       .filter(({ kind }) => kind === "scaling")
       .slice(-5)
       .reverse();
     const lines = steps.map(({ time, text }) => el("li", {}, el("time", {}, clock(time)), text));
-    this.why.replaceChildren(...(lines.length ? lines : [el("li", {}, "The fleet was never scaled.")]));
+    this.why.replaceChildren(...(lines.length ? lines : [el("li", {}, "The fleet has not been scaled.")]));
   }
 }
 
 function scalingInWords({ mode, min, max, capacity }, wanted) {
-  const room = capacity ? ` The cluster has room for ${capacity.now}.` : "";
-  if (mode !== "auto") return `Fixed at ${wanted}.${room}`;
-  return `Automatically between ${min} and ${max ?? "as many as there is room for"}; ${wanted} now.${room}`;
+  const limit = capacity ? ` The cluster has capacity for ${capacity.now}.` : "";
+  if (mode !== "auto") return `Fixed at ${wanted}.${limit}`;
+  return `Automatically between ${min} and ${max ?? "the cluster's capacity"}; ${wanted} now.${limit}`;
 }
 
 const LANES = [
@@ -436,7 +436,7 @@ class TimelinePanel extends Panel {
         },
         { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
       ],
-      { empty: "No checkpoint is kept yet.", sortBy: 3, descending: true },
+      { empty: "No checkpoints yet.", sortBy: 3, descending: true },
     );
     this.events = new PagedTable(
       "Events",
@@ -476,7 +476,7 @@ function promoteButton(row, run) {
   return el("button", attributes, promoted ? "promoted" : "Promote");
 }
 
-/** A row of marks for each kind of event that there is, over the same x as the charts. */
+/** A row of marks for each kind of event, over the x axis of the charts. */
 function drawLanes(run, events) {
   const placed = events.map((event) => ({ ...event, x: run.axis === "time" ? event.time : run.stepsAt(event.time) }));
   const known = placed.filter(({ x }) => x !== null);
@@ -485,7 +485,7 @@ function drawLanes(run, events) {
       el(
         "p",
         { class: "absent" },
-        events.length ? "No row tells yet at which step events were." : "No event is recorded yet.",
+        events.length ? "The steps of these events are not recorded yet." : "No event is recorded yet.",
       ),
     ];
   const xs = known.map(({ x }) => x);
@@ -560,7 +560,7 @@ class LedgerPanel extends Panel {
   }
 }
 
-/** Counts of a ledger's entry; dropped ones are given by reason. */
+/** Transitions of a ledger entry; drops are counted by reason. */
 function transitions(entry) {
   if (!entry) return 0;
   if (typeof entry.transitions === "number") return entry.transitions;
@@ -603,7 +603,7 @@ class ConfigPanel extends Panel {
     this.against = this.other.value;
     const data = await run.readConfig(this.against).catch(() => null);
     if (data === null) return;
-    const empty = this.against ? `Its config is that of ${this.against}.` : "Nothing yet.";
+    const empty = this.against ? `The configs do not differ: ${this.against}.` : "No data yet.";
     this.table = new PagedTable("Config", this.columns(), { filter: "Find a field", empty });
     this.body.replaceChildren(this.table.root);
     const differing = Object.entries(data.differences).map(([field, [mine, theirs]]) => ({ field, mine, theirs }));
@@ -688,7 +688,7 @@ class LeaguePanel extends Panel {
     this.showBody(true);
   }
 
-  /** A row per player of this seat that has learned, a column for each of its strongest opponents. */
+  /** A row for each trained player of this seat, a column for each of its strongest opponents. */
   payoff({ players, payoff }, seat) {
     const rows = players.filter((row) => row.seat === seat && Object.hasOwn(payoff, row.player));
     if (!rows.length) return null;

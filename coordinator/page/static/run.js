@@ -1,4 +1,4 @@
-// A run's page: what is known of the run, kept up to date by server-sent events, its panels, and the orders to it.
+// A run's page: header, panels and orders, updated by server-sent events.
 
 import { onZoom, zoomTo } from "./charts.js";
 import { ask } from "./dialog.js";
@@ -131,12 +131,12 @@ export class RunPage {
     for (const panel of this.visible) panel.update(this);
   }
 
-  /** Whether the run has rows of a metric, or of any that begins so. */
+  /** Returns whether the run has rows of a metric, or of any metric with this prefix. */
   has(name) {
     return matching(name, this.snapshot.metrics.train || []).length > 0;
   }
 
-  /** The ids of its policies, where they are several. */
+  /** Ids of the policies, if there are several. */
   policies() {
     const prefix = "time/transitions/";
     return matching(`${prefix}*`, this.snapshot.metrics.train || []).map((name) => name.slice(prefix.length));
@@ -175,7 +175,7 @@ export class RunPage {
     ]);
   }
 
-  /** Metrics of the panels in sight, by stream; only such as the run has. */
+  /** Available metrics of the visible panels, by stream. */
   wanted(panels = this.visible) {
     const wanted = { train: new Set(), fleet: new Set() };
     for (const [stream, name] of [...ALWAYS, ...[...panels].flatMap((panel) => panel.wants)]) {
@@ -191,7 +191,7 @@ export class RunPage {
     );
   }
 
-  /** Reads curves anew, at most every three seconds, and more seldom where that takes long; at once where some are missing. */
+  /** Refetches curves at most every three seconds, less often if that is slow; missing curves immediately. */
   readSeries() {
     clearTimeout(this.timer);
     if (this.closed) return;
@@ -238,13 +238,13 @@ export class RunPage {
     return api(`${runPath(this.runId)}/config${against ? `?against=${encodeURIComponent(against)}` : ""}`);
   }
 
-  /** A number of the status (`flow.max_policy_lag`); of a run that has ended, the config's. */
+  /** A number of the status (`flow.max_policy_lag`); for an ended run, of the config. */
   bound(path) {
     const found = path.split(".").reduce((data, name) => data?.[name], this.snapshot.state);
     return found ?? this.config?.[CONFIGURED[path]];
   }
 
-  /** Env steps that were trained by a time: by the rows between which it is; null without rows. */
+  /** Env steps trained by a time, interpolated between rows; null without rows. */
   stepsAt(unixSeconds) {
     const { unix_seconds: times = [], env_steps: steps } = this.series.train["time/env_steps"] || {};
     if (!times.length) return null;
@@ -270,12 +270,12 @@ export class RunPage {
   }
 
   async stop() {
-    const text = `${this.runId} takes a last checkpoint and ends. It can be resumed.`;
+    const text = `${this.runId} ends with a final checkpoint. It can be resumed.`;
     if (await ask("Stop the run?", [], { text, yes: "Stop", danger: true })) await this.order("stop");
   }
 
   async note() {
-    const found = await ask("Note", [{ name: "text", label: "A line for the run's events", required: true }], {
+    const found = await ask("Note", [{ name: "text", label: "Text for the run's events", required: true }], {
       yes: "Write",
     });
     if (found) await this.order("note", { text: found.text });
@@ -316,7 +316,7 @@ export class RunPage {
   }
 }
 
-/** The metric of this name, or with a `*` at its end all that begin so. */
+/** Returns the metrics with this name, or with this prefix if it ends in `*`. */
 const matching = (name, there) =>
   there.filter((each) => (name.endsWith("*") ? each.startsWith(name.slice(0, -1)) : each === name));
 

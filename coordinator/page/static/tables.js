@@ -1,4 +1,4 @@
-// A table of any length: only a page of its rows is in the document, sorted by a click on a column's head.
+// A table of any length, sorted by a click on a column's head; only one page of rows is in the document.
 
 import { el, setText, whole } from "./dom.js";
 
@@ -84,7 +84,7 @@ export class PagedTable {
       head.setAttribute("aria-sort", this.sortBy === index ? order : "none");
     });
     if (!shown.length) {
-      const words = this.rows.length ? "No row has this text." : this.empty;
+      const words = this.rows.length ? "No row contains this text." : this.empty;
       this.body.replaceChildren(el("tr", { class: "none" }, el("td", { colspan: this.columns.length }, words)));
     } else {
       if (this.body.firstElementChild?.className === "none") this.body.replaceChildren();
@@ -102,7 +102,7 @@ export class PagedTable {
     return el("tr", {}, ...this.columns.map((column) => el("td", { class: PagedTable.side(column) })));
   }
 
-  /** Cells that hold the same as before stay as they are, and so does the focus in them. */
+  /** Updates only cells that changed, so that the others keep the focus. */
   fill(element, row) {
     this.columns.forEach((column, index) => {
       const cell = element.cells[index];

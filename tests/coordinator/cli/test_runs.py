@@ -158,7 +158,7 @@ def test_force_begins_a_run_anew(folder: Path, stagecoach: Stagecoach, tmp_path:
     train = ("train", "config.yaml", "--inline", "--force")
     check_refused(stagecoach(*train), "--run-id")
     again = (*train, "--run-id", "a")
-    check_refused(stagecoach(*again, "--or-resume"), "--force begins a run anew, and --or-resume continues it")
+    check_refused(stagecoach(*again, "--or-resume"), "--force replaces a run and --or-resume continues it")
     data = ("algorithm.name=bc", "--set", "dataset.path=runs/a/s3/stagecoach/a")
     for sets in (("initialize_from=a",), ("policies.default.initialize_from=a/best",), data):
         check_refused(stagecoach(*again, "--set", *sets), "--force would delete run 'a'", sets[-1].partition("=")[0])

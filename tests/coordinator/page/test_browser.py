@@ -30,7 +30,7 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
 )  # fmt: skip
-AWAY = "does not answer"
+AWAY = "does not respond"
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(300),
@@ -96,7 +96,7 @@ def test_page_of_live_run_updates(live: Run, visitor: Visitor) -> None:
         page.locator("#panel-fleet tbody tr", has_text="worker-0").wait_for()
         text = "<img src=x onerror=alert(1)> is text"
         page.get_by_role("button", name="Note …").click()
-        page.get_by_role("dialog").get_by_label("A line for the run's events").fill(text)
+        page.get_by_role("dialog").get_by_label("Text for the run's events").fill(text)
         page.keyboard.press("Enter")
         page.locator("#panel-timeline").scroll_into_view_if_needed()
         page.locator("#panel-timeline td", has_text=text).wait_for()
@@ -115,7 +115,7 @@ def test_page_shows_banner_while_server_is_away(live: Run, visitor: Visitor) -> 
     page.locator("#banner", has_text=AWAY).wait_for()
     before = visitor.env_steps
     with serve(live.config.runs_dir, TOKEN, port=int(url.rpartition(":")[2])):
-        page.get_by_role("button", name="Try now").click()
+        page.get_by_role("button", name="Retry now").click()
         page.locator("#banner").wait_for(state="hidden")
         soon("more env steps on the page", lambda: visitor.env_steps > before)
         page.locator("#panel-return canvas").wait_for()
