@@ -27,7 +27,7 @@ BOUNDS = {
     "rollout_worker": (38, 49, 3, 0, 0),
     "shared": (174, 124, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (43, 75, 2, 0, 0),
+    "trainer_node": (35, 25, 0, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),
@@ -38,7 +38,7 @@ BOUNDS = {
     "tests/learning": (0, 0, 0, 0, 0),
     "tests/rollout_worker": (0, 0, 0, 19, 15),
     "tests/shared": (0, 0, 0, 114, 81),
-    "tests/trainer_node": (0, 0, 0, 212, 70),
+    "tests/trainer_node": (0, 0, 0, 128, 70),
 }
 
 PLAIN_OPENINGS = 0.85

@@ -20,7 +20,7 @@ def main() -> int:
     parser = role_arguments(
         "stagecoach.trainer_node", "Takes over a run as its trainer; one that is at work is fenced off."
     )
-    parser.add_argument("--rank", type=int, default=0, help="be one of the ranks 1 … trainer.ranks − 1 beside it")
+    parser.add_argument("--rank", type=int, default=0, help="run as rank 1 … trainer.ranks − 1 instead of the trainer")
     try:
         arguments = parser.parse_args()
         launch, rank = launch_from_arguments(arguments), arguments.rank

@@ -1,4 +1,4 @@
-"""The processes that train: the trainer's, with each way out of it, and that of a follower beside it."""
+"""The processes that train: the trainer, with each way out of it, and the followers."""
 
 import signal
 
@@ -17,11 +17,10 @@ from stagecoach.trainer_node.trainer import Trainer
 
 
 def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> str:
-    """Rank 0 is the trainer, which trains until the run is to end; the others learn beside it until it has finished.
+    """Runs the trainer (rank 0) until the run ends, or another rank until the trainer has finished.
 
-    Returns the reason, or `preempted` where its machine is taken away. Where the group of the ranks breaks, the next
-    incarnation takes up the run from the newest checkpoint and the log, in this same process, as long as that makes
-    progress.
+    Returns the reason, or `preempted`. If the group of the ranks breaks, the next incarnation resumes in this same
+    process, as long as there is progress.
     """
     keep_freed_memory()
     if rank:
@@ -48,7 +47,7 @@ def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, .
 
 
 def run_trainer(incarnation: Incarnation, kind: type[Trainer] = Trainer) -> str:
-    """One incarnation, from its start until the run is to end or it leaves; each way out is told to the others."""
+    """One incarnation, from its start until the run is to end or it leaves; reports each way out."""
     incarnation.role.check_config()  # a role that was started wrongly must not end the run as failed
     try:
         with incarnation.stages.during("start"):

@@ -1,4 +1,4 @@
-"""The Ray actor of the trainer and of the ranks beside it: what it does is imported in the process that does it."""
+"""The Ray actor of the trainer and of its other ranks; imports the implementation in the actor's process."""
 
 from typing import Any
 

@@ -61,7 +61,7 @@ def replay(
     set_up_torch(config.trainer)
     if config.trainer.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
-            f"trainer.device={config.trainer.device}, but PyTorch finds no CUDA device here, and a CPU comes to other "
+            f"trainer.device={config.trainer.device}, but PyTorch has no CUDA device here, and a CPU gives other "
             f"bits; replay where the run was trained"
         )
     aim = checkpoints.load(goal)

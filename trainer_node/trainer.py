@@ -1,8 +1,8 @@
 """The trainer: a deterministic state machine over the experience log.
 
 `step` reads: collect the next K fragments, emulate acting on them, learn, publish the next policy version, report,
-checkpoint when due. What it learns depends on its snapshot and the log alone. How a trainer comes to its first step is
-told in recovery/recovery.py, how it ends in recovery/incarnation.py.
+checkpoint when due. What it learns depends on its snapshot and the log alone. recovery/recovery.py leads to
+the first step, recovery/incarnation.py has the ends.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Trainer:
         self._orders = self._flow.read().checkpoint_orders
         """Number of checkpoints requested by users."""
         self._catching_up = True
-        """Whether it repeats what a former trainer has learned; workers wait for credit, and nothing waits for this."""
+        """True while it repeats what an earlier trainer learned, when workers wait for credit."""
         self.end_reason = ""
         """Reason why the run ends, once it does."""
 
@@ -67,7 +67,7 @@ class Trainer:
         set_up_torch(incarnation.role.config.trainer)
         trainer = cls(Recovery.start(incarnation))
         if not trainer.version and (lost := turns_lost(trainer._config, trainer.state.description)):
-            incarnation.tell(lost)
+            incarnation.emit_event(lost)
         trainer._meet_followers()
         trainer._tell()
         incarnation.learns = True
@@ -143,7 +143,7 @@ class Trainer:
                 self.recorder.record(EPISODES, row, worker)
         for fold in self.learner.folds:
             for text in fold.drain_events():
-                self.incarnation.tell(text, fold.name)
+                self.incarnation.emit_event(text, fold.name)
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
             episodes, env_steps = self.learner.episodes, self.learner.counters.train.env_steps
@@ -179,7 +179,7 @@ class Trainer:
                 return False
             self.consumer.batch.append(taken)
         if not at_once and self.recovery.redis_restarted(0.0):
-            raise RedisRolledBack("Redis came back while a batch was incomplete: the batch begins anew")
+            raise RedisRolledBack("Redis came back while a batch was incomplete: the batch starts over")
         return True
 
     def _wait_for_experience(self, poll_seconds: float) -> Fragment | None:
@@ -221,7 +221,7 @@ class Trainer:
         if leader is not None:
             self.incarnation.ranks = leader
             text = f"{leader.size} ranks learn together over {leader.backend}, in the group of epoch {epoch}"
-            self.incarnation.tell(text)
+            self.incarnation.emit_event(text)
             taken, archive, log = self.state.snapshot(), self.incarnation.role.archive(), self.incarnation.log
             self.incarnation.with_store(
                 lambda: leader.begin(taken, self.state.description, held(self.learner, archive, log))
@@ -241,7 +241,7 @@ class Trainer:
             self._wait_for_evaluation(last)
         if missed := writer.due.names - read_evaluations(self.incarnation.role.redis, self._run_id).keys():
             due = f"{counted(len(missed), 'policy version')} due by evaluation.every={self._config.evaluation.every}"
-            self.incarnation.tell(f"{due} had not been played when the run ended", "evaluation")
+            self.incarnation.emit_event(f"{due} had not been played when the run ended", "evaluation")
         writer.close()
         with self._heartbeat.waiting("the store to take the end of the run", seconds, outage=True) as wait:
             retry_until_deadline(wait, lambda: writer.finish(last))
@@ -275,7 +275,7 @@ class Trainer:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:
                 poll(wait, done)
         except WaitTimeout as error:
-            self.incarnation.tell(f"{name} is not evaluated: {error}", "evaluation")
+            self.incarnation.emit_event(f"{name} is not evaluated: {error}", "evaluation")
 
     def leave(self) -> str:
         """Makes what was learned durable, within its grace, and leaves the run to the next one; returns `preempted`."""

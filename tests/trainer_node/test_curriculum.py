@@ -84,7 +84,7 @@ def test_lesson_by_progress_or_rating_needs_enough_episodes() -> None:
     assert made.table(NONE).lessons == {"length": 1}
 
 
-def test_a_measure_is_smoothed_as_ml_agents_does() -> None:
+def test_measure_is_smoothed_as_in_ml_agents() -> None:
     lessons = [{"value": 1, "until": {"return": 2.0, "episodes": 2, "smoothing": True}}, {"value": 2}]
     made = curriculum({"length": {"lessons": lessons}})
     totals, smoothed = [1.0, 1.0, 2.4, 2.4, 2.4], 1.0
@@ -134,7 +134,7 @@ def test_smoothed_measure_starts_at_first_mean() -> None:
     assert made.table(NONE).lessons == {"length": 1}
 
 
-def test_a_success_that_is_never_told_is_said_once() -> None:
+def test_missing_success_is_reported_once() -> None:
     sometimes = curriculum({"length": {"lessons": LESSONS}})
     for success in (False, None, None, None, None, None):
         told(sometimes, 0, 1.0, success)
@@ -150,7 +150,7 @@ def test_a_success_that_is_never_told_is_said_once() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()), max_size=60), st.data())
 @settings(max_examples=60)
-def test_a_fold_that_is_cut_anywhere_goes_on_from_its_state(episodes: list[Any], data: st.DataObject) -> None:
+def test_curriculum_resumes_from_its_state_at_any_cut(episodes: list[Any], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(episodes)))
     whole, first, second = (curriculum({"length": {"lessons": LESSONS}}) for _ in range(3))
     for number, (lesson, total, success) in enumerate(episodes):
@@ -273,7 +273,7 @@ EASY = [
 
 
 @pytest.mark.parametrize("kind", ["lessons", "levels"])
-def test_a_curriculum_goes_on_exactly_wherever_it_ends(new_game: NewGame, kind: str) -> None:
+def test_curriculum_resumes_and_replays_exactly(new_game: NewGame, kind: str) -> None:
     """Trainer and worker are lost at each version and in mid-fragment; resume and replay come to the same lessons."""
     entry = {"length": {"lessons": EASY}, "wind": {"uniform": [0, 1]}} if kind == "lessons" else {
         "length": {"replay": {"of": 4, "temperature": 0.5}}
@@ -281,7 +281,7 @@ def test_a_curriculum_goes_on_exactly_wherever_it_ends(new_game: NewGame, kind: 
     goes_on_exactly(new_game, config_of(entry, algorithm=PPO, checkpoint=KEEP, archive="all", stop_at={"updates": 7}))
 
 
-def test_lessons_are_told_and_stand_in_checkpoints_and_metrics(new_game: NewGame) -> None:
+def test_lessons_are_reported_and_recorded(new_game: NewGame) -> None:
     game = new_game(config_of({"length": {"lessons": EASY}}, algorithm=PPO, checkpoint=KEEP, stop_at={"updates": 7}))
     game.finish()
     assert "length: lesson 0 → 1 at" in game.events("curriculum")

@@ -71,12 +71,12 @@ def test_rewards_are_scaled_then_clipped_then_transformed() -> None:
         ("raises", "failed: RuntimeError: no such column"),
     ],
 )
-def test_a_transform_that_breaks_what_a_fragment_is_says_so(transform: str, said: str) -> None:
+def test_transform_is_refused_when_it_breaks_columns(transform: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"policies.p.transform={MODULE}:{transform}.*{said}"):
         filtered(transform=f"{MODULE}:{transform}")
 
 
 @pytest.mark.parametrize("path", [f"{MODULE}:nothing", "nowhere.at_all:function"])
-def test_a_transform_that_is_not_there_is_refused(path: str) -> None:
+def test_missing_transform_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=f"policies.p.transform={path} cannot be imported"):
         filtered(transform=path)

@@ -74,7 +74,7 @@ def known(columns: Columns, unknown: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-def test_they_reach_an_own_algorithm_figures_and_the_archive(
+def test_info_columns_reach_algorithm_metrics_and_archive(
     new_game: NewGame, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What these environments tell follows from their rewards, which count the steps, and from the steps themselves."""
@@ -106,14 +106,14 @@ def test_they_reach_an_own_algorithm_figures_and_the_archive(
         assert 29 < row["environment/depth_sum"] < 151
 
 
-def test_what_learns_from_them_goes_on_exactly(new_game: NewGame) -> None:
+def test_learning_from_info_columns_resumes_exactly(new_game: NewGame) -> None:
     lean = {"id": "CartPole-v1", "num_envs": 4, "wrappers": [f"{MODULE}:TellsItsLean"]}
     policy = {"hidden_sizes": [8], "transform": f"{HERE}:shallow", "normalize_rewards": True}
     environment = lean | {"info_columns": ["depth", "absent"]}
     goes_on_exactly(new_game, archived(environment=environment, policies={"default": policy}, algorithm=PAYS))
 
 
-def test_figures_show_them_as_the_environment_told_them(new_game: NewGame) -> None:
+def test_metrics_show_info_before_transform(new_game: NewGame) -> None:
     policies = {"default": {"hidden_sizes": [8], "transform": f"{HERE}:shallow"}}
     game = new_game(telling("sync", policies=policies, stop_at={"updates": 2}))
     game.finish()

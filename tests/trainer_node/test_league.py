@@ -108,7 +108,7 @@ def test_rating_ignores_self_play_and_snapshot_inherits_it() -> None:
     assert ratings[second.id] != ratings["main"]
 
 
-def test_what_is_not_of_the_league_counts_nowhere() -> None:
+def test_league_ignores_invalid_matches() -> None:
     league, _ = league_of(league_config({}))
     good = record(table_of(league), 1, 1.0).match
     assert good is not None
@@ -227,7 +227,7 @@ def test_fixed_players_are_drawn_by_their_weights() -> None:
     assert [drawn[name] for name in players] == pytest.approx([0.1, 0.3, 0.1])
 
 
-def test_one_learner_trains_at_a_time_where_they_swap() -> None:
+def test_swapping_learners_train_one_at_a_time() -> None:
     league, _ = league_of(league_config(EXPLOITED | {"swap_every": "100 env_steps"}, PAIR))
     turns = [list(table_of(league, steps).learners) for steps in (0, 99, 100, 199, 200)]
     assert turns == [["exploiter"], ["exploiter"], ["main"], ["main"], ["exploiter"]]
@@ -259,7 +259,7 @@ def test_exploiter_resets_after_winning_and_joins_league() -> None:
         assert league.now.ratings["main"]["exploiter"] == Rating()
 
 
-def test_nor_does_it_lose_by_them_where_another_learns() -> None:
+def test_reset_learner_is_not_rated_by_former_weights() -> None:
     """A learner that plays no other is what the others meet as current weights."""
     resets = {"exploiter": {"policy": "exploiter", "reset": {"or_after": "1 episodes"}}, "main": {"policy": "main"}}
     league, policies = league_of(league_config({"learners": resets}, PAIR))
@@ -319,7 +319,7 @@ def test_learner_resets_after_enough_matches_with_all_opponents() -> None:
     assert not league.drain_events()[1:]
 
 
-def test_a_reset_by_matches_that_are_never_played_is_told_once() -> None:
+def test_unreachable_reset_is_reported_once() -> None:
     learners = {"main": {"policy": "main", "reset": {"win_rate": 0.7}}, "b": {"policy": "b"}}
     settings = {
         "learners": learners, "opponents": {"latest": 0, "past": 0.5, "fixed": 0.5},
@@ -332,7 +332,7 @@ def test_a_reset_by_matches_that_are_never_played_is_told_once() -> None:
     assert not league.drain_events()
 
 
-def test_a_fixed_player_that_is_never_met_is_told_once() -> None:
+def test_fixed_player_without_matches_is_reported_once() -> None:
     """It fits no seat that a learner plays against, as one may of a run whose policies had other names."""
     stone = {"source": "random", "kind": "random", "seats": ["hero"]}
     fixed = {"stone": stone, "dice": stone | {"seats": ["main"]}}
@@ -362,7 +362,7 @@ def test_forfeits_are_counted_by_player_and_reported(monkeypatch: pytest.MonkeyP
     assert listed["stone"] == 3 and listed["main"] == 1
 
 
-def test_wilsons_interval_is_that_of_the_textbooks() -> None:
+def test_wilson_interval_equals_textbook_values() -> None:
     assert wilson(10, 8, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson(0, 0, 0) == (0.0, 1.0)
     assert wilson(4, 0, 8) == wilson(4, 4, 0)

@@ -107,7 +107,7 @@ def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) 
     assert "rival" in league_of(game.role.checkpoints, game.role.config)["payoff"]["hunter"]
 
 
-def test_what_was_acted_by_chance_is_rated_nowhere(new_game: NewGame) -> None:
+def test_random_acting_is_never_rated(new_game: NewGame) -> None:
     """Fragments of warm-up that are in flight when it ends are trained on, by algorithms that learn from any."""
     game = new_game(chase(rollout={"fragment_steps": 32}))
     game.worker.step(0)
@@ -159,7 +159,7 @@ def test_version_waits_until_store_has_new_player(new_game: NewGame, monkeypatch
     assert set(waits) == {(waits[0][1] - 1, waits[0][1], True)}
 
 
-def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> None:
+def test_player_object_is_deleted_with_its_last_checkpoint(new_game: NewGame) -> None:
     game = new_game(chase(checkpoint={"every": "1 updates", "keep_last": 2}, stop_at={"updates": 12}))
     store, league, taken = game.role.checkpoints.store, league_in(game), 0
     for version in range(1, 13):

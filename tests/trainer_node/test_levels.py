@@ -78,13 +78,13 @@ def test_hindsight_actions_are_for_levels_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddpg", "td3", "sac"])
-def test_three_levels_go_on_exactly(new_game: NewGame, name: str) -> None:
+def test_three_levels_resume_exactly(new_game: NewGame, name: str) -> None:
     sections = off_policy(name) | {"heatup": "64 env_steps", "checkpoint": KEEP, "archive": "all"}
     goes_on_exactly(new_game, minimal_config(**sections, stop_at={"updates": 7}))
 
 
 @pytest.mark.parametrize("name", ["ppo", "appo"])
-def test_options_go_on_exactly(new_game: NewGame, name: str) -> None:
+def test_options_resume_exactly(new_game: NewGame, name: str) -> None:
     acts = {"kwargs": CORRIDOR | {"choices": name == "ppo"}}
     sections = with_options(name, **acts) | {"checkpoint": KEEP, "archive": "all"}
     goes_on_exactly(new_game, minimal_config(**sections, stop_at={"updates": 7}))

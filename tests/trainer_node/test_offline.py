@@ -25,7 +25,7 @@ def offline(path: Path, **sections: Any) -> Config:
     return small(**{"dataset": {"path": str(path)}, "algorithm": cloning, "stop_at": {"updates": 8}} | sections)
 
 
-def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -> None:
+def test_dataset_worker_pushes_recorded_fragments(new_game: NewGame, data: Path) -> None:
     game = new_game(offline(data, heatup="64 env_steps"))
     recorded = read_dataset(DatasetConfig(path=str(data)), game.role.description())["default"]
     assert [game.worker.step(0), game.worker.step(0)] == ["pushed", "pushed"]
@@ -91,14 +91,14 @@ def test_replay_buffer_with_dataset_is_restored_exactly(new_game: NewGame, data:
     balanced(game)
 
 
-def test_an_evaluation_of_a_dataset_may_be_switched_off(data: Path) -> None:
+def test_dataset_evaluation_can_be_disabled(data: Path) -> None:
     made = offline(
         data, algorithm="dqn", dataset={"path": str(data), "evaluation": {"every_updates": 0, "episodes": 5}}
     )
     assert parse_config(made.model_dump(mode="json")) == made, "as roles read it, with every field"
 
 
-def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:
+def test_worker_refuses_changed_dataset(new_game: NewGame, data: Path) -> None:
     recorded = read_dataset(DatasetConfig(path=str(data)), new_game(offline(data)).role.description())["default"]
     config = offline(data, dataset={"path": str(data), "sha256": recorded.sha256})
     new_game(config).play_to(1)

@@ -63,7 +63,9 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "sections", "words"), ROWS)
-def test_what_cannot_learn_is_refused(algorithm: dict[str, Any] | str, sections: dict[str, Any], words: str) -> None:
+def test_config_that_cannot_learn_is_refused(
+    algorithm: dict[str, Any] | str, sections: dict[str, Any], words: str
+) -> None:
     rollout = {"fragment_steps": 8, "fragments_per_update": 2} | sections.get("rollout", {})
     with pytest.raises(ConfigError, match=words) as caught:
         minimal_config(algorithm=algorithm, **sections | {"rollout": rollout})

@@ -59,7 +59,7 @@ def test_replayed_drops_and_crashes_change_no_weight(new_game: NewGame) -> None:
     assert replayed(game, "start", finished["final"]).equal
 
 
-def test_a_replay_of_other_experience_says_what_differs(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_names_objects_that_differ(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game, other = new_game(archived()), new_game(archived(seed=5))
     game.finish()
     other.finish()
@@ -75,7 +75,7 @@ def test_a_replay_of_other_experience_says_what_differs(new_game: NewGame, monke
     assert replayed(game, "start", final).unlike == (), "another code that comes to the same is none"
 
 
-def test_what_was_trained_on_a_gpu_is_not_replayed_without_one(new_game: NewGame) -> None:
+def test_replay_of_gpu_run_is_refused_without_gpu(new_game: NewGame) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     game = new_game(archived())
@@ -104,7 +104,7 @@ def test_replay_names_missing_archive(new_game: NewGame) -> None:
         replayed(holed, holed.role.checkpoints.names()[2], holed.finished()["final"])
 
 
-def test_the_archive_is_a_dataset_of_what_was_learned(new_game: NewGame) -> None:
+def test_archive_is_a_dataset_of_consumed_fragments(new_game: NewGame) -> None:
     game = new_game(archived())
     game.finish()
     fragments = list(read_experience(game.folder))

@@ -42,7 +42,7 @@ def three(**sections: Any) -> Config:
     return minimal_config(**(standard | {"stop_at": {"updates": 7}, "archive": "all"} | sections))
 
 
-def test_ppo_beside_sac_beside_a_frozen_policy_goes_on_exactly(new_game: NewGame) -> None:
+def test_ppo_sac_and_frozen_policy_resume_exactly(new_game: NewGame) -> None:
     goes_on_exactly(new_game, three())
 
 

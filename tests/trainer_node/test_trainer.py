@@ -225,7 +225,7 @@ def test_damaged_checkpoint_rolls_back_to_the_one_before(new_game: NewGame) -> N
     balanced(game)
 
 
-def test_a_damaged_checkpoint_is_made_good_from_the_log(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_checkpoint_is_rebuilt_from_the_log(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = new_game(small()).finish()
     game = new_game(small())
     with monkeypatch.context() as patch:  # the trainer dies between the checkpoint and the trim
@@ -268,9 +268,7 @@ def test_trainer_refuses_run_without_readable_checkpoint(new_game: NewGame) -> N
     assert game.board_version() == 3
 
 
-def test_the_last_checkpoint_names_its_parent_when_it_was_due(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_checkpoint_names_its_parent_when_due(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(small(stop_at={"updates": 4}))
     game.play_to(3)
     game.durable()
@@ -283,7 +281,7 @@ def test_the_last_checkpoint_names_its_parent_when_it_was_due(
     assert latest.manifest.parent == f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt"
 
 
-def test_a_config_that_is_not_the_runs_is_refused(new_game: NewGame) -> None:
+def test_foreign_config_is_refused(new_game: NewGame) -> None:
     game = new_game(small())
     other = Incarnation(dataclasses.replace(game.role, config=small(seed=9)))
     with pytest.raises(ConfigError, match="start the role with the run's own"):

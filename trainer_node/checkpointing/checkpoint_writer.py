@@ -82,7 +82,7 @@ class CheckpointWriter:
 
     @property
     def durable(self) -> int:
-        """The newest version whose checkpoint this process has made durable; −1 before the first."""
+        """Newest version with a durable checkpoint of this process; −1 before the first."""
         return -1 if self._status.durable is None else checkpoint_version(self._status.durable) or 0
 
     @property

@@ -48,7 +48,7 @@ class DueEvaluations:
         return {sha256 for listed in (self._stored or {}).values() for sha256 in listed}
 
     def write(self, evaluated: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> None:
-        """Stores submitted policies. Keeps the best evaluated ones as checkpoints, and deletes the others.
+        """Stores submitted policies. Keeps the best evaluated policies as checkpoints and deletes the others.
 
         Raises as the store does, and loses nothing.
         """

@@ -45,9 +45,9 @@ class Inventory:
 
 
 def replay_from(entries: Mapping[str, Mapping[str, Any]], keep_last: int) -> str | None:
-    """The oldest log position in the replay buffers of the newest checkpoints; None where they have none.
+    """The oldest log position in the replay buffers of the newest checkpoints; None if they have none.
 
-    Older ones that are kept for their scores are played, not trained on; with `archive=all` that works as well.
+    Older checkpoints that are kept for their scores are played, not trained on; with `archive=all` that works as well.
     """
     newest = sorted(entries, key=lambda name: checkpoint_version(name) or 0)[-keep_last:]
     positions = [entries[name].get("replay_from") for name in newest]
@@ -61,7 +61,7 @@ def confirmed_returns(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
-    """Returns the scored ones among `names`, best confirmed mean return first, and the newest first among equals."""
+    """Returns the scored checkpoints among `names`, best confirmed mean return first, then newest first."""
     evaluated = [name for name in names if math.isfinite(scores.get(name, math.nan))]
     return sorted(evaluated, key=lambda name: (-scores[name], -(checkpoint_version(name) or 0)))
 
@@ -114,7 +114,7 @@ def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
 
 
 def to_prune(inventory: Inventory, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:
-    """Returns what the rule does not keep, oldest first: readable ones, then damaged and incomplete ones."""
+    """Returns what the rule does not keep, oldest first, including damaged and incomplete checkpoints."""
     named = {name for name in (pointer.latest, pointer.best, pointer.final, *protected) if name}
     readable = inventory.readable
     doomed = {*select_for_pruning(readable, inventory.scores, config, named)}

@@ -1,4 +1,4 @@
-"""A follower: a rank beside the trainer that learns what that learns, from its part of each minibatch.
+"""A follower: a rank that learns what the trainer learns, from its part of each minibatch.
 
 It reads neither the log nor the store; all it learns from comes from rank 0 (distributed/leader.py).
 """

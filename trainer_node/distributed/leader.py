@@ -58,7 +58,7 @@ _HELD = 16
 
 
 class RanksDiffer(StagecoachError):
-    """Ranks that learned from the same have come to different weights."""
+    """Ranks that learned from the same fragments have different weights."""
 
 
 class Call(NamedTuple):

@@ -4,7 +4,7 @@ Rank 0 opens a group and waits until every other rank is there; then it says `go
 one size for good: a rank that was not there at `go` can never be in it, and a group that loses a member breaks.
 
 Gradients are gathered from all ranks and added up in the order of the ranks, not by a ring: so each sum has the same
-bits wherever it stands (a ring's depend on the place, and torch's DDP forms its buckets anew in each process).
+bits wherever it stands (a ring's depend on the place, and torch's DDP forms its buckets again in each process).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 
 _REACH_SECONDS, _POLL_SECONDS = 10.0, 0.02
-"""For one connection to rank 0; between two looks whether the group has begun."""
+"""Time limit of one connection to rank 0; pause between two checks whether the group has begun."""
 _GRACE_SECONDS = 10.0
 """Seconds after gloo's own deadline at which an exchange is abandoned that gloo does not end."""
 _GO = "go"
@@ -54,7 +54,7 @@ class Invitation:
 
 @contextlib.contextmanager
 def group_errors() -> Iterator[None]:
-    """Whatever the group fails with is a `GroupBroken`; other errors stay what they are."""
+    """Raises errors of the group as `GroupBroken`; other errors pass unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -95,7 +95,7 @@ class Opening:
 def join(
     invitation: Invitation, rank: int, device: torch.device, timeout_seconds: float, poll: Callable[[], object]
 ) -> Group:
-    """Comes to a group as `rank` and waits until it begins; `poll` is called again and again meanwhile.
+    """Joins a group as `rank` and waits until it begins; calls `poll` repeatedly meanwhile.
 
     Raises `GroupBroken` where rank 0 is gone, or the group has begun without this rank.
     """
@@ -179,7 +179,7 @@ class Group:
         return total
 
     def _finish(self, work: Any) -> None:
-        """With a deadline of ours: where a member dies at a bad moment, gloo's thread may lock up before its own."""
+        """Waits until our own deadline: if a member dies at a bad moment, gloo may lock up before its own deadline."""
         try:
             work.wait(self._deadline)
         except RuntimeError as error:

@@ -29,7 +29,7 @@ class Export(BaseModel, frozen=True, extra="forbid"):
 
     checkpoint: str
     made_with: dict[str, str]
-    """Versions of the packages that made and compared the files."""
+    """Versions of the packages that wrote and compared the files."""
     policies: dict[str, ExportedPolicy]
 
     @property

@@ -37,7 +37,7 @@ _LEGAL_SHARE = 0.7
 _OPEN = 1e6
 """A side of a box further away than this is taken for none: random observations are then standard normal."""
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-"""How far an action parameter may be from torch's; beyond that, the file acts otherwise and is none."""
+"""Largest difference of an action parameter from torch's; beyond that, the export fails."""
 _NOISE = (
     (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
     (UserWarning, r"# The axis name: batch will not be used"),
@@ -58,7 +58,7 @@ class ExportedPolicy(BaseModel, frozen=True, extra="forbid"):
     file: StoredObject | None = None
     failure: str | None = None
     compared: dict[str, Comparison] = {}
-    """Comparisons on `random` observations of the space, and on `recorded` ones of the run if there are any."""
+    """Comparisons on `random` observations of the space, and on `recorded` observations of the run, if any."""
 
 
 def require_onnx() -> None:
@@ -76,7 +76,7 @@ def made_with() -> dict[str, str]:
 def exported(blob: bytes, manifest: Manifest, recorded: Sequence[Columns]) -> tuple[bytes, ExportedPolicy]:
     """A policy file (`policy.safetensors`) as ONNX, and how it compares with torch; what goes wrong is named.
 
-    `recorded`: observation columns [S, …], step after step. The bytes are empty where there is no file.
+    `recorded`: observation columns [S, …], step after step. The bytes are empty if the export fails.
     """
     try:
         policy, version = decode_policy(blob)

@@ -93,7 +93,7 @@ class Recorder:
         threading.Thread(target=self._watch_fleet, name="metrics", daemon=True).start()
 
     def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
-        """One row, with its env steps and policy version in it; never raises."""
+        """Records a row, which holds its env steps and policy version; never raises."""
         with self.continuing("the metrics"):
             self._env_steps = row[ENV_STEPS] if stream == TRAIN else self._env_steps
             named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
@@ -117,7 +117,7 @@ class Recorder:
         return {"test_env_steps": self._tested[TEST_ENV_STEPS], "test_episodes": self._tested[TEST_EPISODES]}
 
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
-        """Records what the evaluator has found since; returns all that have a score. Raises as the store does."""
+        """Records new evaluations; returns the names of all that have a score. Raises as the store does."""
         if self._evaluated is None:
             known = [row for _, rows in read(self._store, EVALUATIONS, damaged=self._damaged) for row in rows.named()]
             for name in (TEST_ENV_STEPS, TEST_EPISODES):
@@ -134,7 +134,7 @@ class Recorder:
         return self._evaluated
 
     def take_events(self) -> None:
-        """Records what has happened since in the run; raises as the store does."""
+        """Records new events of the run; raises as the store does."""
         if self._event is None:
             self._event = (0, 0)
             for _, rows in read(self._store, EVENTS, damaged=self._damaged):

@@ -61,7 +61,7 @@ class TensorBoardWriter(MetricWriter):
         self._append(histogram_pb(name, np.asarray(values, np.float64)), step)
 
     def shown(self) -> set[tuple[int, float]]:
-        """Step and policy version of each evaluation that this file or former ones show."""
+        """Step and policy version of each evaluation that this file or earlier files show."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 

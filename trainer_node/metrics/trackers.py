@@ -27,7 +27,7 @@ _RUN_TAG = "stagecoach.run_id"
 class WandbWriter(MetricWriter):
     """Weights & Biases. Offline (`wandb sync` uploads it) unless `mode`, `WANDB_MODE` or `WANDB_API_KEY` say otherwise.
 
-    Files are in `metrics/wandb` in the run's folder, or in the temporary folder where there is none.
+    Files are in `metrics/wandb` in the run's folder, or in the temporary folder if the run has no folder.
     """
 
     PACKAGES = ("wandb",)

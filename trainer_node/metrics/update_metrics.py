@@ -1,6 +1,6 @@
-"""The rows of training metrics: one for each `metrics.every`, and one for each episode where they are asked for.
+"""The rows of training metrics: one for each `metrics.every`, and optionally one for each episode.
 
-They inform: nothing that is learned depends on them. A mean stands beside its spread, which shows what it hides.
+Nothing that is learned depends on them. Each mean has its spread next to it.
 """
 
 import time
@@ -24,7 +24,7 @@ RETURN, LENGTH = "rollout/ep_rew", "rollout/ep_len"
 
 
 class UpdateMetrics:
-    """Collects the metrics of updates into rows; what it remembers between rows is no part of a checkpoint."""
+    """Collects the metrics of updates into rows; what it keeps between rows is not in a checkpoint."""
 
     def __init__(self, config: Config, learner: Learner, description: EnvironmentDescription) -> None:
         self._from_data = DataEvaluation(config, description, read_dataset)
@@ -51,7 +51,7 @@ class UpdateMetrics:
                     self._told[f"rollout/info/{name}_mean" + suffix].append(its[columns["mask"] & ~np.isnan(its)])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
-        """One update: what it consumed, what it measured, and the version that it made."""
+        """Adds one update: the fragments, its metrics, and the version that it produced."""
         self._lags += [version - 1 - item.header.version for item in fragments]
         known = [item for item in fragments if item.pushed_at is not None]
         self._acting_lags += [max(0, (item.pushed_at or 0) - item.header.version) for item in known]

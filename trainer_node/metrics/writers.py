@@ -1,4 +1,4 @@
-"""Base classes of metric writers, and the built-in ones by name; a custom one is `module:Class`."""
+"""Base classes of metric writers, and the built-in writers by name; a custom writer is `module:Class`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ class WrittenRun:
 
     @property
     def needed_folder(self) -> Path:
-        """Raises `ConfigError` where there is none."""
+        """Folder of the run; raises `ConfigError` if the trainer has no such folder."""
         if self.folder is None:
             raise ConfigError("the trainer has no folder of the run; `stagecoach metrics RUN` makes files of its store")
         return self.folder
 
 
 class MetricWriter:
-    """Base of all writers. What any of its methods raises is told once, as an event, and training continues.
+    """Base of all writers. The first error of its methods is reported as an event; training continues.
 
     All methods are called by one thread of the writer's own, in the order of the rows. `stream` is `train`,
     `evaluations`, `episodes` or `fleet`; `step` the env steps trained on.
@@ -61,7 +61,7 @@ class MetricWriter:
 
     def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
         """Rows and labels of all evaluations that former trainers have recorded, before the first new one: for writers
-        that can tell which of these they lack, because the trainer died before they had it, or was undone."""
+        that can detect which of these they lack."""
 
     def histogram(self, name: str, values: Sequence[float], step: int) -> None:
         """The values behind a mean, for writers that show distributions."""
@@ -77,8 +77,8 @@ class MetricWriter:
 
 
 class Callback(MetricWriter):
-    """Base of callbacks: a writer that is told by event. It sees, and cannot change what is learned: rows are copies,
-    and the calls come from another thread than the training's."""
+    """Base of callbacks: a writer with a method for each kind of event. It cannot change what is learned: rows are
+    copies, and the calls come from another thread than training."""
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream == TRAIN:
@@ -93,7 +93,7 @@ class Callback(MetricWriter):
         """The metrics of one row (`metrics.every`)."""
 
     def on_evaluation(self, checkpoint: str, row: dict[str, float], env_steps: int) -> None:
-        """The scores of a checkpoint, or of what `evaluation.every` made due."""
+        """The scores of a checkpoint, or of a policy that was due by `evaluation.every`."""
 
     def on_checkpoint(self, name: str, env_steps: int) -> None:
         """A checkpoint is durable."""

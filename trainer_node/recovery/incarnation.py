@@ -42,10 +42,10 @@ class Incarnation:
         self.version, self.counters = -1, PhaseCounters().as_dict()
         """Version and counters of the last update that it reported: a failed update was never trained on."""
         self.learns = False
-        """Whether recovery has ended, so that a checkpoint can be saved on request."""
+        """True once recovery has ended, so that a checkpoint can be saved on request."""
         self.shutdown_requested = False
 
-    def tell(self, text: str, kind: str = "trainer") -> None:
+    def emit_event(self, text: str, kind: str = "trainer") -> None:
         self.role.tell(kind, text)
 
     def with_store(self, call: Callable[[], T]) -> T:
@@ -87,7 +87,7 @@ class Incarnation:
         with contextlib.suppress(redis.RedisError):
             if self.epoch:
                 WorkRecord(self.role.redis, self.role.run_id, self.epoch).leave()
-            self.tell(f"the trainer leaves {how}; the next one continues")
+            self.emit_event(f"the trainer leaves {how}; the next one continues")
         self.ranks.leave()
         self.heartbeat.stop("left: another trainer may take over")
         self.profile.write()
@@ -126,4 +126,4 @@ class Incarnation:
             "time": round(time.time(), 3),
         }  # fmt: skip
         role.checkpoints.write_marker(FINISHED, content)
-        self.tell(f"run finished: {reason_in_words(reason)}", "state")
+        self.emit_event(f"run finished: {reason_in_words(reason)}", "state")

@@ -1,4 +1,4 @@
-"""Recovery: how a trainer takes up its run, from the newest checkpoint and the log behind it.
+"""Recovery: how a trainer resumes its run, from the newest checkpoint and the log behind it.
 
 What happens between a `kill -9` of the trainer and its next update, in the order in which it happens:
 
@@ -8,8 +8,8 @@ What happens between a `kill -9` of the trainer and its next update, in the orde
 3. `_continuation` decides how to continue: by reading the log again; by fast-forwarding a Redis that knows less than
    the checkpoint; or, where the log behind the checkpoint is gone, by rolling back to it as a new version.
 4. `restore_learner` puts the checkpoint into the learner, and reads again what replay buffers held.
-5. The loop (trainer_node/trainer.py) learns again what the log holds behind the checkpoint. It comes to the same
-   versions, bit by bit, which Redis knows already; the first one that Redis does not know is the next update.
+5. The loop (trainer_node/trainer.py) learns again what the log holds behind the checkpoint. It reaches the same
+   versions, bit by bit, which Redis knows already; the first version new to Redis is the next update.
 """
 
 import logging
@@ -110,7 +110,7 @@ class Recovery:
         state.restore_objects(checkpoint.manifest.provenance.get("shared_objects", ()))
         if self._role.flow.read().version < state.version:
             self._forward(Forward.ANYWAY)
-        self.incarnation.tell(text)
+        self.incarnation.emit_event(text)
         if self._role.flow.read().version <= state.version:
             self.publish(0)
         state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
@@ -144,10 +144,10 @@ class Recovery:
         return self._role.flow.process() != self.accounting.redis_process
 
     def redis_came_back(self) -> Published:
-        """Redis came back, perhaps with less than it had: the trainer, which knows better, tells it what it knows.
+        """Restores a Redis that came back with less than it had from what the trainer knows.
 
         Whatever it has learned is in the log or in a durable checkpoint before any worker acts with it, wherever it
-        dies: so the next trainer comes to the same versions, or continues behind them.
+        dies: so the next trainer reaches the same versions, or continues behind them.
         """
         state, process = self.state, self._role.flow.process()
         if not self._role.flow.holds(self.incarnation.epoch):
@@ -170,7 +170,7 @@ class Recovery:
             "without some that was learned, which is in a checkpoint now" if lost else "perhaps without what came last"
         )
         text = f"Redis came back, {how}; its accounting is that of version {state.version}"
-        self.incarnation.tell(text)
+        self.incarnation.emit_event(text)
         _LOGGER.warning("%s", text)
         return published
 

@@ -138,7 +138,7 @@ class TrainerState:
         self._stored = {*new}
 
     def checkpoint(self) -> None:
-        """Submits a checkpoint of the present version; the next ones are counted from it."""
+        """Submits a checkpoint of the present version; later checkpoints are counted from it."""
         taken = self.snapshot()
         self.writer.submit(taken)
         self._descend_from(taken)

@@ -79,7 +79,7 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
     """Version 0 of a new run with what was learned elsewhere, by policy id; its provenance says what that is.
 
     Policies (weights, observation statistics) are taken, and target networks begin as they are. Of a run of the same
-    algorithm so is what it learns beside the policy, and reward statistics; counters and optimizers begin anew.
+    algorithm the other networks and reward statistics are taken as well; counters and optimizers are reset.
     Raises `ConfigError` where the policies do not fit.
     """
 
@@ -143,7 +143,7 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
         elif other:
             why = f"{there} there, {here} here; set it as there"
         else:
-            why = f"its algorithm asked for {found.network} there, for {policy.network} here; set that as there"
+            why = f"its algorithm needs {found.network} there, {policy.network} here; set that as there"
         raise ConfigError(
             f"initialize_from: {theirs!r} of {source} is another network than policies.{policy_id} asks for: {why}, "
             f"or choose another checkpoint ({error})"
@@ -151,7 +151,7 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
 
 
 def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: Source) -> str:
-    """What is learned beside the policy, where the same algorithm learned it; returns what is taken and what is not."""
+    """Copies the other networks if the same algorithm learned them; returns a summary of what is taken and reset."""
     policy, section = learner.policies[policy_id], config.algorithm_of(policy_id)
     objects, provenance = source.checkpoint.objects, source.checkpoint.manifest.provenance
     taken = ["policy"] if policy.normalizer is None else ["policy", "observation statistics"]
@@ -184,4 +184,4 @@ def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: So
             taken.append("reward statistics")
         except KeyError:
             anew.append("reward statistics")
-    return f"taken: {', '.join(taken)}; begins anew: {', '.join(anew)}"
+    return f"taken: {', '.join(taken)}; reset: {', '.join(anew)}"

@@ -92,7 +92,7 @@ class RedisAccounting(WorkRecord):
             self.given_up.append(position)
         return reply is not DropReply.KNOWN
 
-    def tell(self, text: str) -> None:
+    def emit_event(self, text: str) -> None:
         emit(self._client, self._run_id, "dropped", text)
 
 
@@ -124,7 +124,7 @@ class LogConsumer:
         self.ledger = Ledger()
         self.lags: Counter[int] = Counter()
         self._history = ""
-        """Digest of the consumed fragments in their order: the same ones give the same weights."""
+        """Digest of the consumed fragments in order: equal digests give equal weights."""
         self._histories: dict[int, str] = {}
         self._taken: deque[tuple[str, str]] = deque()
         """Position and name of each entry taken after `_taken_after`: learned from, or dropped."""
@@ -196,7 +196,7 @@ class LogConsumer:
             self._accounting.taking(entry.id, entry.id)
         try:
             if not entry.pushed:
-                raise FragmentError(DropReason.FOREIGN, "no worker pushed it; it was put into the log by hand")
+                raise FragmentError(DropReason.FOREIGN, "no worker pushed it; it was added to the log manually")
             if entry.quarantined:
                 raise FragmentError(DropReason.POISON, "trainers died over it, or `resume --drop` named it")
             if entry.fragment is None:
@@ -266,7 +266,7 @@ class LogConsumer:
         self._in_a_row += reason not in _NO_FAULT
         if (entry.worker, reason) not in self._told:
             self._told.add((entry.worker, reason))
-            accounting.tell(f"a fragment of {entry.worker} is {reason}: {detail}")
+            accounting.emit_event(f"a fragment of {entry.worker} is {reason}: {detail}")
         if self._in_a_row >= _BAD_IN_A_ROW:
             raise StagecoachError(
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"

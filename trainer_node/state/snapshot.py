@@ -73,7 +73,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where the lineage of a version began: since then nothing but the log was learned from, without a gap.
+    """Start of the lineage of a version: since then nothing but the log was learned from, without a gap.
 
     A run begins one at version 0. Rolling back to an older checkpoint begins another, and so does a Redis that lost
     what was already learned. Within a lineage, and only there, a replay arrives at the same weights.
@@ -195,7 +195,9 @@ def unlike(manifest: Manifest, now: Mapping[str, str]) -> list[str]:
 def other_versions(manifest: Manifest) -> str:
     """One line where other code or libraries than those here wrote a checkpoint, and what that means; else nothing."""
     found = "; ".join(unlike(manifest, {"code": code_version()} | _libraries()))
-    promise = "what follows is not promised to be bit-equal to what they would have come to, nor to a replay"
+    promise = (
+        "training from here on may differ bit by bit from what those versions would have learned, and from a replay"
+    )
     return f"{manifest.name} was written by other versions ({found}): {promise}" if found else ""
 
 

@@ -102,7 +102,7 @@ def test_prune_promote_and_export(stagecoach: Stagecoach, run: Path, tmp_path: P
     for target in ("a", "a/promoted", str(exported), str(upload_in(exported)), str(tmp_path / "out" / "a")):
         assert stagecoach("evaluate", target).out.startswith(f"{NAMES[1]}: ")
     begun = stagecoach("train", "config.yaml", "--run-id", "b", "--inline", "--initialize-from", str(exported)).ok()
-    assert f"begins with {NAMES[1]} of run a; taken: policy; begins anew: optimizers, counters" in begun
+    assert f"begins with {NAMES[1]} of run a; taken: policy; reset: optimizers, counters" in begun
     assert f"none: it began with {NAMES[1]} of run a" in stagecoach("checkpoints", "show", "b", "0_Step-0.ckpt").out
     assert stagecoach("checkpoints", "promote", "a", "--clear").out == f"a: {NAMES[1]} is no longer promoted\n"
     assert stagecoach("checkpoints", "promote", "a", "--clear").out == "a: nothing was promoted\n"

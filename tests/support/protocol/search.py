@@ -421,7 +421,7 @@ class Search:
     def _accounting(self, trainer: TrainerState) -> RedisAccounting:
         accounting = RedisAccounting(self.role.redis, self.role.run_id, trainer.epoch)
         accounting.redis_process = self._process if trainer.process else _ANOTHER_PROCESS
-        accounting.tell = lambda text: None  # type: ignore[method-assign]
+        accounting.emit_event = lambda text: None  # type: ignore[method-assign]
         return accounting
 
     def _attempts(self, world: World, trainer: TrainerState, act: Callable[[], None]) -> None:

@@ -83,7 +83,7 @@ def test_cut_off_segment_is_written_again(pushed: Pushed, successor: bool) -> No
     assert pushed.archived() == positions
 
 
-def test_what_goes_goes_from_its_end_so_that_no_hole_stays(pushed: Pushed) -> None:
+def test_archiver_deletes_from_the_end_without_leaving_holes(pushed: Pushed) -> None:
     archiver = pushed.archiver()
     positions = pushed.push(5)
     for position in positions:
@@ -99,7 +99,7 @@ def test_what_goes_goes_from_its_end_so_that_no_hole_stays(pushed: Pushed) -> No
 
 
 @pytest.mark.parametrize("segment_bytes", [1 << 10, 1 << 20])
-def test_switched_off_and_on_it_begins_where_the_log_does(pushed: Pushed, segment_bytes: int) -> None:
+def test_archive_switched_on_again_starts_at_the_log(pushed: Pushed, segment_bytes: int) -> None:
     keep = ArchiveConfig(keep="all", segment_bytes=segment_bytes)
     first, unarchived = pushed.push(5), pushed.push(2)
     pushed.archiver(keep).store(first[-1], "0-0")
@@ -113,7 +113,7 @@ def test_switched_off_and_on_it_begins_where_the_log_does(pushed: Pushed, segmen
     assert [entry.id for entry in pushed.archive.entries(unarchived[-1])] == last
 
 
-def test_what_redis_lost_unarchived_is_a_hole_with_a_name(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_names_entries_lost_before_archiving(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(archived())
     game.play_to(2)
     game.durable()

@@ -221,7 +221,7 @@ def test_status_file_lists_kept_checkpoints(start: Start) -> None:
 
 
 @pytest.mark.parametrize("key", [STATUS, POINTER, READY])
-def test_a_lost_or_damaged_sync_file_is_made_anew(start: Start, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_or_damaged_sync_file_is_rewritten(start: Start, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagecoach.shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     here = start()
     names = here.publish(1)
@@ -311,7 +311,7 @@ def test_promoted_checkpoint_is_kept_until_withdrawn(start: Start) -> None:
     assert here.publish(5) == here.checkpoints.names()
 
 
-def test_nothing_is_pruned_while_nobody_knows_what_is_promoted(start: Start) -> None:
+def test_nothing_is_pruned_when_promotion_is_unreadable(start: Start) -> None:
     here = start(NEWEST_ONLY)
     names = here.publish(1)
     here.promote(names[0])
@@ -337,7 +337,7 @@ def test_manifest_names_newest_score_when_written(start: Start) -> None:
     assert told(4) == expected, "the status file remembers"
 
 
-def test_what_the_pointer_names_is_never_pruned(start: Start) -> None:
+def test_pruning_keeps_checkpoints_named_by_the_pointer(start: Start) -> None:
     deleted: list[tuple[str, set[str | None]]] = []
 
     def before(word: str, key: str) -> None:
@@ -384,7 +384,7 @@ def test_fenced_writer_writes_and_trims_nothing(start: Start) -> None:
     assert [name, *new.publish(2)] == new.checkpoints.names() and new.writer.failure is None
 
 
-def test_a_manifest_that_comes_late_is_the_one_pointed_to(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_manifest_matches_the_pointer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first try is given up and carried out after the second; meanwhile there is news, such as a score."""
     here = start()
     late: list[tuple[str, bytes]] = []

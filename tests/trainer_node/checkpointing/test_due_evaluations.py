@@ -74,7 +74,7 @@ def versions(names: Any) -> list[int | None]:
     return [checkpoint_version(name) for name in names]
 
 
-def test_what_is_due_is_recorded_once_and_goes_from_the_store(new_game: NewGame) -> None:
+def test_due_policies_are_recorded_once_then_deleted(new_game: NewGame) -> None:
     game = new_game(due())
     game.play()
     game.trainer.save_last("exhausted")

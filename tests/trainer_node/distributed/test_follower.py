@@ -145,7 +145,7 @@ def ranked(ranks: int, **sections: Any) -> Config:
 
 
 @pytest.mark.processes
-def test_whatever_dies_hangs_or_leaves_the_weights_are_the_same(
+def test_rank_failures_leave_weights_equal(
     new_crew: NewCrew,
 ) -> None:
     config = ranked(3)
@@ -182,7 +182,7 @@ def test_whatever_dies_hangs_or_leaves_the_weights_are_the_same(
 
 
 @pytest.mark.processes
-def test_ranks_that_come_back_get_what_the_replay_buffer_held(new_crew: NewCrew) -> None:
+def test_returning_ranks_get_replay_buffer_contents(new_crew: NewCrew) -> None:
     config = ranked(2, algorithm={"name": "dqn", **DRAWING}, checkpoint={"every": "2 updates", "keep_last": 9})
     calm, crew = new_crew(config), new_crew(config)
     calm.start(0, 1)
@@ -239,7 +239,7 @@ def test_only_the_newest_trainer_calls_the_ranks(new_crew: NewCrew) -> None:
     assert found[1] is not None and found[1].epoch == newer + 1
 
 
-def test_who_waits_too_long_for_ranks_says_for_whom(new_crew: NewCrew) -> None:
+def test_wait_for_ranks_names_missing_rank_at_deadline(new_crew: NewCrew) -> None:
     crew = new_crew(ranked(2, rollout={"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": 3}))
     crew.start(0)
     assert crew.processes[0].wait(90) == 1

@@ -103,7 +103,7 @@ def disturb(fragments: list[Fragment], seed: int) -> None:
         pytest.param("compiled", marks=[pytest.mark.compile, pytest.mark.timeout(300), *COMPILING]),
     ],
 )
-def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
+def test_gradients_of_several_ranks_equal_those_of_one(case: str) -> None:
     """And the one compiles nothing."""
     ranks, sections = CASES[case]
     algorithm = sections["algorithm"] | {"learning_rate": 0.0, "max_grad_norm": 1e6}
@@ -153,7 +153,7 @@ class Threads(Group):
 
 
 @pytest.mark.parametrize("case", some_quick(REPLAYING, "rainbow", "sac"))
-def test_ranks_that_hold_the_same_replay_buffer_learn_as_one(case: str, tmp_path: Path) -> None:
+def test_ranks_with_same_replay_buffer_learn_as_one(case: str, tmp_path: Path) -> None:
     """From minibatches whose parts differ in rows and weights; with and without rounding between them and one."""
     barrier, parts = threading.Barrier(3), dict[int, Tensor]()
     for rate in (0.0, 1e-3):
@@ -238,7 +238,7 @@ def test_leader_detects_rank_with_other_or_broken_weights() -> None:
         learn(broken.learner, fragments)
 
 
-def test_a_process_that_is_gone_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_process_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side(ranked(3))
     fragments, *_ = experience(side.config, 1)
     started: list[Any] = []
@@ -265,7 +265,7 @@ def test_a_process_that_is_gone_breaks_the_group(monkeypatch: pytest.MonkeyPatch
     assert side.learner.counters.train.updates == 1
 
 
-def test_an_exchange_that_gloo_never_ends_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_gloo_exchange_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen once when a member was killed: gloo's thread had locked up. That cannot be made to order."""
 
     class Stuck:

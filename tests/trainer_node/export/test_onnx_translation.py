@@ -119,7 +119,7 @@ def leaves_of(value: Any, prefix: str) -> Columns:
 
 
 @pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "gru"))
-def test_as_an_opponent_it_acts_as_the_deployed_policy(kind: str) -> None:
+def test_exported_opponent_acts_as_deployed_policy(kind: str) -> None:
     policy = made(kind)
     data, _ = exported(encode_policy(policy, 3), MANIFEST, [])
     player, deployed = Exported(data, policy.spaces), DeployedPolicy(policy, 3)
@@ -139,7 +139,7 @@ def test_as_an_opponent_it_acts_as_the_deployed_policy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "sac"))
-def test_the_file_acts_as_the_deployed_policy(kind: str) -> None:
+def test_onnx_file_acts_as_deployed_policy(kind: str) -> None:
     """`load_policy(…).act_batch` is the other side: it shares no code with the file's own conversions."""
     policy = made(kind)
     data, record = exported(encode_policy(policy, 3), MANIFEST, list(random_observations(policy.spaces.observation)))
@@ -163,7 +163,7 @@ def test_the_file_acts_as_the_deployed_policy(kind: str) -> None:
     assert any(len(np.unique(np.concatenate([step[name].ravel() for step in acted]))) > 1 for name in acted[0])
 
 
-def test_the_file_says_what_it_is_and_nothing_of_this_machine() -> None:
+def test_onnx_metadata_names_policy_and_no_local_path() -> None:
     policy = made("gru")
     data = to_onnx(policy, described(policy, MANIFEST, 3))
     model = onnx.load_from_string(data)
@@ -176,7 +176,7 @@ def test_the_file_says_what_it_is_and_nothing_of_this_machine() -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
-def test_a_file_of_other_weights_is_found_out() -> None:
+def test_compare_detects_file_of_other_weights() -> None:
     policy = made("dqn")
     data = to_onnx(policy, {})
     batches = list(random_observations(policy.spaces.observation))

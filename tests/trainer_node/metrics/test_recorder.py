@@ -121,7 +121,7 @@ def without_time(found: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in found.items() if name != UNIX_TIME}
 
 
-def test_a_row_reaches_store_redis_and_writers(recording: Recording) -> None:
+def test_row_reaches_store_redis_and_writers(recording: Recording) -> None:
     recorder = recording.begin("own:Kept")
     recorder.record(TRAIN, row(64, train__loss=0.5))
     recorder.record(EPISODES, row(64, episode__return=3.0), "worker-0")
@@ -163,7 +163,7 @@ def test_failing_writer_is_reported_once_and_others_get_all_rows(
     assert len(recording.rows(TRAIN)) == 3
 
 
-def test_a_writer_that_cannot_be_opened_is_an_event(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unopenable_writer_is_reported_as_event(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("the tracker is away")
 
@@ -175,9 +175,7 @@ def test_a_writer_that_cannot_be_opened_is_an_event(recording: Recording, monkey
     assert (recording.folder / "train.jsonl").exists() and len(recording.events()) == 2
 
 
-def test_a_writer_that_hangs_holds_up_neither_rows_nor_the_store(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_writer_delays_neither_rows_nor_store(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "do", staticmethod(lambda stream, step: hangs.wait(60) and None))
     monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.05)
@@ -192,9 +190,7 @@ def test_a_writer_that_hangs_holds_up_neither_rows_nor_the_store(
     hangs.set()
 
 
-def test_a_writer_that_hangs_while_it_opens_holds_up_no_other(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writer_hung_at_opening_delays_no_other(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
     monkeypatch.setattr(module, "_FLUSH_SECONDS", 4.0)
@@ -225,7 +221,7 @@ def test_slow_writer_gets_all_rows_at_the_end(recording: Recording, monkeypatch:
     assert [text.partition(",")[0] for text in recording.events()] == ["own:Kept is slow"]
 
 
-def test_rows_a_writer_leaves_at_the_end_are_told(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_left_by_hung_writer_are_reported_at_end(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
     recorder = recording.begin("own:Kept")
@@ -236,7 +232,7 @@ def test_rows_a_writer_leaves_at_the_end_are_told(recording: Recording, monkeypa
     hangs.set()
 
 
-def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_stops_neither_recorder_nor_store(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -315,7 +311,7 @@ def test_rows_that_a_restart_undid_are_void_and_recorded_again(recording: Record
     assert [line.split(",")[0] for line in lines[1:]] == ["64.0", "128.0", "192.0", "256.0"]
 
 
-def test_a_store_that_is_away_costs_no_row(recording: Recording) -> None:
+def test_unavailable_store_loses_no_row(recording: Recording) -> None:
     recorder = recording.begin()
     recorder.record(TRAIN, row(64))
     recording.store.fails_in = 0
@@ -337,7 +333,7 @@ def test_rows_are_due_for_the_store_after_a_while(recording: Recording, monkeypa
     assert not recorder.due
 
 
-def test_an_evaluation_is_a_row_once_whatever_restarts(recording: Recording) -> None:
+def test_evaluation_is_recorded_once_across_restarts(recording: Recording) -> None:
     recorder = recording.begin("csv")
     assert recorder.take_evaluations({"1_Step-64.ckpt": SCORES | {"version": 1, "env_steps": 64}}) == {"1_Step-64.ckpt"}
     both = {"1_Step-64.ckpt": SCORES, "2_Step-128.ckpt": SCORES}
@@ -367,7 +363,7 @@ def test_evaluation_row_has_spread_agents_and_confirmation() -> None:
     assert evaluation_row({"version": 0, "success_rate": None}) == {ENV_STEPS: 0.0, VERSION: 0.0}
 
 
-def test_an_event_is_recorded_once_whatever_restarts(recording: Recording) -> None:
+def test_event_is_recorded_once_across_restarts(recording: Recording) -> None:
     emit(recording.client, recording.run_id, "run", "it begins")
     recorder = recording.begin()
     recorder.store()
@@ -382,7 +378,7 @@ def test_an_event_is_recorded_once_whatever_restarts(recording: Recording) -> No
     assert all(found[UNIX_TIME] > 1.7e9 for _, found in recording.rows(EVENTS))
 
 
-def test_the_fleet_has_rows_by_the_clock(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_rows_are_recorded_periodically(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
     recorder = recording.begin(env_steps=640)
 

@@ -45,7 +45,7 @@ def metrics_of(config: Config) -> tuple[UpdateMetrics, Learner]:
     return UpdateMetrics(config, learner, SIMPLE), learner
 
 
-def test_a_row_has_means_over_the_updates_since_the_last_one() -> None:
+def test_row_averages_updates_since_the_last_row() -> None:
     metrics, learner = metrics_of(minimal_config())
     learner.counters.train.env_steps, learner.counters.train.gradient_steps = 640, 12
     metrics.take([acted(3, 4, 1.0), acted(2, 3, 2.0)], {"train/loss": 1.0, "train/once": 5.0}, 5)
@@ -74,7 +74,7 @@ def test_lag_is_split_only_where_it_is_known_of_each_fragment() -> None:
     ("every", "due"),
     [("1 updates", [1, 2, 3, 4, 5, 6]), ("3 updates", [3, 6]), ("100 env_steps", [2, 4, 5]), ("7 episodes", [4])],
 )
-def test_a_row_is_due_when_a_multiple_is_passed(every: str, due: list[int]) -> None:
+def test_row_is_due_when_multiple_is_passed(every: str, due: list[int]) -> None:
     metrics, learner = metrics_of(minimal_config(metrics={"every": every}))
     found = []
     for update in range(1, 7):
@@ -85,12 +85,12 @@ def test_a_row_is_due_when_a_multiple_is_passed(every: str, due: list[int]) -> N
     assert found == due
 
 
-def test_in_warm_up_each_update_has_a_row_whatever_the_interval() -> None:
+def test_each_warm_up_update_has_a_row() -> None:
     metrics, learner = metrics_of(minimal_config(metrics={"every": "1000 updates"}))
     assert [metrics.due(learner) for _ in range(3)] == [True] * 3
 
 
-def test_a_spread_is_that_of_the_standard_library() -> None:
+def test_spread_equals_standard_library() -> None:
     random = np.random.default_rng(1)
     for size in (1, 2, 11, 100):
         values = random.normal(size=size).tolist()
@@ -216,7 +216,7 @@ def rows_of(game: Any, stream: str) -> list[tuple[str, dict[str, float]]]:
     return [item for _, rows in read(game.role.checkpoints.store, stream) for item in rows.named()]
 
 
-def test_a_run_has_a_row_for_each_interval_and_for_each_episode(new_game: NewGame) -> None:
+def test_run_records_row_per_interval_and_episode(new_game: NewGame) -> None:
     game = new_game(minimal_config(metrics={"every": "2 updates", "episodes": True}, stop_at={"updates": 7}))
     game.play()
     rows = [row for _, row in rows_of(game, TRAIN)]

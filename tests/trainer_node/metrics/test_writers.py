@@ -96,13 +96,13 @@ def test_each_stream_is_a_table_and_its_rows_have_labels(begin: Open, tmp_path: 
     assert table(tmp_path) == [{"time/env_steps": "64.0"}]
 
 
-def test_what_is_not_finite_is_null_in_json(begin: Open, tmp_path: Path) -> None:
+def test_jsonl_writes_nonfinite_values_as_null(begin: Open, tmp_path: Path) -> None:
     write(begin("jsonl"), row(64, train__loss=float("inf"), train__explained_variance=float("nan")))
     assert json_rows(tmp_path) == [{"time/env_steps": 64.0, "train/loss": None, "train/explained_variance": None}]
 
 
 @pytest.mark.parametrize("path", ["csv", "jsonl"])
-def test_a_restart_drops_the_rows_that_it_undid_but_no_score(begin: Open, tmp_path: Path, path: str) -> None:
+def test_restart_drops_undone_rows_and_keeps_scores(begin: Open, tmp_path: Path, path: str) -> None:
     first = begin(path)
     for stream in ("train", "evaluations", "episodes"):
         write(first, *(row(steps, train__loss=1.0) for steps in (64, 128, 192, 256)), stream=stream)
@@ -118,7 +118,7 @@ def test_a_restart_drops_the_rows_that_it_undid_but_no_score(begin: Open, tmp_pa
 
 
 @pytest.mark.parametrize("path", ["csv", "jsonl"])
-def test_a_restart_drops_a_row_that_a_crash_cut_off(begin: Open, tmp_path: Path, path: str) -> None:
+def test_restart_drops_row_cut_off_by_crash(begin: Open, tmp_path: Path, path: str) -> None:
     write(begin(path), row(64, train__loss=1.0), row(128, train__loss=2.0))
     with (tmp_path / "metrics" / f"train.{path}").open("a") as file:
         file.write("192.0,3" if path == "csv" else '{"time/env_steps": 192.0, "tr')
@@ -147,7 +147,7 @@ def failing_open(path: Path, mode: str = "r", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", ["csv", "jsonl"])
-def test_a_disk_that_is_full_leaves_no_half_row(
+def test_full_disk_leaves_no_partial_row(
     begin: Open, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = begin(path)
@@ -162,7 +162,7 @@ def test_a_disk_that_is_full_leaves_no_half_row(
     assert [float(found["time/env_steps"]) for found in read(tmp_path)] == [64.0, 192.0]
 
 
-def test_a_restart_looks_at_the_end_alone(tmp_path: Path) -> None:
+def test_restart_reads_only_the_end_of_a_table(tmp_path: Path) -> None:
     """Of a table of a terabyte, of which the middle was never written; reading all of it would take more than a day."""
     path = tmp_path / "train.csv"
     path.write_text(
@@ -215,18 +215,18 @@ def test_tensorboard_shows_scalars_histograms_and_config(begin: Open, tmp_path: 
     assert parameters["environment.num_envs"].number_value == 4.0
 
 
-def test_tensorboard_does_not_show_what_a_restart_undid(begin: Open, tmp_path: Path) -> None:
+def test_tensorboard_hides_undone_rows(begin: Open, tmp_path: Path) -> None:
     write(begin("tensorboard"), *(row(steps, train__loss=1.0) for steps in (64, 128, 192, 256)))
     write(begin("tensorboard", 128), row(192, train__loss=2.0))
     assert scalars(tmp_path / "metrics" / "tensorboard", "train/loss") == [(64, 1.0), (128, 1.0), (192, 2.0)]
 
 
-def test_tensorboard_may_write_into_a_folder_of_ones_own(begin: Open, tmp_path: Path) -> None:
+def test_tensorboard_writes_into_custom_folder(begin: Open, tmp_path: Path) -> None:
     write(begin("tensorboard", folder=str(tmp_path / "mine")), row(64, train__loss=1.0))
     assert scalars(tmp_path / "mine", "train/loss") == [(64, 1.0)]
 
 
-def test_tensorboard_lacks_the_rows_of_a_full_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_lacks_only_rows_of_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = TensorBoardWriter(WrittenRun("run-1", tmp_path, {}, env_steps=1))
     for step, full in ((64, True), (128, False), (192, True), (256, False)):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") if full else nullcontext():
@@ -260,7 +260,7 @@ def a_run_with_a_restart(begin: Open, path: str, **kwargs: Any) -> None:
 
 @pytest.mark.processes
 @needs("wandb")
-def test_wandb_is_offline_unless_told_otherwise(begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_offline_by_default(begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     a_run_with_a_restart(begin, "wandb", project="mine", tags=["a"])
@@ -355,12 +355,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_writers"
 
 
-def test_a_writer_of_ones_own_gets_its_arguments(begin: Open, own: str) -> None:
+def test_custom_writer_gets_its_arguments(begin: Open, own: str) -> None:
     made = begin(f"{own}:Seen", limit=7)
     assert isinstance(made, Seen) and made.limit == 7 and made.run.run_id == "run-1"
 
 
-def test_a_callback_is_told_by_event_and_cannot_change_a_row(begin: Open, own: str) -> None:
+def test_callback_gets_events_and_copies_of_rows(begin: Open, own: str) -> None:
     callback, update = begin(f"{own}:Told"), row(64, train__loss=1.0)
     write(callback, update)
     write(callback, row(64), stream="episodes")
@@ -378,9 +378,7 @@ def test_a_callback_is_told_by_event_and_cannot_change_a_row(begin: Open, own: s
     bare.checkpoint("1_Step-64.ckpt", 64)
 
 
-def test_the_example_of_a_callback_keeps_the_best_evaluation(
-    begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callback_example_keeps_best_evaluation(begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
     check_writers(MetricsConfig(writers=("best_so_far:BestSoFar",)))
     callback = begin("best_so_far:BestSoFar")
@@ -405,7 +403,7 @@ def test_built_in_writers_accept_their_arguments(monkeypatch: pytest.MonkeyPatch
     check_writers(MetricsConfig(writers=tuple(chosen)))
 
 
-def test_a_writer_that_cannot_work_is_refused_in_one_line(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_writer_is_refused_in_one_line(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "metrics.writers=csvv: expected csv, jsonl, tensorboard, wandb, mlflow, trackio, or" in refused("csvv")
     assert "No module named 'no_such_module'" in refused("no_such_module:Writer")
     assert "has no attribute 'Writer'" in refused(f"{own}:Writer")

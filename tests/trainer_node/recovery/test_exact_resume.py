@@ -24,7 +24,7 @@ def undisturbed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("moment", ["after a push", "in the middle of a fragment"])
-def test_a_worker_that_dies_changes_nothing(new_game: NewGame, undisturbed: str, at: int, moment: str) -> None:
+def test_worker_death_changes_nothing(new_game: NewGame, undisturbed: str, at: int, moment: str) -> None:
     game = new_game(CONFIG)
     game.play_to(at)
     if moment == "after a push":
@@ -47,7 +47,7 @@ def test_successor_without_catch_up_time_begins_new_episodes(new_game: NewGame, 
     balanced(game)
 
 
-def test_where_a_place_kills_again_and_again_new_episodes_begin(new_game: NewGame) -> None:
+def test_new_episodes_begin_after_repeated_deaths_in_one_place(new_game: NewGame) -> None:
     game = new_game(CONFIG)
     game.play_to(2)
     lives = []
@@ -63,7 +63,7 @@ def test_where_a_place_kills_again_and_again_new_episodes_begin(new_game: NewGam
     balanced(game)
 
 
-def test_who_dies_while_it_waits_dies_of_nothing_in_its_episodes(new_game: NewGame, undisturbed: str) -> None:
+def test_deaths_while_waiting_do_not_blame_episodes(new_game: NewGame, undisturbed: str) -> None:
     game = new_game(CONFIG)
     game.play_to(2)
     while game.worker.step(0) == "pushed":

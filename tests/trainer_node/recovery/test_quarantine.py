@@ -75,7 +75,7 @@ def claims(game: Game) -> int:
 
 
 @pytest.mark.parametrize(("place", "dropped"), [("decode", 1), ("learn", 2)])
-def test_an_entry_that_kills_three_times_is_dropped(
+def test_entry_is_dropped_after_three_deaths(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch, place: str, dropped: int
 ) -> None:
     game = new_game(archived(**LAGGING))
@@ -98,7 +98,7 @@ def test_an_entry_that_kills_three_times_is_dropped(
     assert replayed(game).equal
 
 
-def test_a_committed_entry_gives_its_credit_back_once(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_entry_returns_its_credit_once(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(archived(**LAGGING))
     game.play_to(2)
     first = nth_entry(game, 4)
@@ -130,7 +130,7 @@ def test_deaths_unrelated_to_entries_quarantine_nothing(new_game: NewGame) -> No
     assert not balanced(game)["total"]["dropped"]
 
 
-def test_a_trainer_that_leaves_or_that_comes_on_is_no_death(new_game: NewGame) -> None:
+def test_leaving_or_progressing_trainer_is_not_a_death(new_game: NewGame) -> None:
     game = new_game(small(stop_at={"updates": 20}))
     for version in range(1, 15):
         game.trainer.leave()

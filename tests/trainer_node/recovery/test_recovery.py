@@ -42,9 +42,7 @@ def test_restart_completes_sync_files_of_first_checkpoint(new_game: NewGame, pub
 
 @pytest.mark.parametrize("trainer_lives", [False, True])
 @pytest.mark.parametrize("fragments_after", [0, 1, 2])
-def test_a_redis_rolled_back_does_not_stop_the_run(
-    new_game: NewGame, fragments_after: int, trainer_lives: bool
-) -> None:
+def test_rolled_back_redis_does_not_stop_the_run(new_game: NewGame, fragments_after: int, trainer_lives: bool) -> None:
     game = new_game(small())
     game.play_to(3)
     for _ in range(fragments_after):
@@ -64,7 +62,7 @@ def test_a_redis_rolled_back_does_not_stop_the_run(
 
 
 @pytest.mark.parametrize("where", [POLICY, MANIFEST])
-def test_a_late_upload_touches_no_newer_checkpoint(
+def test_late_upload_leaves_newer_checkpoint_intact(
     new_game: NewGame, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     game = new_game(small())

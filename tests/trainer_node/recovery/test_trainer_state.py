@@ -55,14 +55,14 @@ def test_schedule_of_restored_run_equals_unbroken_one() -> None:
     assert next(updates for updates in range(6, 13) if restored.checkpoint_due(counters(updates=updates), 0)) == 8
 
 
-def test_a_log_that_is_half_full_makes_a_checkpoint_due() -> None:
+def test_checkpoint_is_due_when_log_is_half_full() -> None:
     bound = 1 << 20
     log = schedule(rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_log_bytes": bound})
     assert not log.checkpoint_due(PhaseCounters(), bound // 2 - 1)
     assert log.checkpoint_due(PhaseCounters(), bound // 2)
 
 
-def test_a_checkpoint_by_the_clock_is_due_once_per_interval(clock: list[float]) -> None:
+def test_timed_checkpoint_is_due_once_per_interval(clock: list[float]) -> None:
     timed = schedule(checkpoint={"every": "1000 updates", "every_seconds": 60})
     clock[0] += 59
     assert not timed.checkpoint_due(PhaseCounters(), 0)
@@ -73,7 +73,7 @@ def test_a_checkpoint_by_the_clock_is_due_once_per_interval(clock: list[float]) 
 
 
 @pytest.mark.parametrize("unit", ["env_steps", "updates", "episodes"])
-def test_the_run_ends_at_its_bound_and_heat_up_does_not_count(unit: str) -> None:
+def test_run_ends_at_its_bound_not_counting_heatup(unit: str) -> None:
     bounded = schedule(stop_at={unit: 10})
     ends = [
         bounded.exhausted(counters(heatup=10_000, heatup_episodes=10_000, **{unit: count})) for count in (9, 10, 11)
@@ -89,7 +89,7 @@ def test_run_ends_at_first_bound_or_by_the_clock(clock: list[float]) -> None:
     assert bounded.exhausted(counters(updates=1))
 
 
-def test_a_run_that_ends_only_when_solved_has_no_other_end(clock: list[float]) -> None:
+def test_solved_bound_alone_never_exhausts_the_run(clock: list[float]) -> None:
     solved = schedule(stop_at={"mean_return": 475})
     clock[0] += 1e9
     assert not solved.exhausted(counters(env_steps=10**12, updates=10**9, episodes=10**9))

@@ -103,7 +103,7 @@ def test_rolling_back_twice_with_crash_leaves_one_history(new_game: NewGame) -> 
 
 
 @pytest.mark.parametrize("lost", ["everything", "what came after"])
-def test_going_back_with_a_redis_that_has_lost_the_run(new_game: NewGame, lost: str) -> None:
+def test_roll_back_works_with_redis_that_lost_the_run(new_game: NewGame, lost: str) -> None:
     game = new_game(small(checkpoint=KEEP))
     game.play_to(1)
     early = dumped_redis(game)
@@ -166,7 +166,7 @@ def networks(taken: Checkpoint) -> tuple[Columns, Columns]:
 
 
 @pytest.mark.parametrize("case", ["appo", "dqn", "rainbow", "sac", "discrete sac", "td3", "ddpg", "cql", "iql"])
-def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame, tmp_path: Path, case: str) -> None:
+def test_fork_copies_targets_and_keeps_critics(new_game: NewGame, tmp_path: Path, case: str) -> None:
     source = new_game(config_of(case, tmp_path, heatup="0 env_steps"))
     source.play_to(3)
     there = source.trainer.state.snapshot()
@@ -213,7 +213,7 @@ def test_fork_resets_critics_of_another_algorithm(new_game: NewGame, tmp_path: P
     _, beside = networks(begun)
     assert all(np.array_equal(before[name], array) for name, array in beside.items())
     assert begun.manifest.provenance["initialized_from"]["summary"] == (
-        "taken: policy, reward statistics; begins anew: critics and temperature and conservatism (learned by sac "
+        "taken: policy, reward statistics; reset: critics and temperature and conservatism (learned by sac "
         "there, by cql here), optimizers, counters, replay buffer"
     )
 
@@ -266,7 +266,5 @@ def test_take_over_refuses_q_network_of_another_scale(name: str, field: str, val
     cores = {"policies": {"default": {"core": "lstm", "share_encoder": True}}} if name == "r2d2" else {}
     there, here = ({"algorithm": {"name": name, field: its} | more | exploring} | cores for its in values)
     take(there, there)
-    with pytest.raises(
-        ConfigError, match=r"is another network than policies.default asks for: its algorithm asked for"
-    ):
+    with pytest.raises(ConfigError, match=r"is another network than policies.default asks for: its algorithm needs"):
         take(there, here)

@@ -84,7 +84,7 @@ def test_log_consumer_drops_and_counts_bad_fragment(begun: Begun, reason: str) -
 @pytest.mark.parametrize(("algorithm", "phase", "dropped"), [
     ("ppo", Phase.TRAIN, True), ("ppo", Phase.HEATUP, False), ("dqn", Phase.TRAIN, False),
 ])  # fmt: skip
-def test_an_unknown_log_prob_is_dropped_if_learned_by(
+def test_unknown_log_prob_is_dropped_when_learned_from(
     begun: Begun, algorithm: str, phase: Phase, dropped: bool
 ) -> None:
     trainer, worker, _ = begun(algorithm=algorithm)
@@ -131,13 +131,13 @@ def test_consumes_up_to_the_lag_bound_and_drops_what_is_older(begun: Begun, max_
     assert ledger_lines(role)["total"].dropped == {"stale": Count(1, SIZE)}
 
 
-def test_to_a_replay_buffer_warm_up_is_not_stale_later(begun: Begun) -> None:
+def test_replay_buffer_accepts_warm_up_fragments_later(begun: Begun) -> None:
     trainer, worker, role = begun(algorithm="dqn")
     worker.work(blob=damaged(worker, "stale"))
     assert trainer.take(Phase.TRAIN) is not None and not ledger_lines(role)["total"].dropped
 
 
-def test_a_repeat_in_the_log_is_a_duplicate_with_its_own_credit(begun: Begun) -> None:
+def test_repeated_log_entry_is_duplicate_with_own_credit(begun: Begun) -> None:
     """A Redis that has forgotten what a worker pushed lets it push the same again."""
     trainer, worker, role = begun(max_policy_lag=1)
     worker.work()
@@ -170,7 +170,7 @@ def test_entries_that_vanished_from_the_log_are_counted_as_lost(begun: Begun) ->
     assert role.flow.read().in_flight == 0
 
 
-def test_a_gap_before_a_bad_fragment_counts_both(begun: Begun) -> None:
+def test_gap_before_bad_fragment_counts_both(begun: Begun) -> None:
     trainer, worker, role = begun()
     worker.work()
     worker.work(blob=b"bad")
@@ -237,7 +237,7 @@ def test_foreign_log_entries_change_no_credit_or_account(begun: Begun, fields: d
     assert (len(worker.log), client.xlen(keys.pushes), role.flow.read().log_bytes) == (0, 0, 0)
 
 
-def test_many_entries_put_in_by_hand_do_not_end_the_run(begun: Begun) -> None:
+def test_many_foreign_entries_do_not_end_the_run(begun: Begun) -> None:
     trainer, worker, role = begun()
     for _ in range(250):
         role.redis.xadd(RunKeys(role.run_id).log, {"worker": "worker-0"})
@@ -262,7 +262,7 @@ def test_restore_continues_from_committed_accounting(begun: Begun) -> None:
     assert trainer.consumer.ledger.consumed() == Count(2, 2 * SIZE) and trainer.consumer.lags == {0: 2}
 
 
-def test_reading_the_same_log_again_ends_in_the_same_accounting(
+def test_rereading_the_log_gives_equal_accounting(
     begun: Begun,
 ) -> None:
     first, worker, role = begun(max_policy_lag=1)
@@ -290,7 +290,7 @@ def test_reading_the_same_log_again_ends_in_the_same_accounting(
     assert in_redis(role) == before
 
 
-def test_a_trainer_that_was_taken_over_may_not_drop(begun: Begun) -> None:
+def test_fenced_trainer_may_not_drop(begun: Begun) -> None:
     old, worker, role = begun()
     worker.work(blob=b"bad")
     new = SmallTrainer(role)
@@ -302,7 +302,7 @@ def test_a_trainer_that_was_taken_over_may_not_drop(begun: Begun) -> None:
     assert ledger_lines(role)["worker-0"].dropped == {"undecodable": Count(1, SIZE)}
 
 
-def test_a_header_that_lies_in_its_metadata_only_is_corrupt(begun: Begun) -> None:
+def test_altered_header_metadata_is_corrupt(begun: Begun) -> None:
     trainer, worker, role = begun()
     blob = fragment.encode(worker.act())
     changed = blob.replace(b'\\"seq\\":0', b'\\"seq\\":1')
@@ -368,5 +368,5 @@ def test_no_fragment_unpacks_to_more_than_the_run_expects(begun: Begun, bomb: st
     assert ledger_lines(worker.role)["worker-0"].dropped == {DropReason.SCHEMA: Count(1, SIZE)}
 
 
-def test_every_reason_of_the_ledger_has_a_test_here() -> None:
+def test_every_drop_reason_is_tested() -> None:
     assert {*BAD, "duplicate", "lost", "lost_body", "poison", "foreign"} == set(DropReason)

@@ -87,7 +87,7 @@ def trained_digest() -> str:
 @pytest.mark.parametrize(
     "policy", [{}, {"share_encoder": True}, {"normalize_observations": False, "normalize_rewards": False}]
 )
-def test_training_goes_on_from_a_restored_learner_bit_for_bit(policy: dict[str, Any]) -> None:
+def test_restored_learner_continues_bit_for_bit(policy: dict[str, Any]) -> None:
     config = config_with(**policy)
     original = learner_after(config, 3)
     checkpoint = checkpoint_of(snapshot_of(original, config))
@@ -103,7 +103,7 @@ def test_training_goes_on_from_a_restored_learner_bit_for_bit(policy: dict[str, 
     assert Ledger.from_json(said.committed.ledger) == Ledger.from_json(accounting().ledger)
 
 
-def test_a_fresh_process_makes_the_same_bytes() -> None:
+def test_fresh_process_writes_equal_bytes() -> None:
     code = "from tests.trainer_node.state.test_snapshot import trained_digest; print(trained_digest())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     before = torch.get_num_threads()
@@ -113,7 +113,7 @@ def test_a_fresh_process_makes_the_same_bytes() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_manifest_says_where_the_checkpoint_comes_from() -> None:
+def test_manifest_records_origin_of_checkpoint() -> None:
     config = config_with()
     learner = learner_after(config, 2)
     snapshot = snapshot_of(learner, config)
