@@ -44,8 +44,6 @@ from stagecoach.shared.storage.object_store import open_store
 from stagecoach.shared.storage.s3_store import FAILURES, s3_client
 from stagecoach.trainer_node.state.fork import beginnings
 
-_HIDDEN = "hidden"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -68,14 +66,14 @@ def examine(config: Config | None) -> Iterator[Finding]:
     yield _try("folder of runs", lambda: _writable(config.runs_dir if config else Path("runs")))
     yield _try("temporary folder", lambda: _writable(Path(tempfile.gettempdir())))
     yield _try("shared memory", _shared_memory)
-    yield _try("loopback", _loopback)
     if config is None or config.redis.url == "embedded":
         yield _try_in_folder("embedded Redis", _embedded_redis)
     else:
         shards = [(f"Redis shard {redis_place(url)}", url) for url in config.redis.shards]
         for name, url in [("Redis", config.redis.url), *shards]:
             there = without_retries(config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})}))
-            yield from _with_access(name, partial(_redis, there), partial(open_redis, there), partial(old_redis, there))
+            fixed = (f"version of {name}", partial(old_redis, there), "has the published security fixes")
+            yield from _with_access(name, partial(_redis, there), partial(open_redis, there), fixed)
     if config is None or config.store.url == "embedded":
         yield _try_in_folder("embedded S3 server", _embedded_s3)
     else:
@@ -100,15 +98,14 @@ def examine(config: Config | None) -> Iterator[Finding]:
 
 
 def _with_access(
-    name: str, check: Callable[[], str], strangers: Callable[[], list[str]], old: Callable[[], list[str]] | None = None
-) -> Iterator[Finding]:
-    """A check and, if it succeeds, what strangers could do there and what an old version lacks."""
+    name: str, check: Callable[[], str], strangers: Callable[[], list[str]],
+    *others: tuple[str, Callable[[], list[str]], str],
+) -> Iterator[Finding]:  # fmt: skip
+    """A check and, if it succeeds, warnings: of access by strangers, and others (name, warnings, text without any)."""
     found = _try(name, check)
     yield found
-    asked = [(f"access to {name}", strangers, "a stranger who tried to come in was refused")]
-    if old is not None:
-        asked.append((f"version of {name}", old, "has the published security fixes"))
-    for what, ask, fine in asked if found.ok else ():
+    access = (f"access to {name}", strangers, "a stranger who tried to come in was refused")
+    for what, ask, fine in (access, *others) if found.ok else ():
         try:
             yield _warned(what, ask(), fine)
         except Exception as error:
@@ -169,11 +166,6 @@ def _shared_memory() -> str:
     return f"/dev/shm has {megabytes:,.0f} MB free"
 
 
-def _loopback() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"ports can be bound on 127.0.0.1 (tried {server.getsockname()[1]})"
-
-
 def _embedded_redis(folder: Path) -> str:
     start_redis(folder / "data", folder / "redis.log", new_secret()).stop()
     return "starts, takes its password, writes its append-only file"
@@ -204,21 +196,13 @@ def _redis(config: Config) -> str:
     client = connect_redis(Address("doctor", config.redis.url, ""), config, "coordinator")
     if policy := evicts(client):
         raise StagecoachError(policy)
-    appendonly = _setting(client, "appendonly")
-    if appendonly not in ("yes", _HIDDEN):
-        raise StagecoachError("appendonly is off; turn it on, or a restarted Redis forgets what is not checkpointed")
-    if appendonly == _HIDDEN:
-        return f"{config.redis.url} answers and never evicts, but hides its settings; see to it that it persists"
-    return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
-
-
-def _setting(client: Any, name: str) -> str:
-    """One Redis setting; managed servers do not show theirs."""
     try:
-        pairs = {str_if_bytes(key): str_if_bytes(value) for key, value in client.config_get(name).items()}
-    except redis.ResponseError:
-        return _HIDDEN
-    return str(pairs.get(name, "unknown"))
+        settings: Any = client.config_get("appendonly")
+    except redis.ResponseError:  # a managed server
+        return f"{config.redis.url} answers and never evicts, but hides its settings; see to it that it persists"
+    if "yes" not in map(str_if_bytes, settings.values()):
+        raise StagecoachError("appendonly is off; turn it on, or a restarted Redis forgets what is not checkpointed")
+    return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
 
 
 def _write_and_read(address: Address, config: Config, refused: list[str]) -> str:
