@@ -116,7 +116,7 @@ def named_code(config: Config) -> dict[str, str]:
     """Config field → `module:name`, for all code that a config imports.
 
     That is every text with a colon in the sections that define play and learning, except arguments of environments and
-    wrappers. Of a league's players only scripted ones count.
+    wrappers, and a league's players that are not scripted.
     """
     data = config.model_dump(mode="json", include=cast(Any, _PLAYED))
     data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
@@ -216,7 +216,7 @@ def _not_drawing(made: Any, mode: str) -> str | None:
 
 
 def require_recorder() -> None:
-    """Checks for moviepy, which Gymnasium's recorder needs after the first episode."""
+    """Raises `EnvironmentUnusable` without moviepy, which writes the videos."""
     try:
         import moviepy  # noqa: F401
     except ImportError:

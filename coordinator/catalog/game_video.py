@@ -1,7 +1,6 @@
-"""Episodes as MP4 files: of Gymnasium's environments by its own wrapper, of PettingZoo's likewise."""
+"""Episodes of Gymnasium's and PettingZoo's environments as MP4 files."""
 
 import glob
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,8 @@ def recorded(env: Any, folder: str, prefix: str) -> Any:
 
     N counts existing files, since the environment may be rebuilt for each episode (`environment.parameters_by`).
     """
-    if isinstance(env, gym.Env):
-        with warnings.catch_warnings():  # of overwriting files, which the numbering prevents
-            warnings.filterwarnings("ignore", message=".*Overwriting existing videos")
-            single = gym.wrappers.RecordVideo(
-                env, folder, episode_trigger=lambda _: True, name_prefix=prefix, disable_logger=True
-            )
-        single.episode_id += len(recordings(Path(folder), prefix))
-        return single
     from moviepy import ImageSequenceClip  # of the extra `video`
-    from pettingzoo.utils.wrappers import BaseParallelWrapper, BaseWrapper  # of the extra `pettingzoo`
 
-    base: Any = BaseWrapper if hasattr(env, "agent_iter") else BaseParallelWrapper
     rate = (getattr(env, "metadata", None) or {}).get("render_fps", _FRAMES_PER_SECOND)
     frames = list[Any]()
 
@@ -42,7 +31,7 @@ def recorded(env: Any, folder: str, prefix: str) -> Any:
             ImageSequenceClip(frames, fps=rate).write_videofile(str(path), logger=None)
         frames.clear()
 
-    class Recorded(base):  # type: ignore[misc]
+    class Recorded(_wrapper_for(env)):  # type: ignore[misc]
         def reset(self, *arguments: Any, **options: Any) -> Any:
             write()
             told = super().reset(*arguments, **options)
@@ -59,3 +48,11 @@ def recorded(env: Any, folder: str, prefix: str) -> Any:
             super().close()
 
     return Recorded(env)
+
+
+def _wrapper_for(env: Any) -> Any:
+    if isinstance(env, gym.Env):
+        return gym.Wrapper
+    from pettingzoo.utils.wrappers import BaseParallelWrapper, BaseWrapper  # of the extra `pettingzoo`
+
+    return BaseWrapper if hasattr(env, "agent_iter") else BaseParallelWrapper
