@@ -243,6 +243,9 @@ def test_every_field_that_names_code_is_told() -> None:
     }
     for odd in ("ale_py:ALE/Pong-v5", "evil:NS/Env-v0", "evil:a b", "evil:x://y"):
         assert named_code(minimal_config(environment={"id": odd})) == {"environment.id": odd}, "evil is imported first"
+    config = minimal_config(environment={"id": "CartPole-v1", "wrappers": ["envpool:Wrapper", "os:mkdir"]})
+    assert named_code(config) == {"environment.wrappers": "envpool:Wrapper, os:mkdir"}
+    assert not named_code(minimal_config(environment={"id": "envpool:Pong-v5", "vectorization": "native"}))
     config = minimal_config(policies={"kwargs": {"transform": "os:mkdir"}}, evaluation={"wrappers": ["os:rmdir"]})
     assert named_code(config) == {"policies.kwargs.transform": "os:mkdir", "evaluation.wrappers": "os:rmdir"}
     league: dict[str, Any] = {
@@ -251,9 +254,3 @@ def test_every_field_that_names_code_is_told() -> None:
     league |= {"sides": [["team:0"], ["team:1"]]}
     config = minimal_config(environment={"id": "own:make", "api": "pettingzoo"}, league=league)
     assert named_code(config) == {"environment.id": "own:make", "league.fixed.scripted.source": "os:mkdir"}
-
-
-def test_all_wrappers_that_a_config_names_are_told() -> None:
-    config = minimal_config(environment={"id": "CartPole-v1", "wrappers": ["envpool:Wrapper", "os:mkdir"]})
-    assert named_code(config) == {"environment.wrappers": "envpool:Wrapper, os:mkdir"}
-    assert not named_code(minimal_config(environment={"id": "envpool:Pong-v5", "vectorization": "native"}))

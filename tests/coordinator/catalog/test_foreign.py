@@ -180,16 +180,8 @@ def test_hostile_score_fields_end_no_reader(role: RunContext, name: str) -> None
 
 
 BEATS = (
-    "incarnation",
-    "transitions",
-    "lags",
-    "capacity",
-    "unplaced",
-    "learn_seconds",
-    "epoch",
-    "version",
-    "evaluating",
-)
+    "incarnation", "transitions", "lags", "capacity", "unplaced", "learn_seconds", "epoch", "version", "evaluating",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BEATS)

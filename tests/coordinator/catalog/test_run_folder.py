@@ -83,7 +83,7 @@ def test_somebody_who_only_looks_does_not_hold_it(
 def test_lock_ends_with_process(folder: RunFolder, runs: Path) -> None:
     folder.unlock()
     script = (
-        "import sys, time; from pathlib import Path; from coordinator.catalog.run_folder import RunFolder\n"
+        "import sys, time; from pathlib import Path; from stagecoach.coordinator.catalog.run_folder import RunFolder\n"
         "RunFolder.find('a', Path(sys.argv[1])).lock(); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(runs)], stdout=subprocess.PIPE, text=True) as holder:
@@ -117,6 +117,9 @@ def test_secrets_are_made_once_and_are_the_owners(config: Config, folder: RunFol
     assert len(set(secrets.values())) == 3
     assert path.stat().st_mode & 0o777 == 0o600
     assert RunFolder.find("a", runs).credentials(config) == (path, secrets)
+    path.unlink()
+    own = minimal_config(redis={"url": "redis://elsewhere:6379"})
+    assert set(folder.credentials(own)[1]) == {"s3_access_key", "s3_secret_key"}, "of embedded services alone"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +132,6 @@ def test_damaged_secrets_are_made_anew(config: Config, folder: RunFolder, damage
     assert folder.credentials(config)[1].keys() == former.keys()
     assert path.stat().st_mode & 0o777 == 0o600
     assert folder.credentials(config)[1] == json.loads(path.read_text()) != former
-
-
-def test_there_are_secrets_of_embedded_services_only(folder: RunFolder) -> None:
-    config = minimal_config(redis={"url": "redis://elsewhere:6379"})
-    assert set(folder.credentials(config)[1]) == {"s3_access_key", "s3_secret_key"}
 
 
 def test_live_address_exists_while_run_is_live(folder: RunFolder, runs: Path) -> None:

@@ -55,11 +55,6 @@ def test_bins_are_what_numpy_computes_of_all_rows(points: int, parts: list[list[
     assert ("late" in bins.names) == late_name
 
 
-def test_unknown_metric_raises_key_error() -> None:
-    with pytest.raises(KeyError):
-        Bins(3)["x"]
-
-
 def test_million_rows_fit_in_few_thousand_bins() -> None:
     bins, size = Bins(1000), 1 << 16
     for begin in range(0, 1_000_000, size):
@@ -176,15 +171,6 @@ def test_finished_run_is_read_from_store_at_intervals(live: Live, monkeypatch: p
     live.stream.write()
     curves.refresh(live.store, None)
     assert shown(curves) == expected(1, 5) and looks == 2
-
-
-def test_all_rows_join_store_and_redis(live: Live) -> None:
-    live.record(4)
-    live.stream.write()
-    live.record(3)
-    found = [item for part in all_rows(live.store, TRAIN, live.client, live.run_id) for _, item in part.named()]
-    assert [item[VERSION] for item in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert sum(map(len, all_rows(live.store, TRAIN, None, live.run_id))) == 4
 
 
 def test_all_evaluations_join_store_and_redis(live: Live) -> None:

@@ -157,12 +157,8 @@ def test_environments_of_pettingzoo_are_seen_to_be_such(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "old reset and step": ({"id": f"{MODULE}:OldGym"}, [OLD_RESET[7:], OLD_STEP[7:]]),
     "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["does not tell its spaces", "observation_space"]),
-    "hangs": (
-        {"id": f"{MODULE}:Hangs", "kwargs": {"place": "start"}, "step_deadline_seconds": 3},
-        ["its start (__init__) hangs", "within 3 s"],
-    ),
+    "many things": ({"id": f"{MODULE}:ManyThings"}, ["nan as reward", "str 'no' as truncated"]),
     "no space": ({"id": f"{MODULE}:NoSpace"}, ["its action_space is None", "set it in __init__"]),
     "nothing": ({"id": f"{MODULE}:nothing"}, ["it returned nothing: return the environment"]),
     "of no class": ({"id": f"{MODULE}:OfNoClass"}, ["returned a OfNoClass", "derive OfNoClass from gymnasium.Env"]),
