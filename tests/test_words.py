@@ -23,7 +23,7 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 """The columns of `BOUNDS`."""
 
 BOUNDS = {
-    "coordinator": (0, 22, 0, 0, 0),
+    "coordinator": (0, 0, 0, 0, 0),
     "rollout_worker": (38, 49, 3, 0, 0),
     "shared": (174, 124, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),

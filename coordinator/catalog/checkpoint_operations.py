@@ -83,7 +83,7 @@ class Removed:
 
 
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
-    """The kept ones, oldest first: name, steps, mean return, evaluation, size, marks and the metrics of folds."""
+    """Lists the kept checkpoints, oldest first: name, steps, scores, size, marks and the metrics of folds."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
     promotion = unless_damaged(checkpoints.promotion)  # `verify` reports damage
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}

@@ -155,8 +155,8 @@ def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | N
 def read_snapshot(field: str, found: Found, player: str) -> bytes | None:
     """Reads a league's snapshot by the player's id or a unique prefix of it.
 
-    Searches the newest checkpoint first, then older ones, whose players may have left the league. Raises `ConfigError`
-    if the prefix is ambiguous or the store no longer has the snapshot.
+    Searches from the newest checkpoint to the oldest, since players leave the league. Raises `ConfigError` if the
+    prefix is ambiguous or the store no longer has the snapshot.
     """
     for name in dict.fromkeys((*reversed(found.store.names()), found.name)) if "-" in player else ():
         snapshots: dict[str, str] = {}

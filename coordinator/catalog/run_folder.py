@@ -79,7 +79,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
     try:
         config = parse_config(parse_yaml(text, f"{location}/{CONFIG}"))
     except ConfigError as error:
-        raise ConfigError(f"{run_id} was made by another version of Stagecoach: {error}") from None
+        raise ConfigError(f"{run_id} comes from another version of Stagecoach: {error}") from None
     config = config.model_copy(update={"runs_dir": runs_dir})
     path = runs_dir.expanduser().resolve() / run_id
     known = read_remote(path) if path.exists() else RemoteLink()

@@ -50,7 +50,7 @@ class WorkerCapacity:
             return
         remedy = f"{fewer}{self.most}, or {more}" if self.most else more
         raise UserError(
-            f"{counted(workers, 'worker')} with {self.each} each asked for; {self.cluster} has room for "
+            f"{counted(workers, 'worker')} with {self.each} each requested, but {self.cluster} has room for "
             f"{self.most or 'none'}: {remedy}"
         )
 
@@ -131,7 +131,7 @@ class FleetSummary:
 
 
 def summarize_fleet(beats: Sequence[Beat]) -> FleetSummary | None:
-    """Summarizes the workers; None if there are none."""
+    """Summarizes the workers; returns None without workers."""
     workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
     if not workers:
         return None

@@ -256,9 +256,9 @@ class Autoscale:
         return Wish(present)
 
     def _lockstep(self, shares: Shares, present: int) -> Wish:
-        """Acting and learning take turns: that workers wait for the trainer tells nothing.
+        """Acting and learning take turns, so workers always wait for the trainer, and only its own wait counts.
 
-        What tells is the trainer's wait, which is as many rounds long as the fragments of an update take.
+        That wait lasts as many rounds as the workers need for the fragments of an update.
         """
         upward = range(present + 1, min(2 * present, self._batch) + 1)
         best = min(upward, key=lambda workers: (self._rounds(workers), workers), default=present)
@@ -308,7 +308,7 @@ class Scaling:
     def desired(
         self, flow: FlowState, beats: Mapping[str, Beat], workers: Sequence[str], unplaced: Sequence[str], capacity: int
     ) -> int:
-        """The number to bring the fleet to. `workers` are those it has, the ones that leave included."""
+        """Returns the number of workers to run; `workers` names all that the fleet has, also those that leave."""
         if flow.scaling != "auto":
             self._autoscale.restart()
             return flow.desired_workers
@@ -348,7 +348,7 @@ class Scaling:
         if unplaced and decision.wanted > present:
             wanted = f"more than {counted(present, 'worker')} {'is' if present == 1 else 'are'} wanted"
             text = f"{wanted} ({decision.why}), but no machine has capacity for another"
-            self._report(Held(f"no place beside {present}", text), present, bounds, data)
+            self._report(Held(f"no capacity beyond {present}", text), present, bounds, data)
             return flow.desired_workers
         if decision.wanted > decision.workers == present:
             text = f"{decision.wanted} workers are wanted ({decision.why}), but {present} is {bounds.text}"

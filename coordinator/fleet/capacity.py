@@ -1,6 +1,6 @@
 """Number of rollout workers that fit on a Ray cluster.
 
-Computed from each machine's total resources (not the free ones) and the needs of the roles. A worker needs one machine:
+Computed from the total (not the free) resources of each machine and the needs of the roles. A worker needs one machine:
 half a CPU on each of two machines does not hold a worker that needs one CPU.
 """
 

@@ -49,7 +49,7 @@ class RayLost(StagecoachError):
 class FleetSupervisor:
     """Runs one fleet after another: an embedded Ray that dies or hangs is restarted, with a new fleet on it.
 
-    The roles of the dead Ray end with it; the new ones continue from the newest checkpoint and the log.
+    The roles of the dead Ray end with it; new roles continue from the newest checkpoint and the log.
     """
 
     def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:

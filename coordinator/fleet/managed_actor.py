@@ -135,6 +135,6 @@ def how_it_died(error: ray.exceptions.RayError) -> tuple[str, LastWords]:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         words = last_words(file.read().decode(errors="replace"))
     if words.how is None:
-        return f"{who} was killed: it said nothing of its end (by hand, or by the kernel for want of memory?)", words
+        return f"{who} was killed without a message (by a person, or by the kernel because memory ran out?)", words
     how = f"ended with {words.how}" if words.how.startswith("exit") else f"was ended by {words.how}"
     return f"{who} {how}", words

@@ -40,7 +40,7 @@ from stagecoach.shared.protocol.heartbeat import Wait, poll
 
 OR_RESUME = "--or-resume"
 EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
-"""Files that stay here: hidden ones (keys, tokens, .git, .venv; Ray takes `.*` for everything), secrets, caches."""
+"""Files that stay here: hidden files (keys, .git, .venv; Ray takes `.*` for everything), secrets, caches."""
 _MOST_BYTES = 90 << 20
 """Below the 100 MiB, compressed, that Ray's job server accepts."""
 _RUNS_DIR = "~/stagecoach-runs"
@@ -300,7 +300,7 @@ def submit_and_follow(
     """Submits the run's job and waits until it trains.
 
     Follows the run's last job if that may still start; with `replace`, waits for its end instead. `once` are arguments
-    for this job only, not for later ones.
+    for this job only.
 
     Raises `UserError` or `StagecoachError` with the job's output, after ending a job that was submitted.
     """

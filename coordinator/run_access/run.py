@@ -65,7 +65,7 @@ class Run:
     ) -> None:
         self.run_id, self.folder, self.config, self._coordinator = folder.run_id, folder, config, coordinator
         self._clients: dict[RoleName, redis.Redis] = {}
-        """Connections, made when they are needed and kept while the run stays at one address."""
+        """Connections, opened on demand and kept while the run stays at one address."""
         self._connected_to: Address | None = None
         self._unreachable: str | None = None
         """Reason that the Redis of a run on other machines is unreachable."""
@@ -87,7 +87,7 @@ class Run:
             import_path: folders of the user's modules, besides the current one.
             begun: called when the roles are about to start: from there on only `stop` ends the run in order, no
                 exception does.
-            make_room: called when all is checked, before a new run's folder is made: what stands there may go.
+            make_room: called after all checks, before a new run's folder is created; may delete a former one.
             how: from which checkpoint a run that exists continues, and without which entries, as in `resume`.
 
         Raises:
@@ -349,7 +349,7 @@ class Run:
     ) -> list[Removed]:  # fmt: skip
         """Removes what the retention rule (the config's, changed by what is given) does not keep; not of a live run.
 
-        The newest, best, final and promoted ones stay in any case. Returns what was (or would be) removed.
+        The newest, best, final and promoted checkpoints always stay. Returns what was (or would be) removed.
         """
         given = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -391,8 +391,8 @@ class Run:
 
         Raises:
             ArchiveIncomplete, CheckpointNotFound, CheckpointDamaged: where something is missing.
-            UserError: where no straight line leads from the one to the other, or a config that was not made on this
-                machine names code to import and `trust_config` is not given.
+            UserError: where no straight line leads from the one to the other, or a config from another machine names
+                code to import and `trust_config` is not given.
         """
         require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
         store = self.checkpoint_store()
@@ -402,7 +402,7 @@ class Run:
     def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
         """The archived experience, lazily, in the log's order; between two log positions where they are given.
 
-        Raises `ArchiveIncomplete` where there is none, or a hole in it.
+        Raises `ArchiveIncomplete` if the archive is missing or has a hole.
         """
         store = self.checkpoint_store()
         return experience(Archive(store.store, store.run_id), self.store_location, after, through)

@@ -43,7 +43,7 @@ _WATCH_SECONDS = 1.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """HTTP/2 client preface (RFC 9113, 3.4); a working gRPC server replies with its settings, token or not."""
 _LEAVE_SECONDS = 50.0
-"""Ray ends this process after 60 s without a GCS; disconnecting takes up to ten."""
+"""Ray ends this process after 60 s without a GCS; disconnecting lasts at most 10 s."""
 _DIED = "Ray has died"
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 

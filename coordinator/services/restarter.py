@@ -85,7 +85,7 @@ def report_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> 
 
 
 def outage_of_redis(folder: Path) -> str | None:
-    """Describes the current outage, as in `Redis, since 10:20:30 (45 s): …`; None if there is none."""
+    """Describes the current outage, as in `Redis, since 10:20:30 (45 s): …`; None without an outage."""
     path = folder / _FILE
     try:
         since, text = path.stat().st_mtime, path.read_text()

@@ -103,10 +103,8 @@ def test_capacity_refuses_with_number_that_fits() -> None:
     room.refuse(6, "--set rollout.workers=", "add machines")
     with pytest.raises(UserError) as refused:
         room.refuse(12, "--set rollout.workers=", "add machines")
-    said = (
-        f"12 workers with 1 CPU each asked for; {room.cluster} has room for 6: --set rollout.workers=6, or add machines"
-    )
-    assert str(refused.value) == said
+    remedy = "--set rollout.workers=6, or add machines"
+    assert str(refused.value) == f"12 workers with 1 CPU each requested, but {room.cluster} has room for 6: {remedy}"
     with pytest.raises(UserError, match=r"has room for none: add machines$"):
         WorkerCapacity(0, False, "1 CPU", "the cluster").refuse(1, "--set rollout.workers=", "add machines")
     WorkerCapacity(0, True, "1 CPU", "the cluster").refuse(1000, "", "")
