@@ -2,6 +2,7 @@
 the league seats players. The tables of all others are parameters of the environment."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
@@ -23,9 +24,9 @@ class RunDirectors:
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, load: Callable[[str], bytes],
-        tell: Callable[[str], None],
+        tell: Callable[[str, str], None],
     ) -> None:  # fmt: skip
-        """`load` returns a shared object by its SHA-256; `tell` writes an event."""
+        """`load` returns a shared object by its SHA-256; `tell` writes an event of a kind."""
         self._config, self._description, self._load, self._tell = config, description, load, tell
         self._tables: Tables = {}
 
@@ -35,7 +36,7 @@ class RunDirectors:
         drawn, seating = _drawn(tables), None
         if self._config.league is not None and _LEAGUE in tables:
             opponents = Opponents(self._load, self._config.league.functions)
-            seating = Casting(self._description, envs, _matches(tables), opponents, self._tell)
+            seating = Casting(self._description, envs, _matches(tables), opponents, partial(self._tell, _LEAGUE))
         return Directors(None if drawn is None else EpisodeParameters(drawn, envs), seating)
 
     def update(self, directors: Directors, tables: Tables) -> None:

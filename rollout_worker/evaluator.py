@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from stagecoach.rollout_worker.league.opponents import Opponents
-from stagecoach.rollout_worker.playing import evaluate_policies, play_sides
+from stagecoach.rollout_worker.matches import FixedPlayers
+from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.watchdog import Watchdog
 from stagecoach.shared.base import errors
 from stagecoach.shared.base.failure import Failure, RoleEnd
 from stagecoach.shared.base.printable import score_in_words
-from stagecoach.shared.config.league import MEAN_RETURN, LeagueConfig, first_learner
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps, checkpoint_version
-from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
-from stagecoach.shared.league.table import PlayerRef, player_hash
+from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.protocol import events
@@ -39,7 +37,6 @@ from stagecoach.shared.runtime.restarts import RestartBound
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import due_evaluations, read_due_evaluation
-from stagecoach.shared.storage.shared_objects import read_shared_object
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (errors.CheckpointError, errors.StoreError, errors.StoreUnavailable)
@@ -110,7 +107,6 @@ class Evaluator:
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)
         self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
-        self._forfeiting: set[str] = set()
         self._postponed: dict[str, tuple[int, float]] = {}
         """Due evaluation that could not be read → number of tries, and time of the next one."""
         self.postpones = False
@@ -119,6 +115,7 @@ class Evaluator:
         self._failures.saw((0,))
         tell = partial(context.tell, "evaluation")
         self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit, tell)
+        self._fixed_players = FixedPlayers(context.config, context.checkpoints.store, tell, self._watchdog)
 
     def run(self) -> str:
         torch.set_num_threads(1)
@@ -214,12 +211,13 @@ class Evaluator:
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
             ratings = found.manifest.provenance.get("fold_metrics", {})
-            against = self._against_fixed(name, stored, policies, SCORING)
-            scores |= against | self._ranked(ratings, against)
+            play = partial(self._fixed_players.play, self._description, name, stored, policies)
+            against = play(evaluation_seed(context.config, name, SCORING))
+            scores |= against | self._fixed_players.ranked(ratings, against)
             if self._may_be_best(events.ranking(scores)):
-                if context.config.checkpoint.best_by == MEAN_RETURN:
-                    against = self._against_fixed(name, stored, policies, CONFIRMING)
-                ranked = self._ranked(ratings, against)
+                if self._fixed_players.rank_by_return:
+                    against = play(evaluation_seed(context.config, name, CONFIRMING))
+                ranked = self._fixed_players.ranked(ratings, against)
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | ranked
         except _PASSING as error:
             _LOGGER.warning(
@@ -263,61 +261,6 @@ class Evaluator:
         with self._stages.during("evaluate"):
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
-
-    def _ranked(self, ratings: Mapping[str, Any], against: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-        """Returns the ranking of a checkpoint in a league: its rating, of `checkpoint.best_by` or the first learner, or
-        the first learner's mean return against fixed players."""
-        learners, best_by = self._context.config.league_learners, self._context.config.checkpoint.best_by
-        if not learners:
-            return {}
-        known = {learner.policy for learner in learners.values()}
-        if best_by == MEAN_RETURN:
-            first = next(name for name, its in learners.items() if its == first_learner(learners))
-            gained = [its for pair, its in against["match_returns"].items() if pair.startswith(f"{first}/")]
-            ranked_by = f"mean return of {first} against fixed players"
-            return {"ranking": fmean(gained) if gained else -LARGEST_SHOWN, "ranked_by": ranked_by}
-        whose = best_by if best_by in known else first_learner(learners).policy
-        return {"ranking": float(ratings[f"league/rating/{whose}"]), "ranked_by": f"rating of {whose}"}
-
-    def _against_fixed(
-        self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy], evaluation_round: int
-    ) -> dict[str, dict[str, float]]:
-        """Returns, by `LEARNER/PLAYER`, the win rate and the mean return of each of a league's learners against each
-        fixed player, over all sides."""
-        config, store = self._context.config, self._context.checkpoints.store
-        own = {player_hash(data): data for data in stored.values()}
-        seed, league = evaluation_seed(config, name, evaluation_round), config.league or LeagueConfig()
-        rates, returns = dict[str, float](), dict[str, float]()
-        opponents = Opponents(
-            lambda sha256: own[sha256] if sha256 in own else read_shared_object(store, sha256), league.functions
-        )
-        for learner, its in sorted(config.league_learners.items()):
-            current = PlayerRef("policy", player_hash(stored[its.policy]), name)
-            for player, fixed in sorted(league.fixed.items()):
-                ref = PlayerRef(fixed.kind or "random", fixed.sha256, fixed.source, fixed.seats)
-                try:
-                    played = play_sides(
-                        config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
-                        opponents=opponents, policies=policies, games=config.evaluation.episodes, seed=seed,
-                        watchdog=self._watchdog,
-                    )  # fmt: skip
-                except errors.SharedObjectUnusable as error:
-                    self._context.tell("evaluation", f"{name} is not played: {error}")
-                    continue
-                if games := [(side, its) for side, matches in played.items() for its in matches]:
-                    rates[f"{learner}/{player}"] = fmean(its.match.result(side) for side, its in games)
-                    returns[f"{learner}/{player}"] = fmean(its.returns[side] for side, its in games)
-                    self._tell_forfeits(player, [its.match.forfeited for _, its in games])
-        return {"win_rates": rates, "match_returns": returns}
-
-    def _tell_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
-        """Reports forfeits once per fixed player: a win rate against a player that forfeits means nothing."""
-        why = [forfeited[player] for forfeited in matches if player in forfeited]
-        if why and player not in self._forfeiting:
-            self._forfeiting.add(player)
-            self._context.tell(
-                "evaluation", f"{player} lost {len(why)} of {len(matches)} evaluated matches by forfeit: {why[-1]}"
-            )
 
     def _may_be_best(self, rank: float) -> bool:
         """Returns whether a checkpoint with this rank would be kept among the best; among equals, the newest is."""

@@ -1,31 +1,24 @@
-"""Whole episodes outside of training: by a run's policies (evaluation), or by any two players (a match)."""
+"""Whole episodes outside of training, by a run's policies or anything else that acts."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from itertools import count
-from statistics import fmean
+from collections.abc import Callable, Mapping
+from contextlib import closing
 
 import numpy as np
 import torch
 
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_vector
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
-from stagecoach.rollout_worker.environments.seeding import SEEDS, episode_seed
+from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
 from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
-from stagecoach.rollout_worker.league.casting import Casting
-from stagecoach.rollout_worker.league.opponents import Opponents
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Duration, Phase
-from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
+from stagecoach.shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
-from stagecoach.shared.league.matchmaking import Match
-from stagecoach.shared.league.table import MatchTable, PlayerRef, sides_of
 from stagecoach.shared.policies.actor_critic import with_states
 from stagecoach.shared.policies.policy import Policy
 
@@ -33,7 +26,7 @@ Act = Callable[[str, Columns, Array], Columns]
 """Policy id, observations `[S, …]` and the slots that act `[S]` → actions `[S, …]`, ignored for other slots."""
 
 
-def _play(
+def play_episodes(
     config: Config, description: EnvironmentDescription, seed: int, asked: Duration, act: Act, *,
     begun: Callable[[int], None] = lambda index: None, stepped: Callable[[Step], None] = lambda step: None,
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
@@ -120,91 +113,4 @@ def evaluate_policies(
             if policy_id in description.seated:
                 its.forget(torch.from_numpy(step.policies[policy_id].over))
 
-    return _play(config, description, seed, asked, act, stepped=stepped, watchdog=watchdog)
-
-
-def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]) -> list[int]:
-    """Returns the sides of `seats` for a player that fits `own`, if another that fits `others` takes the rest."""
-    return [
-        side
-        for side, seat in enumerate(seats)
-        if seat in own and all(each in others for other, each in enumerate(seats) if other != side)
-    ]
-
-
-@dataclass(frozen=True)
-class Played:
-    """Result of one game of a match."""
-
-    match: MatchRecord
-    returns: tuple[float, ...]
-    """Mean return of each side's agents."""
-
-
-def play_sides(
-    config: Config, description: EnvironmentDescription, players: Mapping[str, PlayerRef],
-    fits: Sequence[Collection[str]], *, opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
-    watchdog: Watchdog | None = None,
-) -> dict[int, tuple[Played, ...]]:  # fmt: skip
-    """Plays `games` games of two `players` for each side that the first can take; the other takes all other sides.
-
-    `fits` are the policies whose seats each player can take. Returns the games by side; empty if no side is possible.
-    """
-    sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
-    (mine, theirs), table, played = players, MatchTable(sides, seats, {}, dict(players)), {}
-    for side in playable(seats, *fits):
-        lineup = [mine if other == side else theirs for other in range(len(seats))]
-        seeds = seed, episode_seed(seed, 1 + side)  # each side has its own random stream
-        played[side] = play_match(
-            config, description, table, lineup, opponents=opponents, policies=policies, games=games, seeds=seeds,
-            watchdog=watchdog,
-        )  # fmt: skip
-    return played
-
-
-@torch.inference_mode()
-def play_match(
-    config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str], *,
-    opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
-    watchdog: Watchdog | None = None,
-) -> tuple[Played, ...]:  # fmt: skip
-    """Plays `games` games with the players of `lineup`, one per side, from `table.players`.
-
-    `seeds` are for the starts, which are equal for all players, and for actions. `policies` are any with these spaces,
-    by policy id.
-    """
-    copies = evaluation_environment(config, games).num_envs
-    casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
-    generator.manual_seed(seeds[1])
-
-    def act(group: str, observations: Columns, acts: Array) -> Columns:
-        actions = no_actions(description.policies[group].action, len(acts))
-        parts = list(casting.parts(group, np.flatnonzero(acts)))
-        with nullcontext() if watchdog is None else watchdog.during("the players of a match"):
-            casting.act(parts, group, observations, policies[group], generator, actions)
-        return actions
-
-    def stepped(step: Step) -> None:
-        for group, its in step.policies.items():
-            casting.forget(group, its.over)
-
-    begins = [count() for _ in range(copies)]
-
-    def begun(index: int) -> None:
-        casting.seat(index, Match("", 0, tuple(lineup)), episode_seed(seeds[1] + index, next(begins[index])))
-
-    records = _play(
-        config,
-        description,
-        seeds[0],
-        Duration(games, "episodes"),
-        act,
-        begun=begun,
-        stepped=stepped,
-        judged=casting.judged,
-        watchdog=watchdog,
-    )
-    return tuple(
-        Played(its.match, tuple(fmean(its.agent_returns[agent] for agent in side) for side in table.sides))
-        for its in records if its.match is not None
-    )  # fmt: skip
+    return play_episodes(config, description, seed, asked, act, stepped=stepped, watchdog=watchdog)

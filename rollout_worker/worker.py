@@ -246,7 +246,7 @@ class Worker:
         directors = RunDirectors(
             config, description,
             lambda sha256: self.heartbeat.outlast(lambda: read_shared_object(store, sha256), seconds),
-            partial(context.tell, "league") if self._index == 0 else lambda text: None,  # all would say the same
+            context.tell if self._index == 0 else lambda kind, text: None,  # all would say the same
         )  # fmt: skip
         policies = self.open_policies(description)
         return _Acting(policies, self.open_episodes(description, recordings, policies, directors), directors)

@@ -106,6 +106,19 @@ def test_no_folder_imports_itself_by_others() -> None:
     graphlib.TopologicalSorter(imports).prepare()
 
 
+def test_league_and_curriculum_stay_behind_the_seam() -> None:
+    """The rest of the product knows them as folds and directors; text counts, not only imports."""
+    own = (
+        "trainer_node/learning/league.py", "trainer_node/learning/curriculum.py", "trainer_node/learning/folds.py",
+        "rollout_worker/league/", "rollout_worker/directors.py", "rollout_worker/matches.py", "shared/league/",
+        "shared/storage/players.py", "shared/config/",
+    )  # fmt: skip
+    shown = ("coordinator/catalog/", "coordinator/cli/", "coordinator/page/")
+    named = {str(path) for path, text in MODULES.items() if re.search("league|curricul", text, re.IGNORECASE)}
+    assert [path for path in sorted(named) if not path.startswith((*own, *shown))] == []
+    assert [each for each in (*own, *shown) if not any(path.startswith(each) for path in named)] == []
+
+
 def test_stagecoach_is_this_checkout_and_no_other_distribution() -> None:
     assert Path(str(stagecoach.__file__)).is_relative_to(ROOT)
     assert set(importlib.metadata.packages_distributions().get("stagecoach", [])) <= {"stagecoach-rl"}

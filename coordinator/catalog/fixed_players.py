@@ -15,13 +15,15 @@ from stagecoach.shared.base.errors import CheckpointError, ConfigError, RunNotFo
 from stagecoach.shared.base.user_code import import_object, install, misfit
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.services import StoreConfig
+from stagecoach.shared.experience.mixture import decode_mixture, is_mixture
 from stagecoach.shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from stagecoach.shared.league.mean import MEAN, decode_mixture, is_mixture
 from stagecoach.shared.league.table import PlayerRef, kind_of, player_hash
 from stagecoach.shared.policies.serialization import decode_policy
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.object_store import ObjectStore
-from stagecoach.shared.storage.players import LEAGUE, named_so, read_mean, snapshots_in
+from stagecoach.shared.storage.players import LEAGUE, MEAN, named_so, read_mean, snapshots_in
 from stagecoach.shared.storage.shared_objects import read_shared_object, write_shared_object
+from stagecoach.trainer_node.state.snapshot import POLICY
 
 _POLICY_FILE = "policy.safetensors"
 
@@ -68,9 +70,16 @@ def with_fixed_players(
     return config.model_copy(update={"league": league}), read
 
 
-def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> None:
-    """Copies the players into a new run's store. Reads those again that an earlier, interrupted start resolved; raises
-    `ConfigError` if one has changed since."""
+def fixed_sources(config: Config) -> list[str]:
+    """Returns the sources of all fixed players."""
+    return [player.source for player in config.league.fixed.values()] if config.league is not None else []
+
+
+def store_players(store: ObjectStore, config: Config, read: Players, first: Checkpoint | None) -> None:
+    """Copies the fixed players and the first snapshots of `first` into a new run's store.
+
+    Reads players again that an earlier, interrupted start resolved; raises `ConfigError` if one has changed since.
+    """
     for name, player in config.league.fixed.items() if config.league else ():
         if player.sha256:
             data = read.get(player.sha256)
@@ -79,6 +88,9 @@ def store_fixed_players(store: ObjectStore, config: Config, read: Players) -> No
             if player_hash(data) != player.sha256:
                 raise ConfigError(_changed(name, player.source, player.sha256))
             write_shared_object(store, data)
+    if first is not None:
+        for policy_id in sorted(learner.policy for learner in config.league_learners.values()):
+            write_shared_object(store, first.objects[POLICY.format(policy_id)])
 
 
 def _changed(name: str, source: str, sha256: str) -> str:

@@ -13,7 +13,7 @@ from stagecoach.coordinator.catalog.checkpoint_lookup import find_checkpoint, re
 from stagecoach.coordinator.catalog.fixed_players import find_player
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.league.opponents import Opponents
-from stagecoach.rollout_worker.playing import play_sides, playable
+from stagecoach.rollout_worker.matches import play_sides, playable
 from stagecoach.shared.base.errors import CheckpointDamaged, UserError
 from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.run_config import Config

@@ -25,7 +25,7 @@ from botocore.handlers import disable_signing
 from packaging.requirements import Requirement
 from redis.utils import str_if_bytes
 
-from stagecoach.coordinator.catalog.fixed_players import with_fixed_players
+from stagecoach.coordinator.catalog.fixed_players import fixed_sources, with_fixed_players
 from stagecoach.coordinator.diagnostics.store_trial import PROBE, try_store
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.validation import check
@@ -92,7 +92,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
         described: list[EnvironmentDescription] = []  # once it is known
         yield _try("environment and policies", lambda: _environment(config, described))
         begun = sorted({*beginnings(config).values()})
-        players = [its.source for its in config.league.fixed.values()] if config.league is not None else []
+        players = fixed_sources(config)
         if described and (begun or players):
             yield _try("players and beginnings", lambda: _players(config, described[0], [*players, *begun]))
 

@@ -182,7 +182,7 @@ def _checked(
 ) -> tuple[Config, EnvironmentDescription, Players]:
     """Checks a run; raises a `UserError` if it would fail.
 
-    Returns the config with data hashes and league players (those of `before` in a resume), the environment, and the
+    Returns the config with data hashes and fixed players (those of `before` in a resume), the environment, and the
     players' bytes.
     """
     extend_imports(import_path)
@@ -264,7 +264,7 @@ def first_policies(config: Config, description: EnvironmentDescription) -> dict[
             except CheckpointDamaged as error:
                 raise UserError(f"{own}initialize_from={told}: {error}; choose another checkpoint") from None
         found, checkpoint = loaded[target]
-        if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # perhaps a snapshot of its league
+        if theirs and (name := POLICY.format(theirs)) not in checkpoint.objects:  # perhaps a snapshot
             snapshot = read_snapshot(f"initialize_from={told}", found, theirs)
             checkpoint = checkpoint if snapshot is None else Checkpoint(checkpoint.manifest, {name: snapshot})
         there = policies_in(checkpoint)

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from stagecoach.coordinator.catalog.fixed_players import NO_PLAYERS, Players, store_fixed_players
+from stagecoach.coordinator.catalog.fixed_players import NO_PLAYERS, Players, store_players
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
@@ -35,12 +35,12 @@ from stagecoach.shared.protocol.payload_shards import bytes_by_shard
 from stagecoach.shared.protocol.quarantine import drop_entries
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore
-from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, write_shared_object
+from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing.retention import status_file
 from stagecoach.trainer_node.learning.learner import make_learner
 from stagecoach.trainer_node.recovery.recovery import last_epoch, restore_learner, tell_other_versions
 from stagecoach.trainer_node.state.fork import Source, beginnings, forked, rolled_back
-from stagecoach.trainer_node.state.snapshot import POLICY, other_versions
+from stagecoach.trainer_node.state.snapshot import other_versions
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 
@@ -74,7 +74,7 @@ def prepare_new(
 
     Args:
         sources: policy id → where its weights of version 0 come from.
-        players: bytes of `league.fixed` that were read already.
+        players: bytes of the fixed players that were read already.
     """
     store = context.checkpoints.store
     if (holder := _holder(context)) is not None:
@@ -82,12 +82,8 @@ def prepare_new(
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         first = forked(context, sources) if sources else None
-        store_fixed_players(store, context.config, players)
+        store_players(store, context.config, players, first)
         if first is not None:
-            for policy_id in sorted(
-                learner.policy for learner in context.config.league_learners.values()
-            ):  # the league's first snapshot
-                write_shared_object(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
         store.put(CONFIG, dump_config(context.config).encode())  # last: marks a complete preparation
         create_flow(context)

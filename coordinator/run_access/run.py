@@ -367,8 +367,8 @@ class Run:
     def load_policy(
         self, checkpoint: str | None = None, policy_id: str = "default", *, trust_config: bool = False
     ) -> DeployedPolicy:  # fmt: skip
-        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one. In a league
-        `policy_id` may also be `mean`, the mean strategy. Imports the class of a network of your own, as `export`."""
+        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one. `policy_id` may
+        also be `mean`, the mean strategy of its snapshots. Imports the class of a network of your own, as `export`."""
         store = self.checkpoint_store()
         loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")

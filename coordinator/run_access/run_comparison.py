@@ -38,7 +38,7 @@ class RunResult:
     training_return: float | None
     """Mean of the last training episodes."""
     ratings: dict[str, float]
-    """Policy → newest rating in a league."""
+    """Policy → newest rating."""
     env_steps: int
     updates: int
     episodes: int

@@ -11,8 +11,8 @@ from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, Rand
 from stagecoach.rollout_worker.league.stacked import likeness
 from stagecoach.shared.base.errors import ConfigError, SharedObjectUnusable, StagecoachError, headline
 from stagecoach.shared.base.user_code import import_object
+from stagecoach.shared.experience.mixture import decode_mixture, member
 from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
-from stagecoach.shared.league.mean import decode_mixture, member
 from stagecoach.shared.league.table import PlayerRef
 from stagecoach.shared.policies.actor_critic import Stateful
 from stagecoach.shared.policies.policy import Policy

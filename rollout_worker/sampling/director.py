@@ -1,7 +1,7 @@
-"""Directors decide what the episodes of one sampler are, by the tables that came with the policy version.
+"""Directors decide the episodes of one sampler by the tables that came with the policy version.
 
-Each decision follows from a table and the episode's seed, so that a successor of this worker comes to the same. What
-was decided stands in the episode's record, from which folds in the trainer make the next tables.
+Each decision follows from a table and the episode's seed, so that a successor of this worker repeats it. The episode's
+record holds the decision; folds in the trainer make the next tables from these records.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
 
 Running = Sequence[Mapping[str, Any]]
-"""What was decided for each running episode, as data for JSON."""
+"""Decisions for each running episode, as data for JSON."""
 
 
 class EpisodeDirector(Protocol):
-    """Decides one side of each episode."""
+    """Decides one aspect of each episode, by the table of a fold (`stagecoach.Fold`)."""
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
         """Decides an episode that begins.
@@ -32,13 +32,13 @@ class EpisodeDirector(Protocol):
         """
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """Returns the record of an episode that ended, with what was decided for it."""
+        """Returns the record of an episode that ended, with the decision added."""
 
     def trace(self) -> Running:
         """Returns what a successor needs to resume the running episodes."""
 
     def accepts(self, running: Running) -> bool:
-        """Whether `running` is such a trace, and nothing in it is forbidden here."""
+        """Returns whether `running` is a valid trace that this run's config allows."""
 
     def take_up(self, running: Running, states: Mapping[str, Array]) -> None:
         """Resumes the episodes of a trace; `states` are those of the predecessor's policies."""
@@ -51,14 +51,14 @@ class Part:
     player: str
     rows: Array
     learns: Array
-    """`[R]`: which of them are learned from."""
+    """`[R]`: true for rows that are learned from."""
 
 
 class Seating(EpisodeDirector, Protocol):
     """Decides who acts in which slots, and acts for those whose policy does not learn."""
 
     def parts(self, group: str, rows: Array) -> Iterator[Part]:
-        """Yields who acts for the slots `rows` of the policy `group`."""
+        """Yields the players of the slots `rows` of the policy `group`."""
 
     def act(
         self, parts: Sequence[Part], group: str, observations: Columns, policy: Policy, generator: torch.Generator,
@@ -84,7 +84,7 @@ class Directors:
     """All directors of one sampler."""
 
     parameters: EpisodeParameters | None = None
-    """Asked by the environments themselves, as they reset."""
+    """Called by the environments as they reset."""
     seating: Seating | None = None
 
     @property
@@ -96,7 +96,7 @@ class Directors:
         return {name: director.trace() for name, director in self._all.items()}
 
     def accepts(self, running: Mapping[str, Running]) -> bool:
-        """Whether a trace has what these directors decide; one of recorded experience has nothing."""
+        """Returns whether each director accepts its trace; recorded experience has an empty one."""
         return not running or all(director.accepts(running.get(name, ())) for name, director in self._all.items())
 
     def take_up(self, running: Mapping[str, Running], states: Mapping[str, Array]) -> None:

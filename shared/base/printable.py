@@ -68,8 +68,8 @@ def figure(value: float | None) -> str:
 
 
 def score_in_words(scores: Mapping[str, Any], second: bool = True) -> str:
-    """`475 ± 3.1 (90 % successful) over 20 episodes`, and what a `second` evaluation found, if there was one; with how
-    a league's learners did against its fixed players."""
+    """Formats a score: `475 ± 3.1 (90 % successful) over 20 episodes`, the result of a `second` evaluation if there was
+    one, and the win rates against fixed players."""
     again = scores.get("confirmation") if second else None
     found = f", and {_spread(again)} from as many other starts" if again else ""
     rates = dict[str, list[str]]()

@@ -17,9 +17,8 @@ from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound,
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.base.user_code import IMPORT_PATH, extend_imports
 from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.experience.mixture import decode_mixture, is_mixture
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.shared.league.mean import decode_mixture, is_mean, is_mixture, mean_of
-from stagecoach.shared.league.table import player_hash
 from stagecoach.shared.policies.distributions import ActionDistribution
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
@@ -34,7 +33,7 @@ from stagecoach.shared.storage.checkpoint_store import (
     Pointer,
     Promotion,
 )
-from stagecoach.shared.storage.players import LEAGUE, named_so, snapshots_in
+from stagecoach.shared.storage.players import read_player
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 
 _FILE = "policy.safetensors"
@@ -222,7 +221,7 @@ class DeployedPolicy:
 
 
 class DeployedMixture(DeployedPolicy):
-    """A league's mean strategy: in each row of the batch one of its policies is drawn, acts to the end of the episode,
+    """Mean strategy: in each row of the batch one of its policies is drawn, acts to the end of the episode,
     and another one is drawn after `reset`. What `inspect` returns is of those that were drawn."""
 
     def __init__(self, members: Sequence[tuple[Policy, int]], weights: Sequence[float], seed: int = 0) -> None:
@@ -285,8 +284,8 @@ def load_policy(
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
-    newest; there `policy_id` may also be a snapshot of its league, as `stagecoach league` names it, or what the name
-    of only one begins with, or `mean`, its mean strategy (`POLICY-mean` where several policies have snapshots);
+    newest; there `policy_id` may also be a snapshot of its players, or what the name of only one
+    begins with, or `mean`, their mean strategy (`POLICY-mean` where several policies have snapshots);
     FOLDER#ID says both. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were
     altered.
 
@@ -331,47 +330,18 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
     """The file of this policy in a checkpoint's or run's folder, or at the path itself."""
     embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
     path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
-    if is_mean(policy_id) and (path / LEAGUE).is_file() and not (path / policy_id / _FILE).is_file():
-        run = path.parents[2]
-        mean = mean_of(policy_id, (path / LEAGUE).read_bytes(), lambda sha256: _player(run, sha256))
-        if mean is not None:
-            return mean
-    snapshots = _snapshots(embedded) if "-" in policy_id else {}
-    named = [] if (path / policy_id / _FILE).is_file() else named_so(policy_id, snapshots)
-    if len(named) > 1:
-        raise CheckpointNotFound(f"{policy_id!r} is the beginning of {', '.join(named)}; give more of the name")
-    for name in named:
-        if (embedded / SHARED_OBJECTS / snapshots[name]).is_file():
-            return _player(embedded, snapshots[name])
+    if not (path / policy_id / _FILE).is_file() and (player := read_player(embedded, path, policy_id)) is not None:
+        return player
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
             return candidate.read_bytes()
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
     there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(asked, path)}"
     there += "; give one as policy_id" if others and policy_id == "default" else ""
-    there += ", or a snapshot that `stagecoach league` lists" if (embedded / SHARED_OBJECTS).is_dir() else ""
+    there += ", or a snapshot's id (docs/PYTHON.md)" if (embedded / SHARED_OBJECTS).is_dir() else ""
     if not path.exists():
         raise CheckpointNotFound(f"there is no {path}; {there}")
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
-
-
-def _player(run: Path, sha256: str) -> bytes:
-    """A league's player, verified; raises `CheckpointNotFound` or `CheckpointDamaged`."""
-    player = run / SHARED_OBJECTS / sha256
-    if not player.is_file():
-        raise CheckpointNotFound(f"there is no {player}, which the checkpoint's league has")
-    if player_hash(data := player.read_bytes()) != sha256:
-        raise CheckpointDamaged(f"{player} was altered: it has another SHA-256 than its name")
-    return data
-
-
-def _snapshots(run: Path) -> dict[str, str]:
-    """Player id → SHA-256 of those in the leagues of its checkpoints."""
-    found = dict[str, str]()
-    for league in (run / CHECKPOINTS).glob(f"*/*/{LEAGUE}"):
-        with contextlib.suppress(ValueError, KeyError):
-            found |= snapshots_in(league.read_bytes())
-    return found
 
 
 def _elsewhere(asked: str, path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 from stagecoach.shared.experience.spaces import PlainData
 
 PlayerKind = Literal["policy", "mixture", "function", "onnx", "random"]
-"""A `mixture` is a league's mean strategy (shared/league/mean.py)."""
+"""A `mixture` is a league's mean strategy (shared/storage/players.py)."""
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 

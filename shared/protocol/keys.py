@@ -123,5 +123,5 @@ class RunKeys:
 
     def action_trace(self, worker: str) -> str:
         """List; what `worker` did in its running episodes, an entry per fragment; gone when it is drained.
-        Writers: workers (push), coordinator (a new start deletes it); readers: worker, trainer (of a league)."""
+        Writers: workers (push), coordinator (a new start deletes it); readers: worker, trainer (of seats)."""
         return f"{self.prefix}action_trace:{worker}"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
     from stagecoach.rollout_worker.environments.factory import make_environment
     from stagecoach.rollout_worker.exploration.base import Exploration
+    from stagecoach.rollout_worker.sampling.director import EpisodeDirector
     from stagecoach.shared.base.errors import StagecoachError
     from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
     from stagecoach.shared.config.algorithms.off_policy import SACConfig
@@ -62,9 +63,9 @@ _MODULES = {
 
 __all__ = [
     "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
-    "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
-    "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer",
-    "Run", "SACConfig", "Setting", "Shard",
+    "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "EpisodeDirector",
+    "Experience", "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork",
+    "ReplayBuffer", "Run", "SACConfig", "Setting", "Shard",
     "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
     "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip

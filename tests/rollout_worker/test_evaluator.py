@@ -17,7 +17,8 @@ from stagecoach.rollout_worker.environments.factory import evaluation_environmen
 from stagecoach.rollout_worker.environments.seeding import episode_seed
 from stagecoach.rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
 from stagecoach.rollout_worker.league.opponents import Opponents
-from stagecoach.rollout_worker.playing import evaluate_policies, play_sides
+from stagecoach.rollout_worker.matches import play_sides
+from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.watchdog import Watchdog
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure
 from stagecoach.shared.config.run_config import Config

@@ -12,9 +12,10 @@ from gymnasium import spaces
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.deployment.deployed_policy import DeployedMixture, load_policy
-from stagecoach.shared.league.mean import decode_mixture, encode_mixture, is_mixture, mean_of, member
+from stagecoach.shared.experience.mixture import decode_mixture, encode_mixture, is_mixture, member
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.serialization import encode_policy
+from stagecoach.shared.storage.players import mean_of
 from tests.support.experience.fragments import describe
 
 SPACES = describe({"main": (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(3))}).policies["main"]

@@ -15,7 +15,7 @@ from stagecoach.coordinator.catalog.run_metrics import last_row
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.shared.base.errors import SharedObjectUnusable, StoreUnavailable
 from stagecoach.shared.experience.counters import Phase
-from stagecoach.shared.league.mean import decode_mixture
+from stagecoach.shared.experience.mixture import decode_mixture
 from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.protocol.policy_board import PolicyBoard, version_of

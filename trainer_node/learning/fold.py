@@ -1,6 +1,6 @@
 """Folds: states that follow the experience log, travel with each policy version, and are part of each checkpoint.
 
-A league and a curriculum are folds, and so is a class of a user's own (`folds` in the config). The trainer gives every
+Built-in folds are registered in `folds.py`; `folds` in the config names a user's own classes. The trainer gives every
 episode to each fold in log order. Its table decides the episodes that workers begin (rollout_worker/directors.py),
 and it observes their records in turn. Nothing but these calls may change a fold: no clock, no random state outside
 `state`. Then a trainer that learns the log again, and a replay, come to the same state, bit by bit.

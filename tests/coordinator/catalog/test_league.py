@@ -290,8 +290,8 @@ def test_league_is_shown_by_command_status_and_page(
     assert "neither player draws its actions: a game may repeat another one" in sure
     raising = stagecoach("match", f"cats#{snapshot}", "tests.support.environments.games:raises", "--games", "4").ok()
     assert ", 4 forfeits of tests.support.environments.games:raises; win rate 100.0%" in raising
-    check_refused(stagecoach("match", "cats#prey-", "random"), "is the beginning of prey-", snapshot)
-    with pytest.raises(CheckpointNotFound, match="'prey-' is the beginning of prey-"):
+    check_refused(stagecoach("match", "cats#prey-", "random"), "matches prey-", snapshot)
+    with pytest.raises(CheckpointNotFound, match="'prey-' matches prey-"):
         load_policy(path, "prey-")
     check_refused(stagecoach("match", "cats#hunter", "dogs"), "no run 'dogs'", "; a scripted player is module:function")
     other = f"hunter-{snapshot.rpartition('-')[2]}"
@@ -350,7 +350,7 @@ def test_matrix_contains_unrated_opponents() -> None:
 @pytest.mark.parametrize(
     ("step", "or_resume"),
     some_quick(
-        [("prepare_new", True), ("forked", True), ("store_fixed_players", False), ("dump_config", False),
+        [("prepare_new", True), ("forked", True), ("store_players", False), ("dump_config", False),
          ("create_flow", True)],
         ("dump_config", False),
     ),

@@ -181,7 +181,7 @@ class ReplayingAlgorithm(Protocol):
 
 @runtime_checkable
 class EstimatingAlgorithm(Protocol):
-    """An algorithm that estimates the advantage of each step, by which a curriculum scores levels."""
+    """An algorithm that estimates the advantage of each step, by which levels are scored."""
 
     @property
     def advantages(self) -> Array | None:

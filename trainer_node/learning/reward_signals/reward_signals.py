@@ -277,7 +277,7 @@ def _ends(tensors: Mapping[str, Tensor], episodic: bool, among_others: bool) -> 
     """Returns the ends of returns, `[T, S]`.
 
     Returns that are not episodic continue in the slot's next episode, unless the next row has no action: after an end
-    in a native environment, for an absent agent, or on an opponent's seat in a league.
+    in a native environment, for an absent agent, or on an opponent's seat.
     """
     ended = torch.ones_like(tensors["mask"])
     if not episodic:
