@@ -123,10 +123,6 @@ _Target = Annotated[
         autocompletion=run_ids,
     ),
 ]
-_PagePort = Annotated[
-    int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
-]
-_PageTokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")]
 _Parallel = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="With --seeds: so many at a time; by default 1.")
 ]
@@ -168,8 +164,6 @@ def train(
     page: Annotated[
         bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")
     ] = False,
-    page_port: _PagePort = 0,
-    page_token_file: _PageTokenFile = None,
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
@@ -181,7 +175,10 @@ def train(
         from stagecoach.coordinator.run_access.run import Run
         from stagecoach.shared.config.loading import load_config
 
-    _check_together(force=force, or_resume=or_resume, detach=detach, page=page, page_told=page_port or page_token_file)
+    if force and or_resume:
+        raise UserError("--force replaces a run and --or-resume continues it; give one of them")
+    if page and detach:
+        raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
     config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from is not None else ())]
     sets += ["metrics.profile=true"] if profile else []
@@ -202,7 +199,7 @@ def train(
         train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
         return
     make_room = runs.former(run_id, resolved) if force else lambda: None
-    served = pages.page_beside(name, resolved.runs_dir, page_port, page_token_file)
+    served = pages.page_beside(name, resolved.runs_dir)
     with served if page else contextlib.nullcontext() as at:
         if address is not None:
             if resolved.initialize_from is not None:
@@ -222,15 +219,6 @@ def train(
             )  # fmt: skip
             with foreground.in_one_process(inline):
                 foreground.supervise(start, background, page=at)
-
-
-def _check_together(*, force: bool, or_resume: bool, detach: bool, page: bool, page_told: int | Path | None) -> None:
-    if force and or_resume:
-        raise UserError("--force replaces a run and --or-resume continues it; give one of them")
-    if page and detach:
-        raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
-    if page_told and not page:
-        raise UserError("--page-port and --page-token-file say how --page serves; give that as well")
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))

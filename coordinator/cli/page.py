@@ -81,11 +81,10 @@ def _token(file: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def page_beside(run_id: str, runs_dir: Path, port: int, token_file: Path | None) -> Iterator[str]:
-    """The page while this process supervises a run; gives the line that says where it is."""
+def page_beside(run_id: str, runs_dir: Path) -> Iterator[str]:
+    """Serves the page, on a free port, while this process supervises a run; yields the line with its URL."""
     from stagecoach.coordinator.page.server import serve
 
-    token = _token(token_file)
-    with serve(runs_dir, token, port=port) as url:
-        shown = f"?token={token}" if token_file is None else f"?token= and the first line of {token_file}"
-        yield f"page: {url}/runs/{run_id}{shown}"
+    token = _token(None)
+    with serve(runs_dir, token) as url:
+        yield f"page: {url}/runs/{run_id}?token={token}"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -24,7 +24,6 @@ from stagecoach.shared.base.printable import counted
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
-    from stagecoach.shared.storage.metric_log import Rows
 
 app = typer.Typer()
 _STDOUT = "-"
@@ -80,7 +79,7 @@ def metrics(
         _write_tensorboard(run, names, tensorboard)
     if csv_file is None and jsonl_file is None and tensorboard is None:
         shown = {name: row.get(name) for name in names or sorted(row)}
-        labels = {name: cells[0] for name, cells in _labels(stream, [label]).items()}
+        labels = _labels(stream, label)
         console.json(labels | shown) if as_json else _print_row(run.run_id, labels, shown)
 
 
@@ -101,14 +100,14 @@ def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> N
         raise UserError(f"run {run_id!r} has no {name!r} {where}; {hint}")
 
 
-def _labels(stream: Stream, labels: Sequence[str]) -> dict[str, list[str]]:
-    """Label columns → cells."""
+def _labels(stream: Stream, label: str) -> dict[str, str]:
+    """Label columns of a row."""
     from stagecoach.trainer_node.metrics.table_files import LABELS
 
     if stream is Stream.EVENTS:
-        parts = [label.partition("\t") for label in labels]
-        return {"kind": [kind for kind, _, _ in parts], "text": [text for _, _, text in parts]}
-    return {LABELS[stream]: list(labels)} if stream in LABELS else {}
+        kind, _, text = label.partition("\t")
+        return {"kind": kind, "text": text}
+    return {LABELS[stream]: label} if stream in LABELS else {}
 
 
 def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]) -> None:
@@ -146,32 +145,22 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
 
 def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
     """Writes CSV; the columns are the metrics known at the start."""
-    known = metric_names(handle, stream)
-    columns = _with_axes(names) if names else known
-    columns = [name for name in columns if name in known]
-    writer, count = csv.writer(file), 0
-    writer.writerow([*_labels(stream, []), *columns])
-    for rows in handle.metrics(stream):
-        cells = [*_labels(stream, rows.labels).values(), *(_cells(rows, name) for name in columns)]
-        writer.writerows(zip(*cells, strict=True))
-        count += len(rows)
+    known, count = metric_names(handle, stream), 0
+    columns = [name for name in _with_axes(names) if name in known] if names else known
+    writer = csv.DictWriter(file, [*_labels(stream, ""), *columns], extrasaction="ignore")
+    writer.writeheader()
+    for label, row in _chosen(handle, stream, names):
+        writer.writerow(_labels(stream, label) | row)
+        count += 1
     return count
-
-
-def _cells(rows: "Rows", name: str) -> list[Any]:
-    if name not in rows.columns:
-        return [""] * len(rows)
-    return ["" if value != value else value for value in rows.columns[name].tolist()]
 
 
 def _write_jsonl(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
     count = 0
-    for rows in handle.metrics(stream):
-        labels = _labels(stream, rows.labels)
-        for index, row in enumerate(_chosen(rows, names)):
-            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            file.write(json.dumps({name: cells[index] for name, cells in labels.items()} | finite) + "\n")
-            count += 1
+    for label, row in _chosen(handle, stream, names):
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        file.write(json.dumps(_labels(stream, label) | finite) + "\n")
+        count += 1
     return count
 
 
@@ -185,20 +174,20 @@ def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> Non
         config = handle.config.model_dump(mode="json")
         writer = TensorBoardWriter(WrittenRun(handle.run_id, None, config), str(folder / handle.run_id))
         for stream in (Stream.TRAIN, Stream.EVALUATIONS):
-            for rows in handle.metrics(stream):
-                for row in _chosen(rows, names):
-                    writer.write(stream, row, int(row[ENV_STEPS]), "")
-                    count += 1
+            for _, row in _chosen(handle, stream, names):
+                writer.write(stream, row, int(row[ENV_STEPS]), "")
+                count += 1
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
     console.text(f"{folder / handle.run_id}: {counted(count, 'row')}; look at them: tensorboard --logdir {folder}")
 
 
-def _chosen(rows: "Rows", names: Sequence[str]) -> Iterator[dict[str, float]]:
-    """Yields each row with all metrics, or with `names` and the axes."""
+def _chosen(handle: "Run", stream: Stream, names: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields label and metrics of each row: all metrics, or `names` and the axes."""
     kept = set(_with_axes(names))
-    for _, row in rows.named():
-        yield {name: value for name, value in row.items() if name in kept} if names else row
+    for rows in handle.metrics(stream):
+        for label, row in rows.named():
+            yield label, {name: value for name, value in row.items() if name in kept} if names else row
 
 
 def _with_axes(names: Sequence[str]) -> list[str]:
