@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from stagecoach.shared.config.run_config import Config
+from tests.conftest import RedisServer
 from tests.support.runs.fault_run import FaultRun
+from tests.support.runs.store_fault_run import MakeSite, StoreFaultRun, short_run
 
 
 @pytest.fixture
@@ -33,3 +36,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return found.game().finish()
     finally:
         found.close()
+
+
+@pytest.fixture
+def site(redis_server: RedisServer, s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> Iterator[MakeSite]:
+    """`site(server, config)` → a new run behind a new proxy."""
+    made: list[StoreFaultRun] = []
+
+    def make(server: str = "rclone", config: Config | None = None) -> StoreFaultRun:
+        made.append(StoreFaultRun(redis_server, s3_servers[server], tmp_path, config or short_run()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

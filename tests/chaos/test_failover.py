@@ -16,8 +16,7 @@ from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.storage.log_archive import Archive
-from tests.support.processes.waiting import eventually
-from tests.support.runs.fault_run import FaultRun
+from tests.support.runs.fault_run import FaultRun, replica_of
 from tests.support.runs.game import Game, archived, balanced, replayed
 from tests.support.services import own_redis
 from tests.support.services.fault_proxy import FaultProxy
@@ -122,10 +121,7 @@ def test_replica_promoted_behind_its_master(tmp_path: Path, monkeypatch: pytest.
 
         play(2)
         game.durable()
-        source = {"replicaof": f"127.0.0.1 {between.port}"}
-        replica = OwnRedis(tmp_path / "replica", place.redis.password, source)
-        try:
-            eventually(lambda: has_all(replica, place))
+        with replica_of(place, between.port) as replica:
             between.black_hole()
             play(1)
             game.worker.step(0)
@@ -136,16 +132,6 @@ def test_replica_promoted_behind_its_master(tmp_path: Path, monkeypatch: pytest.
             ends(game, witness)
             assert game.role.flow.read().version == 8
             assert "without some that was learned" in game.events("trainer")
-        finally:
-            place.redis.start()
-            place.proxy.retarget(place.redis.port)
-            replica.kill()
-
-
-def has_all(replica: OwnRedis, place: FaultRun) -> bool:
-    told = [server.command("INFO", "replication") for server in (replica, place.redis)]
-    up = told[0].get("master_link_status") == "up"
-    return bool(up and told[0]["slave_repl_offset"] == told[1]["master_repl_offset"])
 
 
 def test_batch_begins_anew_when_redis_comes_back(place: FaultRun) -> None:

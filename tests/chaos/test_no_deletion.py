@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.shared.storage.due_evaluations import due_evaluations
-from tests.conftest import RedisServer
 from tests.support.runs.game import Game, balanced
-from tests.support.runs.store_fault_run import StoreFaultRun, short_run
+from tests.support.runs.store_fault_run import MakeSite, StoreFaultRun, short_run
 from tests.support.services import store_faults as faults
 
 UPDATES = 12
@@ -30,26 +28,21 @@ NO_METHOD = faults.refusal(405, "MethodNotAllowed", "The specified method is not
 RETENTION = faults.refusal(409, "FileImmutable", "The object you specified is immutable.")
 BROKEN = faults.INTERNAL_ERROR
 
-MakeSite = Callable[..., StoreFaultRun]
+MakeRefusing = Callable[..., StoreFaultRun]
 
 
 @pytest.fixture
-def site(redis_server: RedisServer, s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> Iterator[MakeSite]:
-    """`site(config, fault)` → a new run behind a proxy that answers each DELETE with the fault."""
-    made: list[StoreFaultRun] = []
+def refusing(site: MakeSite) -> MakeRefusing:
+    """`refusing(config, fault)` → a new run behind a proxy that answers each DELETE with the fault."""
 
     def make(config: Config, fault: faults.Fault = NO_RIGHT) -> StoreFaultRun:
-        made.append(StoreFaultRun(redis_server, s3_servers["rclone"], tmp_path, config))
-        made[-1].proxy.fail(fault, "DELETE")
-        return made[-1]
+        made = site("rclone", config)
+        made.proxy.fail(fault, "DELETE")
+        return made
 
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
-def versions(here: StoreFaultRun) -> list[int]:
-    return [here.reader.manifest(name).version for name in here.reader.names()]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +55,8 @@ def versions(here: StoreFaultRun) -> list[int]:
     ],
     ids=["no right", "no method", "retention", "broken"],
 )
-def test_run_ends_in_order_when_delete_is_refused(site: MakeSite, fault: faults.Fault, words: str) -> None:
-    here = site(short_run(UPDATES, archive="off" if fault is NO_RIGHT else "all"), fault)
+def test_run_ends_in_order_when_delete_is_refused(refusing: MakeRefusing, fault: faults.Fault, words: str) -> None:
+    here = refusing(short_run(UPDATES, archive="off" if fault is NO_RIGHT else "all"), fault)
     game = here.game()
     game.play_to(6)
     game.durable()
@@ -82,8 +75,8 @@ def test_run_ends_in_order_when_delete_is_refused(site: MakeSite, fault: faults.
     balanced(game)
 
 
-def test_each_checkpoint_costs_one_refused_request(site: MakeSite) -> None:
-    here = site(short_run(UPDATES))
+def test_each_checkpoint_costs_one_refused_request(refusing: MakeRefusing) -> None:
+    here = refusing(short_run(UPDATES))
     game = here.game()
     asked: list[int] = []
     for version in range(1, UPDATES):
@@ -99,8 +92,8 @@ def test_each_checkpoint_costs_one_refused_request(site: MakeSite) -> None:
     assert "undeleted" not in here.status().store
 
 
-def test_finished_run_resumes_when_delete_is_refused(site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = site(short_run(4))
+def test_finished_run_resumes_when_delete_is_refused(refusing: MakeRefusing, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = refusing(short_run(4))
     game = here.game()
     here.finish(game)
     monkeypatch.setattr(here, "config", short_run(8))
@@ -113,8 +106,8 @@ def test_finished_run_resumes_when_delete_is_refused(site: MakeSite, monkeypatch
     assert here.final().startswith("8_")
 
 
-def test_marks_and_pruning_by_hand_when_delete_is_refused(site: MakeSite) -> None:
-    here = site(short_run(4))
+def test_marks_and_pruning_by_hand_when_delete_is_refused(refusing: MakeRefusing) -> None:
+    here = refusing(short_run(4))
     here.finish(here.game())
     checkpoints = here.open().checkpoints
     promote(checkpoints, "latest", live=False)
@@ -128,9 +121,9 @@ def test_marks_and_pruning_by_hand_when_delete_is_refused(site: MakeSite) -> Non
         here.reader.load(name)
 
 
-def test_evaluations_are_played_once_when_delete_is_refused(site: MakeSite) -> None:
+def test_evaluations_are_played_once_when_delete_is_refused(refusing: MakeRefusing) -> None:
     evaluation: dict[str, Any] = {"episodes": 1, "every": "1 updates", "final_wait_seconds": 0}
-    here = site(short_run(UPDATES, evaluation=evaluation))
+    here = refusing(short_run(UPDATES, evaluation=evaluation))
     game = here.game()
     evaluator = Evaluator(here.open())
     evaluator.start()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,16 @@ from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.scripts import INCARNATIONS_KEPT, source
 from stagecoach.trainer_node.state.log_consumer import RedisAccounting
 from tests.support.processes.waiting import eventually, meanwhile
-from tests.support.runs.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
+from tests.support.runs.fault_run import (
+    UPDATES,
+    FaultRun,
+    as_if_nothing_had_been,
+    new_worker,
+    replica_of,
+    run_beside,
+    wait_until_replicated,
+)
 from tests.support.runs.game import Game, asks, balanced, push_garbage, small
-from tests.support.services.fault_proxy import FaultProxy
 from tests.support.services.own_redis import OwnRedis
 from tests.support.suite.groups import some_quick
 from tests.support.suite.speed import stretched
@@ -88,21 +95,6 @@ def test_servers_are_killed_again_and_again(servers: tuple[FaultRun, list[OwnRed
     assert balanced(game)["total"]["consumed"]["fragments"] == 2 * UPDATES
 
 
-@each_kind
-def test_stopped_server_continues(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str) -> None:
-    place, failing = servers
-    game = place.game()
-    game.play_to(2)
-    failing[-1].stopped(True)
-
-    def later() -> None:
-        time.sleep(2.5)
-        failing[-1].stopped(False)
-
-    with meanwhile(later):
-        as_if_nothing_had_been(game, undisturbed)
-
-
 def test_forgotten_scripts_are_loaded_again_in_one_command(place: FaultRun) -> None:
     """Else it could be gone again between being given a script and running it."""
     game = place.game()
@@ -140,24 +132,6 @@ def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: st
         as_if_nothing_had_been(game, undisturbed)
 
 
-@contextmanager
-def replica_of(place: FaultRun, port: int) -> Iterator[OwnRedis]:
-    """A replica that has all of the primary that is behind `port`."""
-    replica = OwnRedis(place.folder / "replica", place.redis.password, {"replicaof": f"127.0.0.1 {port}"})
-    try:
-        eventually(lambda: replica.command("INFO", "replication")["master_link_status"] == "up")
-        has_all(replica, place)
-        yield replica
-    finally:
-        place.proxy.cut()
-        replica.kill()
-
-
-def has_all(replica: OwnRedis, place: FaultRun) -> None:
-    offsets = ((replica, "slave_repl_offset"), (place.redis, "master_repl_offset"))
-    eventually(lambda: len({server.command("INFO", "replication")[name] for server, name in offsets}) == 1)
-
-
 def test_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
     """The way leads to it before it is promoted: until then it refuses to write, and that is waited for."""
     game = place.game()
@@ -165,7 +139,7 @@ def test_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
     with replica_of(place, place.redis.port) as replica:
         game.play_to(3)
         game.worker.step(0)
-        has_all(replica, place)
+        wait_until_replicated(replica, place)
         place.redis.kill()
         place.proxy.retarget(replica.port)
 
@@ -176,22 +150,6 @@ def test_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
         with meanwhile(promote):
             as_if_nothing_had_been(game, undisturbed)
         assert replica.command("ROLE")[0] == b"master"
-
-
-def test_lagging_replica_takes_over_and_loss_is_counted(place: FaultRun) -> None:
-    game = place.game()
-    game.play_to(2)
-    with closing(FaultProxy(place.redis.port)) as between, replica_of(place, between.port) as replica:
-        between.black_hole()
-        game.play_to(4)
-        game.worker.step(0)
-        place.redis.kill()
-        replica.command("REPLICAOF", "NO", "ONE")
-        place.proxy.retarget(replica.port)
-        total = no_fragment_twice(game)
-        assert game.role.flow.read().version == UPDATES
-        assert total["dropped"] == {"lost": {"fragments": 1, "transitions": 32}}
-        assert total["consumed"]["fragments"] == 2 * UPDATES
 
 
 # The way to it fails

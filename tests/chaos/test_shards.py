@@ -78,13 +78,6 @@ def test_sharded_run_has_equal_weights_and_leaves_nothing(place: FaultRun, undis
     assert all(shard.command("INFO", "commandstats")["cmdstat_hset"]["calls"] >= UPDATES for shard in place.shards)
 
 
-def test_two_runs_on_the_same_shards_do_not_see_each_other(place: FaultRun, undisturbed: str) -> None:
-    one, other = place.game(), place.game()
-    one.play_to(2)
-    other.finish()
-    all_is_there(place, one, undisturbed)
-
-
 def test_index_may_serve_as_a_shard(place: FaultRun, undisturbed: str) -> None:
     game = place.game(place.config(shards=[place.redis.url, place.shards[0].url]))
     game.play_to(UPDATES)
@@ -450,13 +443,3 @@ def test_shards_are_checked_before_a_run_starts(
     place.shards[0].command("CONFIG", "SET", "maxmemory-policy", "noeviction")
     with pytest.raises(RedisUnavailable, match=r"does not answer .*correct redis\.shards"):
         check_services(config)
-
-
-def test_status_tells_the_bytes_on_each_shard(place: FaultRun) -> None:
-    game = place.game()
-    game.play_to(1)
-    game.worker.step(0)
-    game.worker.step(0)
-    status = live_status(game.role.redis, game.role.run_id)
-    assert set(status.shards) == set(game.role.bodies.names)
-    assert sum(status.shards.values()) == status.log["bytes"] > 0

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +14,6 @@ from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.errors import CheckpointDamaged, Fenced, RunNotFound, WaitTimeout
-from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, ENVIRONMENT, MANIFEST
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
@@ -23,7 +21,7 @@ from tests.conftest import RedisServer
 from tests.support.processes.command_line import check_ledger
 from tests.support.processes.waiting import Background, eventually
 from tests.support.runs.game import Game, asks, balanced, make_game
-from tests.support.runs.store_fault_run import PATIENCE_SECONDS, VERSIONS, StoreFaultRun, short_run
+from tests.support.runs.store_fault_run import PATIENCE_SECONDS, VERSIONS, MakeSite, StoreFaultRun, short_run
 from tests.support.services import store_faults as faults
 from tests.support.services.store_faults import Fault
 
@@ -44,22 +42,7 @@ KINDS: dict[str, tuple[str, Fault, list[tuple[str, str]], str]] = {
 """Server, fault, the requests of a checkpoint that meet it one after the other, and what `status` shall say."""
 
 
-MakeSite = Callable[..., StoreFaultRun]
 Final = Callable[[int], str]
-
-
-@pytest.fixture
-def site(redis_server: RedisServer, s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> Iterator[MakeSite]:
-    """`site(server, config)` → a new run behind a new proxy."""
-    made: list[StoreFaultRun] = []
-
-    def make(server: str = "rclone", config: Config | None = None) -> StoreFaultRun:
-        made.append(StoreFaultRun(redis_server, s3_servers[server], tmp_path, config or short_run()))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.fixture(scope="module")

@@ -46,35 +46,6 @@ def prepared(aws: Any) -> dict[str, Any]:
     return bootstrap_config(cluster, no_config_cache=True)
 
 
-def launch(cluster: dict[str, Any], name: str) -> Any:
-    """Starts one machine of a type as the autoscaler does; answers its description."""
-    from ray.autoscaler import tags
-    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
-
-    provider = AWSNodeProvider(cluster["provider"], cluster["cluster_name"])  # type: ignore[no-untyped-call]
-    kind = {
-        tags.TAG_RAY_NODE_KIND: tags.NODE_KIND_WORKER, tags.TAG_RAY_NODE_NAME: name,
-        tags.TAG_RAY_NODE_STATUS: tags.STATUS_UNINITIALIZED, tags.TAG_RAY_LAUNCH_CONFIG: "hash",
-        tags.TAG_RAY_USER_NODE_TYPE: name,
-    }  # fmt: skip
-    provider.create_node(cluster["available_node_types"][name]["node_config"], kind, 1)
-    (made,) = provider.non_terminated_nodes({tags.TAG_RAY_USER_NODE_TYPE: name})  # type: ignore[no-untyped-call]
-    return provider, made
-
-
-@pytest.mark.parametrize(("name", "lifecycle"), [("head", None), ("workers", "spot"), ("gpu_trainer", None)])
-def test_each_type_of_aws_becomes_a_machine_that_ends(
-    aws: Any, prepared: dict[str, Any], name: str, lifecycle: str | None
-) -> None:
-    provider, made = launch(prepared, name)
-    (found,) = aws.describe_instances(InstanceIds=[made])["Reservations"][0]["Instances"]
-    assert found["InstanceType"] == prepared["available_node_types"][name]["node_config"]["InstanceType"]
-    assert found.get("InstanceLifecycle") == lifecycle
-    assert found["Placement"]["AvailabilityZone"] == f"{REGION}a"
-    provider.terminate_nodes([made])
-    assert provider.non_terminated_nodes({"ray-user-node-type": name}) == []
-
-
 def test_aws_opens_only_ssh_to_the_world(aws: Any, prepared: dict[str, Any]) -> None:
     groups = {
         group for kind in prepared["available_node_types"].values() for group in kind["node_config"]["SecurityGroupIds"]

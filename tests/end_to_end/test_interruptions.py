@@ -9,14 +9,12 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from stagecoach.coordinator.catalog.status import Status
-from tests.support.environments.small import MODULE, OWL_CHASE
+from tests.support.environments.small import MODULE
 from tests.support.processes.command_line import SOURCE, CommandLine, check_ledger, check_refused
-from tests.support.runs.lockstep_run import final_weights
 
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
@@ -53,29 +51,6 @@ def test_signal_ends_the_run_with_a_last_checkpoint(terminal: CommandLine) -> No
     second = terminal.check_ended(RUN)
     assert second["version"] > first["version"]
     assert second["counters"]["train"]["env_steps"] > first["counters"]["train"]["env_steps"]
-
-
-def test_killed_run_of_three_policies_resumes_bit_equal(
-    terminal: CommandLine,
-) -> None:
-    sac = {"algorithm": {"name": "sac", "minibatch_size": 32, "gradient_steps_per_env_step": 0.1}}
-    policies = {"hunter": {"normalize_rewards": True}, "prey": sac, "watcher": {"trainable": False}}
-    sections = OWL_CHASE | {"policies": policies, "checkpoint": {"every": "9 updates"}, "evaluation": {"episodes": 0}}
-    sections |= {"rollout": {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2}}
-
-    def run(command: str, *arguments: str | Path) -> subprocess.Popen[str]:
-        return terminal.module("stagecoach", command, *arguments, "--inline", environ=AT_HOME)
-
-    path = terminal.write_config(**sections, stop_at=FOR_EVER)
-    process = run("train", path, "--run-id", RUN)
-    version = terminal.until_checkpoint(RUN, 0)
-    process.kill()
-    process.wait()
-    terminal.wait_until("Redis and S3 to end", lambda: not terminal.left())
-    goal = f"stop_at.updates={2 * version + 60}"
-    terminal.ended(run("resume", RUN, "--set", goal)).ok()
-    terminal.ended(run("train", path, "--run-id", "calm", "--set", goal)).ok()
-    assert final_weights(terminal, RUN) == final_weights(terminal, "calm")
 
 
 def test_coordinator_kill_ends_all_and_two_signals_end_resume(

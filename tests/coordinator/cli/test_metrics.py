@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
 from stagecoach.coordinator.cli.curves.metrics import Stream
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.rollout_worker.evaluator import Evaluator
-from stagecoach.rollout_worker.worker import Worker
-from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.metric_log import STREAMS, TRAIN, MetricStream
 from stagecoach.shared.storage.object_store import FileStore
-from stagecoach.trainer_node.recovery.incarnation import Incarnation
-from stagecoach.trainer_node.trainer import StepResult, Trainer
-from tests.conftest import minimal_config
 from tests.support.processes.command_line import Stagecoach, check_refused, until
 
 
@@ -170,43 +162,3 @@ def test_newest_row_is_read_without_the_others(tmp_path: Path) -> None:
     assert len(store.read) == 1
     versions = [row["policy/version"] for rows in all_rows(store, TRAIN, None, "a") for _, row in rows.named()]
     assert versions == list(range(1, 9))
-
-
-def test_roles_by_hand_in_another_folder_leave_the_whole_curve(
-    servers: tuple[str, str], stagecoach: Stagecoach, tmp_path: Path, unique_run_id: str
-) -> None:
-    """The trainer has no folder of the run: it writes no file, and nothing of the curve is lost."""
-    config = minimal_config(
-        runs_dir=str(tmp_path / "there"), redis={"url": servers[0]}, metrics={"episodes": True},
-        store={"url": "s3://stagecoach", "endpoint_url": servers[1]}, stop_at={"updates": 5},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, evaluation={"episodes": 1},
-    )  # fmt: skip
-    Run.prepare(config, unique_run_id)
-
-    def context(role: RoleName) -> RunContext:
-        address = Address(unique_run_id, servers[0], "s3://stagecoach", servers[1])
-        return open_run_context(config, address, role)
-
-    incarnation = Incarnation(context("trainer"))
-    trainer, worker, evaluator = (
-        Trainer.start(incarnation),
-        Worker(context("worker"), 0),
-        Evaluator(context("evaluator")),
-    )
-    worker.start()
-    evaluator.start()
-    while trainer.step(0.0) is not StepResult.ENDED:
-        worker.step(0.0)
-    trainer.save_last("exhausted")
-    evaluator.step(0.0)
-    trainer.finish("exhausted")
-    worker.stop("exhausted")
-    evaluator.stop("exhausted")
-
-    place: Any = (f"s3://stagecoach/{unique_run_id}", "--endpoint-url", servers[1])
-    rows = table(stagecoach("metrics", *place, "--csv", "-").ok())
-    assert [float(row["train/updates"]) for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert stagecoach("metrics", unique_run_id, "--stream", "episodes", "--csv", "-").out.startswith("worker,")
-    assert stagecoach("metrics", unique_run_id, "--stream", "evaluations", "--json").json()["policy/version"] == 5.0
-    assert stagecoach("status", unique_run_id, "--json").json()["metrics"]["train/updates"] == 5.0
-    assert not list(tmp_path.rglob("train.csv"))

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
 from tests.conftest import minimal_config
 from tests.support.environments.small import CHASE, CHASE_POLICIES
 from tests.support.processes.page import TOKEN, live_run, soon
@@ -144,17 +141,6 @@ def test_page_shows_ended_run_from_store(runs_dir: Path, visitor: Visitor) -> No
         page.locator("#panel-timeline .mark.promoted").wait_for()
 
 
-def test_read_only_page_offers_no_orders(runs_dir: Path, visitor: Visitor) -> None:
-    with serve(runs_dir, TOKEN, read_only=True) as url:
-        page = visitor.enter(url, "/runs/a")
-        page.locator("#panel-timeline .mark.best").wait_for(state="attached")
-        page.locator("#panel-timeline").scroll_into_view_if_needed()
-        assert page.get_by_role("button", name="Promote …").is_disabled()
-        promote = page.locator("#panel-timeline button", has_text="Promote")
-        promote.first.wait_for()
-        assert all(button.is_disabled() for button in promote.all())
-
-
 def test_page_shows_league_and_win_rates(tmp_path: Path, visitor: Visitor) -> None:
     environment = CHASE | {"kwargs": {"counts": False}}
     league = {"fixed": {"dice": "random"}, "opponents": {"latest": 0.3, "past": 0.3, "fixed": 0.4}}
@@ -248,25 +234,6 @@ def test_page_explains_unknown_run_and_missing_token(runs_dir: Path, visitor: Vi
         refused = page.goto(url)
         assert refused is not None
         assert refused.status == 401
-
-
-def test_page_sends_reduced_rows(runs_dir: Path, visitor: Visitor) -> None:
-    rows, parts = 1_000_000, 20
-    store = Run.attach("a", runs_dir).checkpoint_store().store
-    for part in range(parts):
-        first = part * rows // parts
-        numbers: Array = np.arange(first, first + rows // parts, dtype=np.float64)
-        columns = {ENV_STEPS: numbers, VERSION: numbers, UNIX_TIME: 1e9 + numbers, "rollout/ep_rew_mean": numbers % 500}
-        segment = Segment(1000, 10**6, 10**6, first, first + len(numbers) - 1, 10**6)
-        store.put(segment.key(TRAIN), encode("a", TRAIN, Rows(columns, [""] * len(numbers))))
-    with serve(runs_dir, TOKEN) as url:
-        page = visitor.enter(url, "/runs/a")
-        page.locator("#panel-return canvas").wait_for()
-        page.get_by_role("button", name="Return as a table").click()
-        count = page.locator("#panel-return .pages .count").inner_text()
-        shown = int(count.rpartition(" ")[2].replace(",", ""))
-        assert 500 < shown <= 2100, count
-        assert page.locator("#panel-return tbody tr").count() <= 50
 
 
 def test_page_shows_thousand_workers(runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:

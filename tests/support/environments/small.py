@@ -600,11 +600,6 @@ class PauseWrapper(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info | {"begun": self._begun}
 
 
-class RejectsPhases(gym.Wrapper[Any, Any, Any, Any]):
-    def set_phase(self, phase: str) -> None:
-        raise ValueError(f"{phase}? not with me")
-
-
 class _PhaseVector(SyncVectorEnv):
     def set_phase(self, phase: str) -> None:
         for env in self.envs:

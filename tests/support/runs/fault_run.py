@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.config.run_config import Config
-from tests.support.processes.waiting import meanwhile
+from tests.support.processes.waiting import eventually, meanwhile
 from tests.support.runs.builders import shard_fields
 from tests.support.runs.game import Game, balanced, make_game, small
 from tests.support.services.fault_proxy import FaultProxy
@@ -65,6 +66,24 @@ class FaultRun:
         self.proxy.close()
         for server in (self.redis, *self.shards):
             server.kill()
+
+
+@contextmanager
+def replica_of(place: FaultRun, port: int) -> Iterator[OwnRedis]:
+    """A replica that has all of the primary that is behind `port`."""
+    replica = OwnRedis(place.folder / "replica", place.redis.password, {"replicaof": f"127.0.0.1 {port}"})
+    try:
+        eventually(lambda: replica.command("INFO", "replication")["master_link_status"] == "up")
+        wait_until_replicated(replica, place)
+        yield replica
+    finally:
+        place.proxy.cut()
+        replica.kill()
+
+
+def wait_until_replicated(replica: OwnRedis, place: FaultRun) -> None:
+    offsets = ((replica, "slave_repl_offset"), (place.redis, "master_repl_offset"))
+    eventually(lambda: len({server.command("INFO", "replication")[name] for server, name in offsets}) == 1)
 
 
 def as_if_nothing_had_been(game: Game, undisturbed: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ class StoreFaultRun:
         for game in self.games:
             game.end()
         self.proxy.close()
+
+
+MakeSite = Callable[..., StoreFaultRun]
 
 
 def short_run(updates: int = VERSIONS, **sections: Any) -> Config:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from urllib.parse import urlsplit
 
-_CHUNK = 65536
 _OF_ONE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "expect"}
 
 
