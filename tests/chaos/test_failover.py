@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
-from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.experience_log import PushReply
 from stagecoach.shared.storage.log_archive import Archive
-from tests.support.runs.fault_run import FaultRun, replica_of
+from tests.support.runs.fault_run import FaultRun, Witness, replica_of
 from tests.support.runs.game import Game, archived, balanced, replayed
 from tests.support.services import own_redis
 from tests.support.services.fault_proxy import FaultProxy
@@ -30,30 +29,6 @@ def config(place: FaultRun, lag: int = 0, **sections: Any) -> Any:
     given = place.config()
     rollout = {"fragment_steps": 8, "fragments_per_update": _K, "max_policy_lag": lag, "wait_deadline_seconds": 60.0}
     return archived(**{"redis": given.redis.model_dump(exclude_unset=True), "rollout": rollout} | sections)
-
-
-class Witness:
-    """Sees which weights workers act with under each version and which log entries the trainers learn from."""
-
-    def __init__(self, game: Game) -> None:
-        self.game = game
-        self.learned: set[str] = set()
-
-    def watch(self) -> None:
-        """Observes the present trainer, which has learned what its checkpoint covers; call after each restart."""
-        restored = id_order(self.game.trainer.consumer.committed.position)
-        self.learned = {position for position in self.learned if id_order(position) <= restored}
-        learner = self.game.trainer.learner
-        learn = learner.learn
-
-        def seen(fragments: Any, phase: Any) -> Any:
-            self.learned |= {item.position for item in fragments}
-            versions = {item.header.version: item.header.history for item in fragments}
-            histories = {known: self.game.trainer.consumer.history(known) for known in versions}
-            assert versions == histories, "acted by another policy of that number"
-            return learn(fragments, phase)
-
-        learner.learn = seen  # type: ignore[method-assign]
 
 
 def covered(game: Game, learned: set[str]) -> None:
@@ -110,8 +85,7 @@ def test_replica_promoted_behind_its_master(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(own_redis, "redis_binary", lambda: DebianRedis.binary)
     with closing(FaultRun(tmp_path)) as place, closing(FaultProxy(place.redis.port)) as between:
         game = place.game(config(place, stop_at={"updates": 8}))
-        other, witness = game.another_worker(1), Witness(game)
-        witness.watch()
+        other, witness = game.another_worker(1), Witness(game, monkeypatch)
 
         def play(turns: int) -> None:
             for _ in range(turns):
@@ -134,11 +108,10 @@ def test_replica_promoted_behind_its_master(tmp_path: Path, monkeypatch: pytest.
             assert "without some that was learned" in game.events("trainer")
 
 
-def test_batch_begins_anew_when_redis_comes_back(place: FaultRun) -> None:
+def test_batch_begins_anew_when_redis_comes_back(place: FaultRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of one Redis process are not learned from together with those of another."""
     game = place.game(config(place, stop_at={"updates": 6}))
-    other, witness = game.another_worker(1), Witness(game)
-    witness.watch()
+    other, witness = game.another_worker(1), Witness(game, monkeypatch)
     game.durable()
     past = place.redis.keep()
     game.worker.step(0)
@@ -159,11 +132,12 @@ def test_batch_begins_anew_when_redis_comes_back(place: FaultRun) -> None:
 
 @pytest.mark.parametrize("who_dies", ["nobody", "trainer"])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_lost_fragment_behind_a_later_one_is_noticed(place: FaultRun, lag: int, who_dies: str) -> None:
+def test_lost_fragment_behind_a_later_one_is_noticed(
+    place: FaultRun, lag: int, who_dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer holds a fragment of an incomplete batch, which Redis then lacks; another worker's comes first."""
     game = place.game(config(place, lag, stop_at={"updates": 8}))
-    other, witness = game.another_worker(1), Witness(game)
-    witness.watch()
+    other, witness = game.another_worker(1), Witness(game, monkeypatch)
     for _ in range(2):
         for worker in (other, game.worker, other):
             worker.step(0)
@@ -180,16 +154,17 @@ def test_lost_fragment_behind_a_later_one_is_noticed(place: FaultRun, lag: int, 
     if who_dies == "trainer":
         game.crash()
         game.restart()
-        witness.watch()
+        witness.restarted()
     ends(game, witness)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_next_trainer_starts_after_versions_are_lost(place: FaultRun, lag: int) -> None:
+def test_next_trainer_starts_after_versions_are_lost(
+    place: FaultRun, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Versions that no checkpoint covers were acted with and are lost; their numbers come again."""
     game = place.game(config(place, lag, stop_at={"updates": 8}, checkpoint={"every": "100 updates"}))
-    other, witness = game.another_worker(1), Witness(game)
-    witness.watch()
+    other, witness = game.another_worker(1), Witness(game, monkeypatch)
     game.durable()
     past = place.redis.keep()
     for _ in range(4):
@@ -207,7 +182,7 @@ def test_next_trainer_starts_after_versions_are_lost(place: FaultRun, lag: int) 
     game.crash()
     place.redis.roll_back(past)
     game.restart()
-    witness.watch()
+    witness.restarted()
     while lag and game.trainer.version < 4:  # there is another version of that number now
         game.worker.step(0)
         game.trainer.step(0)

@@ -43,8 +43,6 @@ def refusing(site: MakeSite) -> MakeRefusing:
     return make
 
 
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

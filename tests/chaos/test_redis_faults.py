@@ -29,6 +29,7 @@ from tests.support.processes.waiting import eventually, meanwhile
 from tests.support.runs.fault_run import (
     UPDATES,
     FaultRun,
+    Witness,
     as_if_nothing_had_been,
     new_worker,
     replica_of,
@@ -323,13 +324,18 @@ LOSSES: dict[str, list[Callable[[Game], object]]] = {
 
 @pytest.mark.parametrize("who_dies", some_quick(["nobody", "trainer", "worker", "both"], "both"))
 @pytest.mark.parametrize("what_is_lost", LOSSES)
-def test_redis_comes_back_with_an_older_file(place: FaultRun, what_is_lost: str, who_dies: str) -> None:
+def test_redis_comes_back_with_an_older_file(
+    place: FaultRun, what_is_lost: str, who_dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     game = place.game()
+    witness = Witness(game, monkeypatch)
     game.play_to(3)
     game.durable()
     past = place.redis.keep()
     for happens in LOSSES[what_is_lost]:
         happens(game)
+        if happens == Game.restart:
+            witness.restarted()
     if who_dies in ("trainer", "both"):
         game.crash()
     place.redis.roll_back(past)
@@ -337,7 +343,9 @@ def test_redis_comes_back_with_an_older_file(place: FaultRun, what_is_lost: str,
         new_worker(game)
     if who_dies in ("trainer", "both"):
         game.restart()
+        witness.restarted()
     no_fragment_twice(game)
+    assert len(witness.learned) == 2 * UPDATES
 
 
 def test_gap_of_a_worker_is_counted_as_lost_at_once(place: FaultRun) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -18,12 +17,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from stagecoach.coordinator.catalog.status import live_status
-from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_new, prepare_resume, record_failure
+from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_resume, record_failure
 from stagecoach.coordinator.lifecycle.validation import check, check_services
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.coordinator.services.redis_servers import redis_binary
-from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.base.errors import RedisUnavailable
@@ -139,43 +137,6 @@ def test_run_and_resume_work_with_restricted_users(config: Config) -> None:
         outcome = back.wait(100)
     assert outcome.reason == "stopped"
     assert all(line["balances"] for line in outcome.status.ledger.values())
-
-
-@pytest.mark.usefixtures("nobody_is_refused")
-def test_foreign_entries_are_dropped_and_redis_fast_forwards(
-    config: Config, server: AclServer, unique_run_id: str
-) -> None:
-    roles = Roles(ending_at(config, 8), unique_run_id)
-    prepare_new(roles.coordinator, check(config))
-    keys, trainer, worker = RunKeys(unique_run_id), roles.trainer(), roles.worker(0)
-
-    def play(done: Any) -> None:
-        for _ in range(500):
-            if done():
-                return
-            worker.step(0)
-            trainer.step(0)
-        raise AssertionError("it does not come to that")
-
-    play(lambda: trainer.version >= 2)
-    with server.client(ADMIN) as client:
-        client.xadd(keys.log, {"worker": "stranger", "incarnation": "0", "seq": "0", "fragment": "x"})
-        play(lambda: trainer.version >= 4)
-        assert "strangers" in live_status(roles.viewer.redis, unique_run_id).ledger
-        client.delete(*list(client.scan_iter(f"{keys.prefix}*")))
-    trainer.state.writer.close()
-    trainer.incarnation.heartbeat.stop("lost its Redis", last_beat=False)
-    worker.stop("lost its Redis")
-    create_flow(roles.coordinator)
-    trainer, worker = roles.trainer(), roles.worker(0)
-    evaluator = Evaluator(roles.open("evaluator"))
-    evaluator.start()
-    play(lambda: roles.coordinator.flow.read().version >= 8)
-    assert evaluator.step(0.0) == "evaluated"
-    evaluator.stop("done")
-    worker.request_shutdown()
-    worker.stop("preempted")
-    trainer.finish("exhausted")
 
 
 @pytest.mark.usefixtures("nobody_is_refused")

@@ -9,9 +9,6 @@ import itertools
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,7 @@ import pytest
 import redis
 
 from stagecoach.coordinator.catalog.status import Status
-from tests.support.processes.command_line import SOURCE, CommandLine
-from tests.support.suite.speed import stretched
+from tests.support.processes.command_line import CommandLine
 
 RUN = "live"
 pytestmark = pytest.mark.timeout(300)
@@ -125,35 +121,6 @@ def test_everything_listens_on_loopback_only(terminal: CommandLine) -> None:
     assert len(listening) >= 2
     loopback = re.compile("(0{16}FFFF0000)?[0-9A-F]{6}7F:.*|0{24}01000000:.*")  # bytes in the order of the machine
     assert [address for address in listening if not loopback.fullmatch(address)] == []
-
-
-def test_second_run_works_beside_modules_of_our_names(terminal: CommandLine, tmp_path: Path) -> None:
-    other = CommandLine(tmp_path)
-    for name in ("shared", "coordinator", "rollout_worker", "trainer_node"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the module of the user')\n")
-    for name in ("own_environment.py", "own_environment.yaml"):
-        shutil.copy(SOURCE / "examples" / name, tmp_path)
-
-    def stagecoach(*arguments: str) -> None:
-        program = Path(sys.executable).parent / "stagecoach"
-        done = subprocess.run(
-            [program, *arguments], cwd=tmp_path, env=other.environ, capture_output=True, text=True,
-            timeout=stretched(150), check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done
-
-    try:
-        endless = [f"--set=stop_at.{bound}" for bound in ("updates=100000", "env_steps=null", "mean_return=null")]
-        stagecoach("train", "own_environment.yaml", "--run-id", RUN, "--detach", *endless)
-        other.until(RUN, "training", lambda status: status.version > 1)
-        stagecoach("stop", RUN)
-        other.check_ended(RUN)
-    finally:
-        other.close()
-    status = terminal.handle(RUN).status()
-    assert status.live and status.state == "running"
-    terminal.until(RUN, "the first run going on", lambda now: now.version > status.version)
 
 
 def test_watch_shows_it_and_stop_ends_it(terminal: CommandLine) -> None:

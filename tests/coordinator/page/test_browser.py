@@ -224,18 +224,6 @@ def test_nothing_is_wider_than_the_screen(runs_dir: Path, visitor: Visitor, widt
             assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_page_explains_unknown_run_and_missing_token(runs_dir: Path, visitor: Visitor) -> None:
-    visitor.expected += ["status of 404", "status of 401"]
-    with serve(runs_dir, TOKEN) as url:
-        page = visitor.enter(url, "/runs/none")
-        page.get_by_text("All runs").wait_for()
-        assert "none" in page.locator("main").inner_text()
-        visitor.page.context.clear_cookies()
-        refused = page.goto(url)
-        assert refused is not None
-        assert refused.status == 401
-
-
 def test_page_shows_thousand_workers(runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = RunView.snapshot
 

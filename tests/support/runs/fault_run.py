@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.trainer_node.learning.learner import Learner
 from tests.support.processes.waiting import eventually, meanwhile
 from tests.support.runs.builders import shard_fields
 from tests.support.runs.game import Game, balanced, make_game, small
@@ -84,6 +88,36 @@ def replica_of(place: FaultRun, port: int) -> Iterator[OwnRedis]:
 def wait_until_replicated(replica: OwnRedis, place: FaultRun) -> None:
     offsets = ((replica, "slave_repl_offset"), (place.redis, "master_repl_offset"))
     eventually(lambda: len({server.command("INFO", "replication")[name] for server, name in offsets}) == 1)
+
+
+class Witness:
+    """Checks that no log entry is learned twice, and that workers act with one policy under each version."""
+
+    def __init__(self, game: Game, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.game = game
+        self.learned: set[str] = set()
+        """Positions of all entries behind the present weights."""
+        learn = Learner.learn
+
+        def seen(learner: Learner, fragments: Any, phase: Any) -> Any:
+            if learner is game.trainer.learner:  # not a replay's
+                self._check(fragments)
+            return learn(learner, fragments, phase)
+
+        monkeypatch.setattr(Learner, "learn", seen)
+
+    def _check(self, fragments: Any) -> None:
+        positions = {item.position for item in fragments}
+        assert len(positions) == len(fragments) and not positions & self.learned, "learned twice"
+        self.learned |= positions
+        versions = {item.header.version: item.header.history for item in fragments}
+        histories = {known: self.game.trainer.consumer.history(known) for known in versions}
+        assert versions == histories, "acted by another policy of that number"
+
+    def restarted(self) -> None:
+        """Forgets what the present trainer's checkpoint does not cover; call after each restart."""
+        restored = id_order(self.game.trainer.consumer.committed.position)
+        self.learned = {position for position in self.learned if id_order(position) <= restored}
 
 
 def as_if_nothing_had_been(game: Game, undisturbed: str) -> None:
