@@ -67,12 +67,6 @@ def telling(kind: str, **sections: Any) -> Any:
     return small(**{"algorithm": PAYS, "archive": "all"} | given | {"environment": environment} | sections)
 
 
-def known(columns: Columns, unknown: bool) -> None:
-    """What the environments of these tests tell follows from their rewards, which count the steps."""
-    expected = np.where(columns["mask"] & ~unknown, 10 * columns["reward"], np.nan)
-    np.testing.assert_array_equal(columns["info/depth"], expected)
-
-
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_info_columns_reach_algorithm_metrics_and_archive(
     new_game: NewGame, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -58,11 +58,8 @@ def whole_end(game: Game) -> dict[str, str]:
     return {name: item.sha256 for name, item in latest.manifest.objects.items() if name != "trainer/state.json"}
 
 
-def test_league_is_exact_after_deaths_and_in_replay(new_game: NewGame) -> None:
-    whole = whole_end(new_game(chase()))
-    assert LEAGUE in whole
-    assert "trainer/hunter.initial.safetensors" in whole
-    game = new_game(chase())
+def lose_throughout(game: Game) -> None:
+    """Loses trainer and worker at each of the first versions, once in the middle of a fragment."""
     for version in range(1, 6):
         game.play_to(version)
         if version == 3:
@@ -70,6 +67,28 @@ def test_league_is_exact_after_deaths_and_in_replay(new_game: NewGame) -> None:
         if version == 4:
             game.durable()
         game.lose()
+
+
+def scores_of_second_version(game: Game) -> Any:
+    """Plays to version 2 and evaluates it."""
+    game.play_to(2)
+    game.durable()
+    evaluator = Evaluator(game.open())
+    evaluator.start()
+    try:
+        assert evaluator.step(0) == "evaluated"
+    finally:
+        evaluator.stop("")
+    (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
+    return scores
+
+
+def test_league_is_exact_after_deaths_and_in_replay(new_game: NewGame) -> None:
+    whole = whole_end(new_game(chase()))
+    assert LEAGUE in whole
+    assert "trainer/hunter.initial.safetensors" in whole
+    game = new_game(chase())
+    lose_throughout(game)
     assert whole_end(game) == whole
     found = replayed(game)
     assert found.equal, found.different
@@ -97,11 +116,7 @@ def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) 
         return game
 
     whole, game = whole_end(begun()), begun()
-    for version in range(1, 6):
-        game.play_to(version)
-        if version == 3:
-            die_in_a_fragment(game)
-        game.lose()
+    lose_throughout(game)
     assert whole_end(game) == whole
     assert "begins new episodes" not in game.events("environment")
     assert "rival" in league_of(game.role.checkpoints, game.role.config)["payoff"]["hunter"]
@@ -235,15 +250,7 @@ def test_league_can_rank_checkpoints_by_mean_return(new_game: NewGame) -> None:
     fixed = {"dice": {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}}
     best = {"every": "2 updates", "best_by": "mean_return"}
     game = new_game(chase(LEAGUE_OF_TWO | {"fixed": fixed}, checkpoint=best, evaluation={"episodes": 4}))
-    game.play_to(2)
-    game.durable()
-    evaluator = Evaluator(game.open())
-    evaluator.start()
-    try:
-        assert evaluator.step(0) == "evaluated"
-    finally:
-        evaluator.stop("")
-    (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
+    scores = scores_of_second_version(game)
     assert scores["ranked_by"] == "mean return of cat against fixed players"
     assert scores["ranking"] == scores["match_returns"]["cat/dice"] >= 3
     assert scores["confirmation"]["ranking"] >= 3
@@ -259,15 +266,7 @@ def test_evaluator_continues_without_missing_fixed_player(new_game: NewGame) -> 
     dice = {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}
     fixed = {"gone": gone, "dice": dice, "script": script}
     game = new_game(chase(league=LEAGUE_OF_TWO | {"fixed": fixed}, evaluation={"episodes": 2, "deadline_seconds": 60}))
-    game.play_to(2)
-    game.durable()
-    evaluator = Evaluator(game.open())
-    evaluator.start()
-    try:
-        assert evaluator.step(0) == "evaluated"
-    finally:
-        evaluator.stop("")
-    (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
+    scores = scores_of_second_version(game)
     assert scores["win_rates"].keys() == {"cat/dice", "mouse/dice", "mouse/script"}
     lost = "script lost 2 of 2 evaluated matches by forfeit: ValueError: no move comes to mind"
     assert scores["win_rates"]["mouse/script"] == 1.0 and lost in game.events("evaluation")

@@ -10,7 +10,7 @@ import pytest
 
 from stagecoach.shared.base.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
 from stagecoach.shared.experience.log_entry import LogEntry
-from stagecoach.shared.policies.serialization import decode_policy, state_arrays
+from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState
@@ -19,8 +19,6 @@ from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
-from tests.conftest import minimal_config
-from tests.support.environments.small import MODULE
 from tests.support.runs.game import (
     POLICY,
     STEPS_PER_UPDATE,
@@ -287,28 +285,3 @@ def test_foreign_config_is_refused(new_game: NewGame) -> None:
     with pytest.raises(ConfigError, match="start the role with the run's own"):
         Trainer.start(other)
     assert game.role.flow.read().epoch == 1, "the trainer that runs was not fenced"
-
-
-def test_two_agents_train_two_policies_through_the_same_path(new_game: NewGame) -> None:
-    game = new_game(minimal_config(
-        environment={"id": f"{MODULE}:Chase", "api": "pettingzoo", "num_envs": 4, "kwargs": {"cat_steps": 2}},
-        policies={"hunter": {"hidden_sizes": [8]}, "prey": {"hidden_sizes": [8], "normalize_observations": True}},
-        agents={"cat": "hunter", "mouse": "prey"},
-        algorithm={"minibatch_size": 16, "epochs": 2, "learning_rate": 0.01},
-    ))  # fmt: skip
-    untrained = {name: state_arrays(policy) for name, policy in game.trainer.learner.policies.items()}
-    game.play()
-    assert game.trainer.finish("exhausted") == "exhausted"
-    checkpoint = game.role.checkpoints.load_latest()
-    assert checkpoint is not None and checkpoint.manifest.version == 4
-    assert {name.partition("/")[0] for name in checkpoint.objects} == {"hunter", "prey", "trainer"}
-    for name, before in untrained.items():
-        trained, version = decode_policy(checkpoint.objects[f"{name}/policy.safetensors"])
-        assert version == 4
-        after = state_arrays(trained)
-        assert any((after[key] != array).any() for key, array in before.items()), f"{name} has learned nothing"
-    total = balanced(game)["total"]
-    assert total["consumed"] == {"fragments": 8, "transitions": 4 * 2 * 8 * 4} and not total["dropped"]
-    train = game.finished()["counters"]["train"]
-    assert train.pop("gradient_steps") >= 4
-    assert train == {"env_steps": 256, "episodes": 64, "updates": 4}

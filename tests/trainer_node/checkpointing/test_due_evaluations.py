@@ -18,15 +18,11 @@ from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.storage.checkpoint_store import (
-    CHECKPOINTS,
-    MANIFEST,
-    POINTER,
-    STATUS,
     Checkpoint,
     CheckpointStore,
 )
 from stagecoach.shared.storage.due_evaluations import due_evaluations
-from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
+from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
 from stagecoach.trainer_node.metrics.writers import WrittenRun
@@ -34,7 +30,7 @@ from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 from tests.support.processes.waiting import eventually
 from tests.support.runs import metric_rows
-from tests.support.runs.game import KEEP, Death, Game, NewGame, small
+from tests.support.runs.game import KEEP, Game, NewGame, small
 
 
 def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
@@ -48,26 +44,15 @@ def recorded(game: Game, stream: str) -> list[tuple[str, dict[str, float]]]:
     return metric_rows.recorded(game.role.checkpoints.store, stream)
 
 
-def different(row: dict[str, float], other: dict[str, float], apart: tuple[str, ...] = ()) -> list[str]:
-    """The metrics in which they differ, but for those that begin so."""
-    names = sorted(name for name in {*row, *other} if not (apart and name.startswith(apart)))
-    return [name for name in names if row.get(name) != other.get(name)]
-
-
-class Scoring:
-    """An evaluator of its own for each turn: none outlives what it has played."""
-
-    def __init__(self, game: Game) -> None:
-        self._game = game
-
-    def play_all(self) -> None:
-        evaluator = Evaluator(self._game.open())
-        evaluator.start()
-        try:
-            while evaluator.step(0) == "evaluated":
-                pass
-        finally:
-            evaluator.stop("end of test")
+def play_due(game: Game) -> None:
+    """Plays all that is due with an evaluator that ends afterwards."""
+    evaluator = Evaluator(game.open())
+    evaluator.start()
+    try:
+        while evaluator.step(0) == "evaluated":
+            pass
+    finally:
+        evaluator.stop("end of test")
 
 
 def versions(names: Any) -> list[int | None]:
@@ -79,7 +64,7 @@ def test_due_policies_are_recorded_once_then_deleted(new_game: NewGame) -> None:
     game.play()
     game.trainer.save_last("exhausted")
     assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
-    Scoring(game).play_all()
+    play_due(game)
     game.trainer.finish("exhausted")
     rows = recorded(game, EVALUATIONS)
     assert versions(label for label, _ in rows) == [2, 4, 6], "of versions 2 and 4 no checkpoint is kept"
@@ -90,41 +75,6 @@ def test_due_policies_are_recorded_once_then_deleted(new_game: NewGame) -> None:
     assert all(row[TEST_ENV_STEPS] >= steps for (_, row), steps in zip(rows, played, strict=True))
     assert [row[TEST_EPISODES] for _, row in rows] == [2, 4, 6], "each may be the best, and is played twice"
     assert game.trainer.recorder.tested == {"test_env_steps": rows[-1][1][TEST_ENV_STEPS], "test_episodes": 6}
-
-
-@pytest.mark.parametrize(
-    ("transport", "at"), [("redis", 2), ("redis", 5), ("object_store", 1), ("object_store", 2), ("object_store", 3)]
-)
-def test_trainer_death_loses_and_doubles_no_row(new_game: NewGame, transport: str, at: int) -> None:
-    """At any version, whether that was due, has a checkpoint, or neither; its evaluations came or not."""
-    config = due(policy_versions={"transport": transport}, metrics={"episodes": True, "writers": []})
-    calm = new_game(config)
-    calm.play()
-    calm.trainer.save_last("exhausted")
-    Scoring(calm).play_all()
-    calm.trainer.finish("exhausted")
-    game = new_game(config)
-    game.play_to(at)
-    game.durable()
-    Scoring(game).play_all()
-    game.lose()
-    game.play()
-    game.trainer.save_last("exhausted")
-    Scoring(game).play_all()
-    game.trainer.finish("exhausted")
-    names = [label for label, _ in recorded(game, EVALUATIONS)]
-    assert len(names) == len(set(names)) and {2, 4, 6} <= {*versions(names)}
-    expected = dict(recorded(calm, EVALUATIONS))
-    for label, row in recorded(game, EVALUATIONS):
-        if label in expected:  # whether it is confirmed depends on what else is kept as it is played
-            assert different(row, expected[label], ("eval/confirmation/", "time/test_")) == []
-    assert due_evaluations(game.role.checkpoints.store) == []
-    for stream in (TRAIN, "episodes"):
-        found, wanted = recorded(game, stream), recorded(calm, stream)
-        assert [label for label, _ in found] == [label for label, _ in wanted]
-        for (_, row), (_, other) in zip(found, wanted, strict=True):
-            assert different(row, other) == []
-    assert game.policy_hash() == calm.policy_hash()
 
 
 def test_trainer_waits_when_too_many_due_policies_are_unstored(
@@ -175,7 +125,7 @@ def test_end_of_run_waits_for_replaced_evaluator(new_game: NewGame, monkeypatch:
     def polled(wait: Any, done: Callable[[], bool]) -> None:
         while not done():
             looks.append(1)
-            Scoring(game).play_all()
+            play_due(game)
 
     monkeypatch.setattr("stagecoach.trainer_node.trainer.poll", polled)
     game.trainer.finish("exhausted")
@@ -214,7 +164,7 @@ def test_files_have_each_evaluation_once_after_crash(
     game.durable()
     store = game.role.checkpoints.store
     eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3])
-    Scoring(game).play_all()
+    play_due(game)
     if lost != "in the store only":
         eventually(lambda: len(recorded(game, EVALUATIONS)) >= 3)
     table = metrics / "evaluations.csv"
@@ -226,7 +176,7 @@ def test_files_have_each_evaluation_once_after_crash(
     game.restart()
     game.play()
     game.trainer.save_last("exhausted")
-    Scoring(game).play_all()
+    play_due(game)
     game.trainer.finish("exhausted")
     game.trainer.recorder.close()
     names = [label for label, _ in recorded(game, EVALUATIONS)]
@@ -244,23 +194,6 @@ def test_files_have_each_evaluation_once_after_crash(
     assert sorted(event.step for event in reader.Scalars(SCORE)) == [64, 128, 192, 256], "as TensorBoard shows it"
 
 
-@pytest.mark.parametrize("every", ["64 env_steps", "1 updates", "2 episodes", "6 gradient_steps"])
-def test_each_unit_makes_policies_due(new_game: NewGame, every: str) -> None:
-    game = new_game(due(every, checkpoint={"every": "100 updates"}))
-    amount, unit = every.split()
-    seen: list[int] = []
-    index = 0
-    for version in range(1, 7):
-        game.play_to(version)
-        now = game.trainer.learner.counters.train.get(unit) // int(amount)  # type: ignore[arg-type]
-        if now > index:
-            seen.append(version)
-        index = now
-    game.play()
-    game.trainer.save_last("exhausted")
-    assert seen and versions(due_evaluations(game.role.checkpoints.store)) == seen
-
-
 def test_weights_do_not_depend_on_evaluations_and_writers(new_game: NewGame, tmp_path: Path) -> None:
     plain = new_game(small(stop_at={"updates": 6}))
     expected = plain.finish()
@@ -271,10 +204,9 @@ def test_weights_do_not_depend_on_evaluations_and_writers(new_game: NewGame, tmp
         evaluation = {"episodes": 1, "every": "1 updates", "final_wait_seconds": 0}
         game = new_game(due(evaluation=evaluation, **sections))
         game.trainer.incarnation.run_folder = str(tmp_path / "run")
-        scoring = Scoring(game)
         for version in range(1, 6):
             game.play_to(version)
-            scoring.play_all()
+            play_due(game)
         assert game.finish() == expected
 
 
@@ -334,31 +266,3 @@ def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGam
     assert game.policy_hash() == each.policy_hash()
     prepare_resume(game.open(), "best")
     assert checkpoints.newest_good()[0].manifest.parent == "3_Step-192.ckpt"
-
-
-@pytest.mark.parametrize("at", ["policy.safetensors", MANIFEST, POINTER, STATUS])
-def test_best_evaluated_policy_survives_a_cut_off_upload(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """Before an object of its checkpoint, its manifest, and what names it."""
-    game = play_to_five(new_game)
-    store, writer = game.role.checkpoints.store, game.trainer.state.writer
-    put = FileStore.put
-
-    def dying(store: FileStore, key: str, data: bytes) -> None:
-        begun = key.startswith(f"{CHECKPOINTS}3_") or at in (POINTER, STATUS)
-        if key.endswith(at) and begun:
-            raise Death
-        put(store, key, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "put", dying)
-        score(game, best=3)
-        eventually(lambda: isinstance(writer.failure, Death))
-        game.crash()
-    game.restart()
-    checkpoints = finish_scored(game)
-    assert versions(checkpoints.names()) == [3, 6]
-    assert checkpoint_version(checkpoints.resolve("best")) == 3
-    checkpoints.load("3_Step-192.ckpt")
-    assert due_evaluations(store) == []

@@ -118,28 +118,8 @@ def leaves_of(value: Any, prefix: str) -> Columns:
     return {name: array for key, below in items for name, array in leaves_of(below, f"{prefix}.{key}").items()}
 
 
-@pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "gru"))
-def test_exported_opponent_acts_as_deployed_policy(kind: str) -> None:
-    policy = made(kind)
-    data, _ = exported(encode_policy(policy, 3), MANIFEST, [])
-    player, deployed = Exported(data, policy.spaces), DeployedPolicy(policy, 3)
-    assert player.state_size == policy.state_size
-    player.state = torch.zeros(7, policy.state_size) if policy.state_size else None
-    slots = np.array([6, 1, 3, 0, 4])
-    for observation in sampled(SEEN if len(policy.spaces.observation.leaves) > 2 else FEW, steps=6, slots=5):
-        columns = policy.spaces.observation.flatten("obs", observation)
-        placed = {name: np.zeros((7, *array.shape[1:]), array.dtype) for name, array in columns.items()}
-        for name, array in columns.items():
-            placed[name][slots] = array
-        found = policy.spaces.action.to_environment(player.act(placed, slots, torch.Generator()))
-        wanted = leaves_of(deployed.act_batch(observation), "action")
-        for name, array in leaves_of(found, "action").items():
-            np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-6)
-    assert player.state is None or not player.state[[2, 5]].any()
-
-
-@pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "sac"))
-def test_onnx_file_acts_as_deployed_policy(kind: str) -> None:
+@pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "gru", "sac"))
+def test_onnx_file_and_opponent_act_as_deployed_policy(kind: str) -> None:
     """`load_policy(…).act_batch` is the other side: it shares no code with the file's own conversions."""
     policy = made(kind)
     data, record = exported(encode_policy(policy, 3), MANIFEST, list(random_observations(policy.spaces.observation)))
@@ -148,6 +128,9 @@ def test_onnx_file_acts_as_deployed_policy(kind: str) -> None:
     assert all(one.max_difference < 1e-4 and one.other_choices == 0 for one in record.compared.values())
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     deployed, state = DeployedPolicy(policy, 3), np.zeros((5, policy.state_size), np.float32)
+    player, slots = Exported(data, policy.spaces), np.array([6, 1, 3, 0, 4])
+    assert player.state_size == policy.state_size
+    player.state = torch.zeros(7, policy.state_size) if policy.state_size else None
     acted = []
     for observation in sampled(SEEN if len(policy.spaces.observation.leaves) > 2 else FEW, steps=6, slots=5):
         fed = leaves_of(observation, "obs") | ({"state_in": state} if policy.state_size else {})
@@ -160,6 +143,14 @@ def test_onnx_file_acts_as_deployed_policy(kind: str) -> None:
             assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
             np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-6)
         acted.append(wanted)
+        columns = policy.spaces.observation.flatten("obs", observation)
+        placed = {name: np.zeros((7, *array.shape[1:]), array.dtype) for name, array in columns.items()}
+        for name, array in columns.items():
+            placed[name][slots] = array
+        chosen = policy.spaces.action.to_environment(player.act(placed, slots, torch.Generator()))
+        for name, array in leaves_of(chosen, "action").items():
+            np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-6)
+    assert player.state is None or not player.state[[2, 5]].any()
     assert any(len(np.unique(np.concatenate([step[name].ravel() for step in acted]))) > 1 for name in acted[0])
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -112,9 +110,8 @@ def recording(make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def row(env_steps: float, version: int = 1, **more: float) -> dict[str, float]:
-    return {ENV_STEPS: float(env_steps), VERSION: float(version)} | {
-        name.replace("__", "/"): value for name, value in more.items()
-    }
+    named = {name.replace("__", "/"): value for name, value in more.items()}
+    return {ENV_STEPS: float(env_steps), VERSION: float(version)} | named
 
 
 def without_time(found: Mapping[str, float]) -> dict[str, float]:
@@ -207,20 +204,6 @@ def test_writer_hung_at_opening_delays_no_other(recording: Recording, monkeypatc
     assert [item[0] for item in Kept.told] == ["train"] * 3 + ["flush", "close"], "none is lost to it"
 
 
-def test_slow_writer_gets_all_rows_at_the_end(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow takes ten seconds to be imported; a short run is over by then."""
-    monkeypatch.setattr(Kept, "opened", staticmethod(lambda: time.sleep(1.5)))
-    monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.1)
-    recorder = recording.begin("own:Kept")
-    for step in (64, 128):
-        recorder.record(TRAIN, row(step))
-    recorder.store()
-    recorder.close(60.0)
-    recorder.close()
-    assert [item[0] for item in Kept.told] == ["train"] * 2 + ["flush", "close"]
-    assert [text.partition(",")[0] for text in recording.events()] == ["own:Kept is slow"]
-
-
 def test_rows_left_by_hung_writer_are_reported_at_end(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
@@ -230,22 +213,6 @@ def test_rows_left_by_hung_writer_are_reported_at_end(recording: Recording, monk
     (event,) = recording.events()
     assert event.endswith("2 calls to it are still waiting as the trainer ends; their rows are in the store")
     hangs.set()
-
-
-def test_full_disk_stops_neither_recorder_nor_store(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for part in ("table_files", "tensorboard_writer"):
-        monkeypatch.setattr(f"stagecoach.trainer_node.metrics.{part}.append_bytes", full)
-    recorder = recording.begin("csv", "jsonl", "tensorboard")
-    for step in (64, 128):
-        recorder.record(TRAIN, row(step))
-        recorder.histogram("rollout/ep_rew", [1.0], step)
-    recorder.store()
-    assert {*recorder.failures} == {"csv", "jsonl", "tensorboard"} and recorder.failures["csv"] == 2
-    assert sum("No space left on device" in text for text in recording.events()) == 3
-    assert len(recording.rows(TRAIN)) == 2
 
 
 def test_failing_redis_is_counted_and_reported_later(recording: Recording) -> None:
@@ -272,7 +239,7 @@ def test_metric_names_are_printable_and_bounded(recording: Recording) -> None:
     assert Kept.told[0][1] == found and not recorder.failures
 
 
-def test_names_an_environment_makes_up_are_bounded(recording: Recording) -> None:
+def test_number_of_metric_names_is_bounded(recording: Recording) -> None:
     """60 updates of an environment that names each episode made 441 columns; all other metrics keep their place."""
     recorder = recording.begin()
     recorder.record(TRAIN, row(64) | {f"environment/{number}": 1.0 for number in range(2000)})
@@ -285,14 +252,9 @@ def test_names_an_environment_makes_up_are_bounded(recording: Recording) -> None
     assert without_time(recording.rows(EVALUATIONS)[0][1]) == row(128, eval__environment__new=1.0)
     (told,) = recording.events()
     assert "some metrics environment/… cannot be written" in told and "more than 128 names, 'environment/128'" in told
-
-
-def test_all_names_together_are_bounded(recording: Recording) -> None:
-    recorder = recording.begin()
-    recorder.record(TRAIN, row(64) | {f"agent/{number}": 1.0 for number in range(2000)})
+    recorder.record(TRAIN, row(192) | {f"agent/{number}": 1.0 for number in range(2000)})
     recorder.store()
-    assert len(without_time(recording.rows(TRAIN)[0][1])) == 1000
-    assert recorder.failures["the metrics"] == 1002 and len(recording.events()) == 1
+    assert recorder.failures["the metrics"] == 1003, "of 1,000 names three were there before"
 
 
 def test_rows_that_a_restart_undid_are_void_and_recorded_again(recording: Recording) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,21 +91,13 @@ def test_each_warm_up_update_has_a_row() -> None:
 
 def test_spread_equals_standard_library() -> None:
     random = np.random.default_rng(1)
-    for size in (1, 2, 11, 100):
+    for size in (2, 11, 100):
         values = random.normal(size=size).tolist()
-        found = spread("x", values)
-        ordered = sorted(values)
-
-        def quantile(share: float, ordered: list[float] = ordered) -> float:
-            place = share * (len(ordered) - 1)
-            low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-            return low + (high - low) * (place - math.floor(place))
-
-        slow = {
-            "x_mean": statistics.fmean(values), "x_std": statistics.pstdev(values), "x_min": ordered[0],
-            "x_max": ordered[-1], "x_p10": quantile(0.1), "x_p90": quantile(0.9),
-        }  # fmt: skip
-        assert found == pytest.approx(slow)
+        low, *_, high = statistics.quantiles(values, n=10, method="inclusive")
+        assert spread("x", values) == pytest.approx({
+            "x_mean": statistics.fmean(values), "x_std": statistics.pstdev(values), "x_min": min(values),
+            "x_max": max(values), "x_p10": low, "x_p90": high,
+        })  # fmt: skip
     assert spread("x", []) == {}
 
 
@@ -235,27 +226,3 @@ def test_rewards_that_are_changed_have_returns_of_their_own(new_game: NewGame) -
     game.play()
     row = rows_of(game, TRAIN)[-1][1]
     assert row["rollout/ep_shaped_rew_mean"] == pytest.approx(row["rollout/ep_rew_mean"] / 2)
-
-
-def test_rows_after_restart_equal_those_of_undisturbed_run(new_game: NewGame) -> None:
-    """All but what the clock tells."""
-    config = minimal_config(metrics={"episodes": True}, stop_at={"updates": 7})
-    plain, lost = new_game(config), new_game(config)
-    plain.play()
-    lost.lose_at([3, 5])
-    lost.play()
-    timed = {"time/unix_seconds", "time/fps", "train/learn_seconds", "rollout/acting_seconds"}
-    keep: Callable[[str], bool] = lambda name: name not in timed and not name.startswith("wait/")  # noqa: E731
-    for stream in (TRAIN, EPISODES):
-        first, second = (
-            [
-                (label, {name: value for name, value in row.items() if keep(name)})
-                for label, row in rows_of(game, stream)
-            ]
-            for game in (plain, lost)
-        )
-        assert [row["time/env_steps"] for _, row in first] == [row["time/env_steps"] for _, row in second]
-        if stream == TRAIN:
-            assert [row["train/loss"] for _, row in first] == [row["train/loss"] for _, row in second]
-        else:
-            assert [row for _, row in first] == [row for _, row in second]

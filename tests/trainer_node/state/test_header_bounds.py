@@ -22,27 +22,15 @@ VALUES: list[Any] = [
     "nan", "7", "\ud800", "x" * 5000, [], [HUGE], {}, {"\ud800": HUGE}, {"x": 1e31}, {"x": "7"}, {"\x1b[2J": 1.0},
 ]  # fmt: skip
 COUNTS = (
-    "incarnation",
-    "seq",
-    "steps",
-    "num_envs",
-    "policy_versions",
-    "acting_seconds",
-    "wire_version",
-    "life",
-    "history",
-)
+    "incarnation", "seq", "steps", "num_envs", "policy_versions", "acting_seconds", "wire_version", "life", "history",
+)  # fmt: skip
 RECORD: dict[str, Any] = {
     "episode_return": 1.5, "length": 3, "success": True, "agent_returns": {"a": 1.0}, "metrics": {"height": 2.0},
     "parameters": {"gravity": 9.8, "level": 2, "name": "hard", "icy": True}, "lessons": {"gravity": 1}, "match": None,
 }  # fmt: skip
 MATCH: dict[str, Any] = {
-    "learner": "default",
-    "side": 0,
-    "players": ["default", "x"],
-    "outcome": [1.0, 0.0],
-    "forfeit": "",
-}
+    "learner": "default", "side": 0, "players": ["default", "x"], "outcome": [1.0, 0.0], "forfeit": "",
+}  # fmt: skip
 
 
 def spoiled(data: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
