@@ -4,8 +4,10 @@ Nothing that is learned depends on them. Each mean has its spread next to it.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,17 @@ _SMOOTHING = 0.9
 RETURN, LENGTH = "rollout/ep_rew", "rollout/ep_len"
 
 
+@dataclass
+class _Measured:
+    """Values of the updates since the last row."""
+
+    lags: list[int] = field(default_factory=list)
+    acting_lags: list[int] = field(default_factory=list)
+    acting_seconds: list[float] = field(default_factory=list)
+    metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    info: defaultdict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
+
+
 class UpdateMetrics:
     """Collects the metrics of updates into rows; what it keeps between rows is not in a checkpoint."""
 
@@ -33,32 +46,27 @@ class UpdateMetrics:
         self.learning_seconds = 0.0
         self._last = time.monotonic()
         self._fps = 0.0
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._counts: Counter[str] = Counter()
-        self._lags: list[int] = []
-        self._acting_lags: list[int] = []
-        self._acting_seconds: list[float] = []
         self._env_steps = learner.counters.env_steps
-        self._told: defaultdict[str, list[Array]] = defaultdict(list)
+        self._measured = _Measured()
 
     def see(self, fragments: Sequence[Fragment]) -> None:
-        """Numbers of each step's `info`, before a transform changes it."""
+        """Adds the numbers of each step's `info`, before a transform changes them."""
         for item in fragments:
             for policy_id, columns in item.columns.items():
-                suffix = "" if len(item.columns) == 1 else f"/{policy_id}"
-                told = {name.removeprefix(INFO): its for name, its in columns.items() if name.startswith(INFO)}
-                for name, its in told.items():
-                    self._told[f"rollout/info/{name}_mean" + suffix].append(its[columns["mask"] & ~np.isnan(its)])
+                for name in [name for name in columns if name.startswith(INFO)]:
+                    metric = f"rollout/info/{name.removeprefix(INFO)}_mean" + _suffix(policy_id, item.columns)
+                    known = columns["mask"] & ~np.isnan(columns[name])
+                    self._measured.info[metric].append(columns[name][known])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
         """Adds one update: the fragments, its metrics, and the version that it produced."""
-        self._lags += [version - 1 - item.header.version for item in fragments]
+        measured = self._measured
+        measured.lags += [version - 1 - item.header.version for item in fragments]
         known = [item for item in fragments if item.pushed_at is not None]
-        self._acting_lags += [max(0, (item.pushed_at or 0) - item.header.version) for item in known]
-        self._acting_seconds += [item.header.acting_seconds for item in fragments]
+        measured.acting_lags += [max(0, (item.pushed_at or 0) - item.header.version) for item in known]
+        measured.acting_seconds += [item.header.acting_seconds for item in fragments]
         for name, value in metrics.items():
-            self._sums[name] += value
-            self._counts[name] += 1
+            measured.metrics[name].append(value)
 
     def due(self, learner: Learner) -> bool:
         """Returns whether `metrics.every` has passed; each update of warm-up counts as such."""
@@ -67,16 +75,8 @@ class UpdateMetrics:
         return index > before or learner.counters.train.updates == 0
 
     def row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
-        """The row of what was taken since the last one, which is forgotten even where this raises."""
-        try:
-            return self._row(learner, version, waited)
-        finally:
-            self._told.clear()
-            self._lags, self._acting_lags, self._acting_seconds = [], [], []
-            self._sums.clear()
-            self._counts.clear()
-
-    def _row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
+        """Returns the row of the updates since the last one, and starts the next row."""
+        measured, self._measured = self._measured, _Measured()
         train, now = learner.counters.train, time.monotonic()
         before, self._env_steps = self._env_steps, learner.counters.env_steps
         speed = (self._env_steps - before) / max(now - self._last, 1e-9)
@@ -90,30 +90,32 @@ class UpdateMetrics:
             "train/updates": train.updates,
             "train/learn_seconds": self.learning_seconds,
             VERSION: version,
-            "policy/lag_mean": float(np.mean(self._lags)),
-            "policy/lag_max": float(max(self._lags)),
-            "rollout/acting_seconds": float(np.mean(self._acting_seconds)),
+            "policy/lag_mean": fmean(measured.lags),
+            "policy/lag_max": float(max(measured.lags)),
+            "rollout/acting_seconds": fmean(measured.acting_seconds),
         }
-        if len(self._acting_lags) == len(self._lags):  # not of what is read from an archive
-            row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
+        if len(measured.acting_lags) == len(measured.lags):  # an archive does not have them
+            row["policy/lag_acting_mean"] = fmean(measured.acting_lags)
             row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
         row |= of_policies(learner.episodes, learner.tallies, self._description)
         for policy_id, tally in learner.tallies.items():
             row |= {f"time/transitions/{policy_id}": tally.env_steps, f"time/episodes/{policy_id}": tally.episodes}
-        for policy_id, shaped in learner.shaped.items():
-            suffix = "" if len(learner.policies) == 1 else f"/{policy_id}"
-            found = spread("rollout/ep_shaped_rew", list(shaped.returns))
-            row |= {name + suffix: value for name, value in found.items()}
-        row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
         for policy_id, policy in learner.policies.items():
-            suffix = "" if len(learner.policies) == 1 else f"/{policy_id}"
             found = self._from_data.figures(policy_id, policy, train.updates)
-            row |= {name + suffix: value for name, value in found.items()}
-        row |= {name: total / self._counts[name] for name, total in self._sums.items()}
+            if policy_id in learner.shaped:
+                found = {**found, **spread("rollout/ep_shaped_rew", list(learner.shaped[policy_id].returns))}
+            row |= {name + _suffix(policy_id, learner.policies): value for name, value in found.items()}
+        row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
+        row |= {name: sum(values) / len(values) for name, values in measured.metrics.items()}
         row |= {name: float(value) for name, value in all_metrics(learner.folds).items()}
-        told = {name: np.concatenate(parts) for name, parts in self._told.items()}
-        return row | {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
+        info = {name: np.concatenate(parts) for name, parts in measured.info.items()}
+        return row | {name: float(known.mean(dtype=np.float64)) for name, known in info.items() if known.size}
+
+
+def _suffix(policy_id: str, policies: Collection[str]) -> str:
+    """Returns the end of a metric's name, which has the policy's id if there are several."""
+    return "" if len(policies) == 1 else f"/{policy_id}"
 
 
 def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
