@@ -135,18 +135,15 @@ def take_over(policy_id: str, policy: Policy, source: Source) -> None:
             raise CheckpointDamaged("the same weights would compute something else")
         load_state_arrays(policy, state_arrays(found))
     except CheckpointDamaged as error:
-        its, ours = (item.config.model_dump(mode="json") for item in (found, policy))
-        other = [field for field in _NETWORK if its[field] != ours[field]]
-        there, here = (", ".join(f"{field}={config[field]}" for field in other) for config in (its, ours))
-        if found.kind != policy.kind:
-            why = f"its kind is {found.kind}, and {policy.kind} is learned here; take a run of such an algorithm"
-        elif other:
-            why = f"{there} there, {here} here; set it as there"
-        else:
-            why = f"its algorithm needs {found.network} there, {policy.network} here; set that as there"
+        its, ours = (
+            {"kind": each.kind, **each.config.model_dump(mode="json", include={*_NETWORK}), "network": each.network}
+            for each in (found, policy)
+        )
+        other = [field for field in its if its[field] != ours[field]]
+        there, here = (", ".join(f"{field}={known[field]}" for field in other) for known in (its, ours))
         raise ConfigError(
-            f"initialize_from: {theirs!r} of {source} is another network than policies.{policy_id} asks for: {why}, "
-            f"or choose another checkpoint ({error})"
+            f"initialize_from: {theirs!r} of {source} is another network than policies.{policy_id} asks for: "
+            f"{there} there, {here} here; set it as there, or choose another checkpoint ({error})"
         ) from None
 
 
