@@ -168,7 +168,8 @@ class PointerStage:
         pointer = unless_damaged(self._checkpoints.pointer)
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over (pointer: {pointer.epoch})")
-        evaluations = self._metrics.store()
+        # stored with this checkpoint's rows already, unless scores arrived while its objects were uploaded
+        evaluations = self._metrics.store() if self.evaluated else self._noticed
         self.inventory = inventory = retention.take_inventory(self._checkpoints, evaluations, latest)
         newest = latest or (pointer.latest if pointer else None) or final
         if newest is None or newest not in inventory.entries:
