@@ -31,7 +31,6 @@ from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
 from stagecoach.trainer_node.learning import fold
 from stagecoach.trainer_node.learning.building_blocks.compilation import compiler
-from stagecoach.trainer_node.learning.building_blocks.interface import Algorithm
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.state.log_consumer import Committed
 
@@ -112,7 +111,9 @@ def take(
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
     policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
-    arrays = {ALGORITHM.format(id_): _state_of(algorithm) for id_, algorithm in learner.algorithms.items()}
+    states = {ALGORITHM.format(id_): algorithm.state() for id_, algorithm in learner.algorithms.items()}
+    # a user's own algorithm may return the arrays in which it keeps learning
+    arrays = {key: {name: np.array(array) for name, array in state.items()} for key, state in states.items()}
     arrays |= {REWARDS.format(id_): rewards.state() for id_, rewards in learner.rewards.items()}
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
@@ -158,14 +159,6 @@ def take(
         return Checkpoint(manifest, objects)
 
     return Snapshot(name, version, committed.position, encode)
-
-
-def _state_of(algorithm: Algorithm) -> Columns:
-    """Built-in algorithms return copies; a user's own may return the arrays in which it keeps learning."""
-    state = algorithm.state()
-    if type(algorithm).__module__.partition(".")[0] == "trainer_node":
-        return state
-    return {name: np.array(array) for name, array in state.items()}
 
 
 def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
