@@ -99,11 +99,11 @@ class Trainer:
                     raise VersionsDiverged(f"the log ends behind version {self.version}, and Redis knows a newer one")
                 self.end_reason = flow.reason if ending else ""
                 return StepResult.ENDED if ending else StepResult.WAITED
-        except (RedisRolledBack, BodyLost, VersionsDiverged) as error:
-            if not isinstance(error, RedisRolledBack):
-                self.recovery.continue_without(error)
-            else:
-                self.recovery.redis_came_back()
+        except RedisRolledBack:
+            self.recovery.redis_came_back()
+            return StepResult.WAITED
+        except (BodyLost, VersionsDiverged) as error:
+            self.recovery.continue_without(error)
             return StepResult.WAITED
         (fragments, self.consumer.batch), phase = (self.consumer.batch, []), self.state.phase
         first, last = fragments[0].position, fragments[-1].position

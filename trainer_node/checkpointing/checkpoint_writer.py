@@ -16,7 +16,7 @@ from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Manifest, Pointer
+from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
 from stagecoach.trainer_node.checkpointing.store_status import StoreStatus
@@ -181,15 +181,13 @@ class CheckpointWriter:
         again, self._status.durable = self._status.durable == snapshot.name, snapshot.name  # due, and the last one
         self.recorder.checkpointed(snapshot.name)
         if not again:
-            self._tell_durable(snapshot.checkpoint.manifest, time.monotonic() - started)
+            manifest, seconds = snapshot.checkpoint.manifest, time.monotonic() - started
+            text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {seconds:.2f} s)"
+            self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _run_stage(self, stage: Stage, snapshot: Snapshot) -> None:
         with self.timer.during(stage.name):
             stage.run(snapshot)
-
-    def _tell_durable(self, manifest: Manifest, seconds: float) -> None:
-        text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {seconds:.2f} s)"
-        self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _pause(self, seconds: float) -> None:
         with self.timer.during("wait(the store)"), self._lock:

@@ -115,15 +115,11 @@ class Recovery:
             self.publish(0)
         state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
 
-    def _roll_back(self, checkpoint: Checkpoint) -> Checkpoint:
-        """An older checkpoint as the newest version, durable before any worker acts with it: versions never go back."""
-        taken = rolled_back(self._role, checkpoint, self.incarnation.epoch)
-        return self.state.save_durably("version", taken).checkpoint
-
     def continue_without(self, error: BodyLost | VersionsDiverged) -> None:
-        """The log does not lead to Redis's version any more: the version that was reached continues as a new one."""
+        """Continues as a new version, durable before any worker acts with it, as the log does not lead to Redis's."""
         reached = self.state.snapshot()
-        checkpoint = self._roll_back(reached.checkpoint)
+        taken = rolled_back(self._role, reached.checkpoint, self.incarnation.epoch)
+        checkpoint = self.state.save_durably("version", taken).checkpoint
         self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")
 
     def publish(self, consumed: int) -> Published:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.storage.checkpoint_store import MANIFEST, POINTER, READY, STATUS
+from stagecoach.shared.storage.checkpoint_store import MANIFEST
 from tests.support.runs.game import (
     POLICY,
     NewGame,
@@ -21,23 +20,6 @@ from tests.support.runs.game import (
     restore_redis,
     small,
 )
-
-
-@pytest.mark.parametrize("published", [False, True])
-def test_restart_completes_sync_files_of_first_checkpoint(new_game: NewGame, published: bool) -> None:
-    game = new_game(small())
-    game.crash()
-    for key in (READY, POINTER, STATUS):
-        game.role.checkpoints.store.delete(key)
-    if not published:
-        game.role.redis.hset(RunKeys(game.role.run_id).flow, "version", "-1")
-    game.restart()
-    game.durable()
-    pointer = game.role.checkpoints.pointer()
-    assert pointer is not None and pointer.latest == "0_Step-0.ckpt"
-    assert game.role.checkpoints.marker(READY) is not None
-    game.finish()
-    balanced(game)
 
 
 @pytest.mark.parametrize("trainer_lives", [False, True])
