@@ -14,7 +14,7 @@ from stagecoach.shared.experience.counters import Phase
 from tests.conftest import minimal_config
 from tests.support.environments.small import MODULE
 from tests.support.environments.stage import Stage, same
-from tests.support.runs.game import NewGame, archived, balanced, die, die_in_a_fragment, replace_worker, replayed
+from tests.support.runs.game import NewGame, archived, goes_on_exactly
 
 WHOLE = {"complete_episodes": True, "fragment_steps": 8, "fragments_per_update": 2}
 CART = {"id": "CartPole-v1", "num_envs": 3, "max_episode_steps": 40}
@@ -90,21 +90,7 @@ def _first_rows(columns: dict[str, Any]) -> list[Any]:
 )
 def test_run_resumes_and_replays_bit_equal(new_game: NewGame, sections: dict[str, Any]) -> None:
     config = archived(**({"stop_at": {"updates": 4}, "environment": CART, "rollout": WHOLE} | sections))
-    whole = new_game(config).finish()
-    game = new_game(config)
-    for version in (1, 2, 3):
-        game.play_to(version)
-        if version == 2:
-            die_in_a_fragment(game)
-        die(game)
-        replace_worker(game)
-        game.crash()
-        game.restart()
-    assert game.finish() == whole
-    balanced(game)
-    assert "begins new episodes" not in game.events("environment")
-    finished = game.finished()
-    assert replayed(game, "start", finished["final"]).equal
+    finished = goes_on_exactly(new_game, config).finished()
     counters = finished["counters"]
     acted = sum(counters[phase]["env_steps"] for phase in ("heatup", "train"))
     assert finished["ledger"]["worker-0"]["consumed"]["transitions"] == acted, "the ledger counts steps, not empty rows"

@@ -16,8 +16,9 @@ from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.log_entry import START
 from stagecoach.shared.storage.log_archive import Archive
-from stagecoach.shared.storage.metric_log import TRAIN, read
-from tests.support.runs.game import NewGame, balanced, small
+from stagecoach.shared.storage.metric_log import TRAIN
+from tests.support.runs.game import NewGame, balanced, goes_on_exactly, small
+from tests.support.runs.metric_rows import recorded as recorded_rows
 
 
 def offline(path: Path, **sections: Any) -> Config:
@@ -46,8 +47,8 @@ def test_off_policy_evaluation_changes_no_weight(new_game: NewGame, data: Path) 
     game = new_game(offline(data, dataset=estimated))
     game.play_to(8)
     game.trainer.recorder.store()
-    rows = [row for _, part in read(game.role.checkpoints.store, TRAIN) for _, row in part.named()]
-    told = [{name for name in row if name.startswith("ope/")} for row in rows]
+    rows = recorded_rows(game.role.checkpoints.store, TRAIN)
+    told = [{name for name in row if name.startswith("ope/")} for _, row in rows]
     assert [len(names) for names in told] == [0, 0, 0, 7, 0, 0, 0, 7]
     silent = new_game(offline(data, dataset={"path": str(data), "evaluation": {"every_updates": 0}}))
     assert game.finish() == silent.finish()
@@ -83,12 +84,7 @@ def test_replay_buffer_starts_with_dataset_before_acting(new_game: NewGame, data
 
 
 def test_replay_buffer_with_dataset_is_restored_exactly(new_game: NewGame, data: Path) -> None:
-    expected = new_game(first_the_data(data)).finish()
-    game = new_game(first_the_data(data))
-    game.lose_at(range(1, 8))
-    assert game.finish() == expected
-    assert "begins new episodes" not in game.events("environment")
-    balanced(game)
+    goes_on_exactly(new_game, first_the_data(data, archive="all"))
 
 
 def test_dataset_evaluation_can_be_disabled(data: Path) -> None:

@@ -32,17 +32,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_fold_resumes_and_replays_exactly(new_game: NewGame) -> None:
     algorithm = {"name": "ppo", "minibatch_size": 16, "epochs": 2}
     config = config_of(ADAPTIVE, algorithm=algorithm, checkpoint=KEEP, archive="all", stop_at={"updates": 7})
-    games = []
-
-    def noted(config: Any) -> Any:
-        games.append(new_game(config))
-        return games[-1]
-
-    goes_on_exactly(noted, config)
-    latest = games[-1].role.checkpoints.load_latest()
+    game = goes_on_exactly(new_game, config)
+    latest = game.role.checkpoints.load_latest()
     assert latest is not None and "trainer/difficulty.json" in latest.objects
     assert latest.manifest.provenance["fold_metrics"]["difficulty/length"] > 1, "the fold has moved"
-    assert "length is 2 from" in games[0].events("difficulty")
+    assert "length is 2 from" in game.events("difficulty")
 
 
 def test_own_fold_is_refused_when_it_does_not_fit() -> None:

@@ -261,8 +261,11 @@ def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
         game.role.redis.restore(key, 0, value, replace=True)  # a heartbeat may have come meanwhile
 
 
-def goes_on_exactly(new_game: NewGame, config: Config) -> None:
-    """A run that is lost at each version ends as one that is not, and so does its replay (needs `archive=all`)."""
+def goes_on_exactly(new_game: NewGame, config: Config) -> Game:
+    """A run that is lost at each version ends as one that is not, and so does its replay (needs `archive=all`).
+
+    Returns the run that was lost.
+    """
     first = new_game(config)
     first.play_to(3)
     taken = first.trainer.state.snapshot()
@@ -282,6 +285,7 @@ def goes_on_exactly(new_game: NewGame, config: Config) -> None:
     found = replayed(game)
     assert found.equal, found.different
     balanced(game)
+    return game
 
 
 def asks(game: Game) -> str:
