@@ -23,76 +23,16 @@ LABELS = {"evaluations": "checkpoint", "episodes": "worker"}
 """Stream → the column of its rows' labels."""
 
 
-class _TableWriter(MetricWriter):
-    """An evaluation is in its table once, whatever became of the trainer that wrote it."""
-
-    def __init__(self, run: WrittenRun) -> None:
-        super().__init__(run)
-        run.needed_folder.mkdir(parents=True, exist_ok=True)
-
-    def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
-        known = self._labels()
-        for row, label in evaluations:
-            if label not in known:
-                self.write(EVALUATIONS, row, int(row.get(ENV_STEPS, 0)), label)
-
-    def _labels(self) -> set[str]:
-        """Labels of the evaluations in the table."""
-        raise NotImplementedError
-
-
-class CsvWriter(_TableWriter):
-    """A column per metric; one that appears later gets its column then."""
-
-    def __init__(self, run: WrittenRun) -> None:
-        super().__init__(run)
-        self._tables: dict[str, CsvFile] = {}
-
-    def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
-        self._table(stream).append(row, label)
-
-    def _table(self, stream: str) -> CsvFile:
-        if stream not in self._tables:
-            path, env_steps = self.run.needed_folder / f"{stream}.csv", self.run.env_steps
-            self._tables[stream] = CsvFile(path, math.inf if stream == EVALUATIONS else env_steps, LABELS.get(stream))
-        return self._tables[stream]
-
-    def _labels(self) -> set[str]:
-        return self._table(EVALUATIONS).labels()
-
-
-class JsonlWriter(_TableWriter):
-    """A row is an object; what is not finite is null."""
-
-    def __init__(self, run: WrittenRun) -> None:
-        super().__init__(run)
-        self._started: set[str] = set()
-
-    def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
-        path = self._path(stream)
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        named = {LABELS[stream]: label} if stream in LABELS else {}
-        append_bytes(path, json.dumps(named | finite).encode() + b"\n")
-
-    def _path(self, stream: str) -> Path:
-        path = self.run.needed_folder / f"{stream}.jsonl"
-        if stream not in self._started:
-            until = math.inf if stream == EVALUATIONS else self.run.env_steps
-            _truncate(path, 0, lambda line: float(json.loads(line)[ENV_STEPS]), until)
-            self._started.add(stream)
-        return path
-
-    def _labels(self) -> set[str]:
-        path = self._path(EVALUATIONS)
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {json.loads(line)[LABELS[EVALUATIONS]] for line in lines}
-
-
 class CsvFile:
-    """A row at its end; what that costs does not depend on how many there are."""
+    """A column per metric; one that appears later gets its column then.
+
+    The cost of a row does not depend on how many there are.
+    """
+
+    SUFFIX = ".csv"
 
     def __init__(self, path: Path, env_steps: float, label: str | None = None) -> None:
-        """Removes the rows beyond `env_steps`, and one that a crash cut off, reading backward from the end."""
+        """Removes the rows beyond `env_steps`, and a row that a crash cut off, reading backward from the end."""
         self._path, self._label = path, label
         self._columns = [label] if label else []
         if not self._path.exists():
@@ -126,6 +66,62 @@ class CsvFile:
         if self._label:
             cells[0] = label
         append_bytes(self._path, _line(cells))
+
+
+class JsonlFile:
+    """A row is an object; what is not finite is null."""
+
+    SUFFIX = ".jsonl"
+
+    def __init__(self, path: Path, env_steps: float, label: str | None = None) -> None:
+        """Removes the rows beyond `env_steps`, and a row that a crash cut off."""
+        self._path, self._label = path, label
+        _truncate(path, 0, lambda line: float(json.loads(line)[ENV_STEPS]), env_steps)
+
+    def labels(self) -> set[str]:
+        with suppress(FileNotFoundError):
+            return {json.loads(line)[self._label] for line in self._path.read_text().splitlines()}
+        return set()
+
+    def append(self, row: Mapping[str, float], label: str = "") -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        named = {self._label: label} if self._label else {}
+        append_bytes(self._path, json.dumps(named | finite).encode() + b"\n")
+
+
+class _TableWriter(MetricWriter):
+    """A table for each stream; each evaluation is in its table once, whatever became of the trainer that wrote it."""
+
+    table: type[CsvFile] | type[JsonlFile]
+
+    def __init__(self, run: WrittenRun) -> None:
+        super().__init__(run)
+        run.needed_folder.mkdir(parents=True, exist_ok=True)
+        self._tables: dict[str, CsvFile | JsonlFile] = {}
+
+    def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
+        known = self._table(EVALUATIONS).labels()
+        for row, label in evaluations:
+            if label not in known:
+                self.write(EVALUATIONS, row, int(row.get(ENV_STEPS, 0)), label)
+
+    def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
+        self._table(stream).append(row, label)
+
+    def _table(self, stream: str) -> CsvFile | JsonlFile:
+        if stream not in self._tables:
+            path = self.run.needed_folder / f"{stream}{self.table.SUFFIX}"
+            until = math.inf if stream == EVALUATIONS else self.run.env_steps
+            self._tables[stream] = self.table(path, until, LABELS.get(stream))
+        return self._tables[stream]
+
+
+class CsvWriter(_TableWriter):
+    table = CsvFile
+
+
+class JsonlWriter(_TableWriter):
+    table = JsonlFile
 
 
 def append_bytes(path: Path, data: bytes) -> None:
