@@ -33,6 +33,7 @@ from stagecoach.shared.protocol.redis_client import check_redis
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
+from stagecoach.trainer_node.learning.folds import own_folds
 from stagecoach.trainer_node.learning.learner import ExperienceFilter, algorithm_class
 from stagecoach.trainer_node.metrics.writers import check_writers
 
@@ -86,6 +87,7 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
         replay_buffer = getattr(config.algorithm_of(policy_id), "replay_buffer", None)
         if isinstance(replay_buffer, OwnReplay):
             make_replay_buffer(replay_buffer.model_copy(update={"capacity": 1}), description.policies[policy_id], 1, 1)
+    own_folds(config)
     _check_networks(config, partial(build_policies, description.policies, config.policies, config.algorithm, seed=0))
     here = config.ray.address == "embedded"  # a cluster's trainer machine may differ
     check_writers(config.metrics, here)

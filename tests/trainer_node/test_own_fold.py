@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stagecoach.coordinator.lifecycle.validation import check_description
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.trainer_node.learning.learner import make_learner
@@ -41,10 +42,25 @@ def test_own_fold_resumes_and_replays_exactly(new_game: NewGame) -> None:
 
 def test_own_fold_is_refused_when_it_does_not_fit() -> None:
     config = config_of({"parameter": "length"})
-    with pytest.raises(ConfigError, match=r"does not take .* missing a required argument: 'low'"):
-        make_learner(config, describe_environment(config))
+    with pytest.raises(ConfigError, match=r"AdaptiveDifficulty cannot be made with {.*}: it raised TypeError: .*'low'"):
+        check_description(config, describe_environment(config))
     with pytest.raises(ConfigError, match="choose another name"):
         minimal_config(folds={"league": "own_fold:AdaptiveDifficulty"})
     config = minimal_config(folds={"difficulty": "collections:Counter"})
-    with pytest.raises(ConfigError, match=r"expected a subclass of stagecoach\.Fold"):
-        make_learner(config, describe_environment(config))
+    with pytest.raises(ConfigError, match=r"expected a class that derives from stagecoach\.Fold"):
+        check_description(config, describe_environment(config))
+
+
+def test_error_in_own_fold_names_class_and_kwargs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_fold.py").write_text(
+        "import stagecoach\nclass Broken(stagecoach.Fold):\n    def __init__(self, low): raise ValueError('too low')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = minimal_config(folds={"difficulty": {"path": "broken_fold:Broken", "kwargs": {"low": 1}}})
+    expected = (
+        r"folds.difficulty.path=broken_fold:Broken cannot be made with {'low': 1}: it raised ValueError: too low.*:3"
+    )
+    for use in (check_description, make_learner):  # `stagecoach doctor` and `validate`; the trainer
+        with pytest.raises(ConfigError, match=expected) as refused:
+            use(config, describe_environment(config))
+        assert "\n" not in str(refused.value)

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.base.user_code import import_class, misfit
+from stagecoach.shared.base.user_code import make_own
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.sections import FoldConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.curriculum import Curriculum
@@ -22,13 +20,14 @@ def make_folds(config: Config, description: EnvironmentDescription, policies: Ma
         rating, folds = league.rating, [league]
     if config.environment.parameters:
         folds.append(Curriculum(config, description, rating))
-    return [*folds, *(_own(name, its) for name, its in config.folds.items())]
+    return [*folds, *own_folds(config)]
 
 
-def _own(name: str, config: FoldConfig) -> Fold:
-    made = import_class(config.path, f"folds.{name}.path", Fold)
-    if why := misfit(made, **config.kwargs):
-        raise ConfigError(f"folds.{name}.path={config.path} does not take {config.kwargs}: {why}")
-    fold = made(**config.kwargs)
-    fold.name = name
-    return fold
+def own_folds(config: Config) -> list[Fold]:
+    """Returns new folds of the user's classes; raises `ConfigError`."""
+    folds = []
+    for name, section in config.folds.items():
+        fold = make_own(section.path, f"folds.{name}.path", Fold, **section.kwargs)
+        fold.name = name
+        folds.append(fold)
+    return folds
