@@ -117,7 +117,7 @@ def test_estimators_agree_with_slow_loops(fast: Estimator, slow: Estimator) -> N
     assert fast(random_evidence()) == pytest.approx(slow(random_evidence()), rel=1e-12)
 
 
-def test_the_behaviors_own_value_is_the_mean_return() -> None:
+def test_value_of_behavior_policy_is_the_mean_return() -> None:
     evidence = random_evidence()
     own = replace(evidence, target_log_prob=evidence.behavior_log_prob)
     mean = evidence.discounted.sum(axis=1).mean()
@@ -132,13 +132,13 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
         assert all(math.isfinite(value) for value in estimates(far).values())
 
 
-def test_without_the_behaviors_probabilities_only_the_model_tells() -> None:
+def test_only_model_estimates_without_behavior_probabilities() -> None:
     unknown = replace(evidence := random_evidence(), behavior_log_prob=np.full(evidence.mask.shape, np.nan))
     assert estimates(unknown) == {"ope/dm": dm(evidence), "ope/episodes_left_out": len(evidence.mask)}
     assert len(estimates(evidence)) == 7 and estimates(evidence)["ope/episodes_left_out"] == 0
 
 
-def test_an_episode_with_one_unknown_step_counts_for_the_model_alone_and_what_lies_behind_an_end_for_nothing() -> None:
+def test_episode_with_unknown_step_counts_for_model_alone() -> None:
     evidence = random_evidence((4, 1, 6, 3))
     behavior = np.where(evidence.mask, evidence.behavior_log_prob, np.nan)
     behavior[2, 3] = np.nan
@@ -182,7 +182,7 @@ def true_values(right: float) -> list[float]:
 
 
 @pytest.mark.parametrize("logit", [-1.0, 2.0])
-def test_the_values_of_a_policy_other_than_the_one_that_acted(logit: float) -> None:
+def test_estimates_value_another_policy_than_the_behavior(logit: float) -> None:
     policy = ActorCritic(PolicySpaces(PLACE, GO), PolicyConfig(hidden_sizes=()))
     with torch.no_grad():
         policy.head.weight.zero_()
@@ -224,7 +224,7 @@ def policy_of(sharpness: float) -> ActorCritic:
 
 
 @pytest.mark.parametrize(("sharpness", "truth"), [(-8.0, 6.33), (4.0, 9.99)])
-def test_a_better_and_a_worse_policy_are_told_apart(sharpness: float, truth: float) -> None:
+def test_estimates_rank_better_and_worse_policy(sharpness: float, truth: float) -> None:
     """`truth` is the mean discounted return of 400 episodes that each played; the data, almost random, falls soon."""
     found = evaluate(policy_of(sharpness), played(150, greed=0.2, steps=60), GAMMA, 1000, seed=1)
     assert found["ope/dm"] == pytest.approx(truth, abs=0.7)
@@ -245,7 +245,7 @@ def evaluation_of(path: Path, environment: str = "CartPole-v1", **evaluation: An
     )
 
 
-def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path) -> None:
+def test_evaluation_is_periodic_and_repeatable(tmp_path: Path) -> None:
     write_played(tmp_path / "data.csv", played(9, greed=0.5, steps=30))
     policy = policy_of(1.0)
     source = evaluation_of(tmp_path / "data.csv", every_updates=4, gradient_steps=20, episodes=5)
@@ -276,7 +276,7 @@ def test_heatup_steps_count_with_their_own_probabilities(tmp_path: Path) -> None
         assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
 
 
-def test_small_boards_are_evaluated_by_the_policy_s_own_convolutions() -> None:
+def test_small_boards_use_the_policy_convolutions() -> None:
     board = describe_space(spaces.Box(0, 1, (3, 3, 2), np.bool_))
     policy = ActorCritic(PolicySpaces(board, describe_space(spaces.Discrete(9))), PolicyConfig(cnn="residual"))
     boards = {"obs": torch.zeros(5, 3, 3, 2, dtype=torch.bool)}
@@ -284,9 +284,7 @@ def test_small_boards_are_evaluated_by_the_policy_s_own_convolutions() -> None:
     assert fitted(boards, {"action": torch.zeros(5, dtype=torch.int64)}).shape == (5,)
 
 
-def test_only_what_is_recorded_from_its_beginning_tells_what_episodes_return(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_episodes_with_known_beginning_are_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of an archive that lacks a worker's first fragment: CartPole begins within 0.05 of upright, and moves on."""
     config = minimal_config(environment={"id": "CartPole-v1", "num_envs": 8})
     description = describe_environment(config)
@@ -303,13 +301,13 @@ def test_only_what_is_recorded_from_its_beginning_tells_what_episodes_return(
     assert not source.figures("default", policy_of(1.0), 1) and "no episode from its beginning" in caplog.text
 
 
-def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_dataset_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = evaluation_of(tmp_path / "gone.csv", every_updates=1)
     assert [source.figures("default", policy_of(1.0), update) for update in (1, 2)] == [{}, {}]
     assert "no off-policy evaluation" in caplog.text and caplog.text.count("gone.csv") == 1
 
 
-def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp_path: Path) -> None:
+def test_squashed_policy_is_worth_its_own_returns(tmp_path: Path) -> None:
     """Each weight is 1, since the densities are of actions in the environment's units on both sides."""
     policy = make(
         "cql", describe_environment(minimal_config(environment={"id": "Pendulum-v1"})).policies["default"]
@@ -330,7 +328,7 @@ def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp
     assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)
 
 
-def test_a_q_network_is_worth_what_its_best_choices_pay(tmp_path: Path) -> None:
+def test_q_network_is_worth_its_best_choices(tmp_path: Path) -> None:
     """A lever pays 1 for the one choice and 0 for the other, half of them each by chance; there is one step."""
     config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
     description = describe_environment(config)

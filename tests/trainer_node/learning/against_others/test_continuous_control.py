@@ -102,7 +102,7 @@ def test_sac(described: PolicySpaces, weighted: bool) -> None:
     assert values.shape == errors.shape == (2, ROWS)
 
 
-def test_the_temperature_moves_as_adam_moves_its() -> None:
+def test_temperature_step_equals_adam() -> None:
     sac = make("sac", BOXES, initial_temperature=ALPHA)
     theirs = its_sac(sac, BOXES)
     optimizer = torch.optim.Adam([theirs.log_alpha], lr=1e-2)
@@ -147,7 +147,7 @@ def test_cql_of_boxes() -> None:
     compare_actors(cql, ours, told, theirs.actor_network_params.parameters())
 
 
-def test_the_penalty_of_cql_of_a_choice() -> None:
+def test_cql_penalty_of_discrete_actions_equals_torchrl() -> None:
     """In TorchRL it is that of Q-learning, with one network; all else of ours is SAC's."""
     cql, batch = make("cql", CHOICE), minibatch(CHOICE, ROWS, weighted=False)
     move_apart(cql.policy, cql.critics)

@@ -92,7 +92,7 @@ def test_ppos_loss(described: PolicySpaces, changes: dict[str, Any], its: dict[s
 @on_both_spaces
 @pytest.mark.parametrize("name", ["a2c", "impala"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_the_plain_objective(name: str, described: PolicySpaces, normalize: bool) -> None:
+def test_plain_objective_equals_torchrl(name: str, described: PolicySpaces, normalize: bool) -> None:
     algorithm = make(name, described, **COEFFICIENTS, normalize_advantages=normalize)
     batch = advantage_batch(algorithm.policy)
     scaled = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-8)

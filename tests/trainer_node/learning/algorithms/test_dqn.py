@@ -30,9 +30,7 @@ STEPS, SLOTS = 4, 3
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("fields", [*HEADS, {"head": "expected", "dueling": True, "prior_scale": 2.0}], ids=str)
-def test_the_loss_of_an_ensemble_is_the_mean_of_its_heads_each_on_its_own_data(
-    fields: dict[str, Any], double: bool, masked: bool
-) -> None:
+def test_ensemble_loss_is_mean_of_heads_on_their_own_data(fields: dict[str, Any], double: bool, masked: bool) -> None:
     """Every head bootstraps from itself, as if it were alone; transitions that it is not taught have no weight."""
     heads, rows = 4, 40
     dqn, alone = make_dqn(double=double, heads=heads, **fields), make_dqn(double=double, **fields | {"prior_scale": 0})
@@ -53,7 +51,7 @@ def test_the_loss_of_an_ensemble_is_the_mean_of_its_heads_each_on_its_own_data(
     torch.testing.assert_close(lesson.metrics["train/disagreement"], values.std(dim=0, correction=0).mean())
 
 
-def test_each_head_learns_from_its_share_of_the_transitions_and_always_from_the_same(
+def test_head_learns_from_the_same_share_of_transitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dqn = make_dqn(heads=3, bootstrap_share=0.5, capacity=3 * STEPS * SLOTS)
@@ -78,7 +76,7 @@ def test_each_head_learns_from_its_share_of_the_transitions_and_always_from_the_
     assert everything.on_device(drawn).heads is None
 
 
-def test_a_head_does_not_learn_from_what_is_not_its_own_and_priors_never_learn() -> None:
+def test_head_ignores_other_transitions_and_priors_stay_fixed() -> None:
     dqn = make_dqn(heads=3, prior_scale=2.0, learning_rate=0.1)
     batch = replace(minibatch(PLAIN), heads=torch.tensor([[1.0], [0.0], [1.0]]).expand(3, 9))
     before = {name: array.copy() for name, array in state_arrays(dqn.policy).items()}
@@ -93,7 +91,7 @@ def test_a_head_does_not_learn_from_what_is_not_its_own_and_priors_never_learn()
     assert any("prior" in name for name in before)
 
 
-def test_gradient_steps_are_those_that_the_env_steps_ask_for_and_heat_up_asks_for_none() -> None:
+def test_gradient_steps_follow_env_steps_but_not_in_heatup() -> None:
     dqn = make_dqn(gradient_steps_per_env_step=0.3)
     dqn.observe(streamed(2))
     assert dqn.done == 0 and len(dqn.replay_buffer) > 0
@@ -104,7 +102,7 @@ def test_gradient_steps_are_those_that_the_env_steps_ask_for_and_heat_up_asks_fo
     assert counts == [3, 4, 3, 4, 4, 3] and dqn.done == int(0.3 * 72)
 
 
-def test_before_the_first_of_its_agents_is_born_it_owes_no_gradient_steps() -> None:
+def test_gradient_steps_start_with_first_agent() -> None:
     """Else one that comes after a million env steps would do a million in one update, with a handful of rows."""
     dqn = make_dqn()
     absent, present = streamed(1, absent=1.1)[0], streamed(1)[0]
@@ -115,7 +113,7 @@ def test_before_the_first_of_its_agents_is_born_it_owes_no_gradient_steps() -> N
     assert dqn.update([absent], Counters(env_steps=12, updates=2))["train/gradient_steps"] == 3, "it has rows now"
 
 
-def test_the_target_network_follows_every_so_many_gradient_steps() -> None:
+def test_target_network_updates_every_n_gradient_steps() -> None:
     dqn = make_dqn(target_update_steps=4, tau=0.25, learning_rate=0.01)
     before = dict(state_arrays(dqn.target))
     (item,) = streamed(1)
@@ -153,7 +151,7 @@ def test_another_networks_state_is_refused() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_each_head_has_its_share_and_no_two_have_the_same_wherever_a_transition_stands_in_a_batch(share: float) -> None:
+def test_bootstrap_masks_differ_by_head_and_not_by_batch(share: float) -> None:
     numbers = np.arange(40_000) + 10**12
     masks = bootstrap_masks(numbers, 4, share, seed=3)
     assert np.array_equal(bootstrap_masks(numbers[::-1].copy(), 4, share, seed=3), masks[:, ::-1])
@@ -167,7 +165,7 @@ def test_each_head_has_its_share_and_no_two_have_the_same_wherever_a_transition_
 # Distributions; C51's loss, of projections and cross-entropies, is compared with TorchRL's
 
 
-def test_what_moves_by_whole_atoms_is_shifted_and_what_leaves_the_support_gathers_at_its_end() -> None:
+def test_c51_projection_shifts_atoms_and_clamps_to_support() -> None:
     support, share = torch.linspace(-1.0, 1.0, 5), torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2]])
     for reward, discount, expected in (
         (0.5, 1.0, [0.0, 0.1, 0.2, 0.3, 0.4]),
@@ -179,7 +177,7 @@ def test_what_moves_by_whole_atoms_is_shifted_and_what_leaves_the_support_gather
         torch.testing.assert_close(found, torch.tensor([expected]))
 
 
-def test_the_divergence_is_the_cross_entropy_less_what_no_prediction_can_do_better() -> None:
+def test_divergence_is_cross_entropy_minus_entropy_of_target() -> None:
     logits, target = torch.randn(6, 5, generator=torch.Generator().manual_seed(4)), torch.eye(5)[[1, 0, 2, 3, 4, 1]]
     target[1:] = 0.6 * target[1:] + 0.08
     parts = torch.nn.functional.kl_div(logits.log_softmax(dim=1), target, reduction="none")

@@ -183,7 +183,7 @@ SLOW_TARGETS: dict[str, dict[str, Any]] = {"appo": {"target_updates": 9}}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_network_sees_observations_by_the_statistics_of_the_policy(name: str) -> None:
+def test_networks_share_policy_observation_statistics(name: str) -> None:
     """As they are at that moment, also after a restore; and the policy's file alone holds them."""
 
     def moving(algorithm: Any, number: int) -> Experience:
@@ -256,9 +256,7 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.parametrize("ends", ["truncated", "terminated"])
 @pytest.mark.parametrize(("name", "fields"), [(name, fields) for name in VALUES for fields in VALUES[name]])
-def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
-    name: str, fields: dict[str, Any], ends: str
-) -> None:
+def test_truncation_bootstraps_and_termination_does_not(name: str, fields: dict[str, Any], ends: str) -> None:
     """From a real environment through batch or memory; nothing of it depends on the actions.
 
     With the first observation of the next episode for what follows it would come to 1 / (1 − γ²) = 1.33.

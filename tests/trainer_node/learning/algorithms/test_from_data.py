@@ -45,7 +45,7 @@ def make_bc(described: PolicySpaces, **config: Any) -> tuple[Any, Experience]:
 
 
 @both
-def test_the_loss_is_the_unlikelihood_of_what_is_no_padding_less_the_weighted_entropy(described: PolicySpaces) -> None:
+def test_bc_loss_is_unlikelihood_minus_weighted_entropy(described: PolicySpaces) -> None:
     algorithm, item = make_bc(described, entropy_coefficient=0.3)
     batch = algorithm.batch({name: torch.from_numpy(array) for name, array in item.columns.items()})
     assert len(batch) == 24
@@ -114,7 +114,7 @@ def make_cql(described: PolicySpaces = BOXES, **fields: Any) -> CQL:
 
 
 @on_both_spaces
-def test_the_critics_loss_is_sacs_and_the_weighted_gap_and_moves_the_critics_alone(described: PolicySpaces) -> None:
+def test_cql_critic_loss_adds_weighted_gap_and_spares_policy(described: PolicySpaces) -> None:
     cql, batch = make_cql(described), minibatch(described)
     generator = torch.Generator().manual_seed(5)
     noise, _ = (cql.actions.noise(len(batch), generator) for _ in range(2))
@@ -130,7 +130,7 @@ def test_the_critics_loss_is_sacs_and_the_weighted_gap_and_moves_the_critics_alo
 
 
 @torch.no_grad()
-def test_the_estimate_comes_to_the_integral_over_all_actions() -> None:
+def test_cql_estimate_converges_to_integral_over_actions() -> None:
     cql, batch = make_cql(considered_actions=3000), minibatch(BOXES, rows=2)
     found = cql.soft_maximum(batch, cql.draw(2, torch.Generator().manual_seed(1)))
     middles = (torch.arange(100) + 0.5) / 50 - 1
@@ -140,7 +140,7 @@ def test_the_estimate_comes_to_the_integral_over_all_actions() -> None:
 
 
 @on_both_spaces
-def test_while_it_clones_the_policys_loss_is_the_likelihood_of_the_data_and_then_sacs(described: PolicySpaces) -> None:
+def test_cql_policy_loss_is_likelihood_first_and_then_sacs(described: PolicySpaces) -> None:
     batch, generator = minibatch(described), torch.Generator().manual_seed(6)
     cql, plain = (make_cql(described, cloning_steps=steps, learning_rate=0.0) for steps in (2, 0))
     noise = cql.actions.noise(len(batch), torch.Generator().manual_seed(5))
@@ -210,7 +210,7 @@ def test_bc_comes_to_play_what_was_recorded(new_game: NewGame, tmp_path: Path) -
         pytest.param({"name": "cql", "conservatism": 0.5}, 0.1, 1.5, marks=pytest.mark.learning),
     ],
 )
-def test_it_does_better_than_who_acted_its_data_and_than_their_clone(
+def test_offline_learning_beats_the_behavior_and_its_clone(
     new_game: NewGame, tmp_path: Path, fields: dict[str, Any], greed: float, over_bc: float
 ) -> None:
     listed = played(100, greed=greed, steps=300)

@@ -123,7 +123,7 @@ def test_ppos_loss_is_that_of_a_softmax_over_the_legal_choices() -> None:
             torch.testing.assert_close(found[name], parameter.grad, msg=name)
 
 
-def test_the_entropy_that_sac_asks_for_is_that_of_the_legal_choices() -> None:
+def test_sac_target_entropy_counts_legal_choices() -> None:
     sac, seen = make("sac", masked()), observed(1, none=True)
     expected = []
     for row in range(ROWS):
@@ -155,7 +155,7 @@ def test_soft_critics_know_only_legal_choices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("td3", "td3_bc", "ddpg", "vdn", "qmix")])
-def test_whatever_stands_in_masks_no_weight_becomes_nan(name: str) -> None:
+def test_weights_stay_finite_with_arbitrary_masks(name: str) -> None:
     """Random fragments: their actions may be illegal, and masks may have no legal choice."""
     arrays = weights_after_updates(make(name, masked()))
     assert all(np.isfinite(array).all() for array in arrays.values())
@@ -173,7 +173,7 @@ KINDS: dict[str, Policy] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_policy_takes_the_mask_as_an_input_and_acts_as_the_deployed_one(kind: str) -> None:
+def test_exported_policy_takes_mask_and_acts_as_deployed(kind: str) -> None:
     policy = KINDS[kind].eval()
     deployed, data = DeployedPolicy(*decode_policy(encode_policy(policy, 3))), to_onnx(policy, {})
     told = compare(policy, data, list(random_observations(policy.spaces.observation)))

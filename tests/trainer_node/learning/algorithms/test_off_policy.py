@@ -83,7 +83,7 @@ def test_small_segments_are_deleted_behind_the_buffer(new_game: NewGame, undistu
 
 
 @pytest.mark.parametrize("name", ["dqn", "rainbow"])
-def test_what_is_not_archived_comes_from_the_log(
+def test_replay_buffer_refills_from_log_when_not_archived(
     new_game: NewGame, undisturbed: Ends, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has the checkpoint, and the trainer dies before the archive has the log up to it."""
@@ -108,7 +108,7 @@ def test_what_is_not_archived_comes_from_the_log(
     assert ends_with(game) == undisturbed(name)
 
 
-def test_a_memory_whose_past_is_lost_is_said_and_not_learned_without(new_game: NewGame) -> None:
+def test_lost_replay_data_is_reported_and_stops_the_resume(new_game: NewGame) -> None:
     game = new_game(playing("dqn"))
     game.play_to(6)
     game.durable()
@@ -135,7 +135,7 @@ def test_every_stretch_is_replayed_from_the_archive(new_game: NewGame, name: str
 
 
 @pytest.mark.parametrize("name", ["dqn", "rainbow"])
-def test_going_back_to_an_older_checkpoint_takes_its_memory_along(new_game: NewGame, name: str) -> None:
+def test_rollback_restores_replay_buffer_of_older_checkpoint(new_game: NewGame, name: str) -> None:
     """Nothing fills the memory while a checkpoint is only taken over, and what was known of it must not be lost."""
     game = new_game(playing(name, archive="all", checkpoint=KEEP))
     game.play_to(6)

@@ -28,7 +28,7 @@ def normalizing(name: str, core: str = "none", **fields: Any) -> Any:
 
 
 @every
-def test_the_same_updates_come_to_the_same_bits_and_the_runs_seed_and_the_number_of_the_update_shuffle(
+def test_updates_repeat_and_shuffle_by_seed_and_number(
     name: str,
 ) -> None:
     def after(noise: int, first: int) -> dict[str, bytes]:
@@ -66,7 +66,7 @@ def test_several_fragments_are_one_fragment_with_more_slots(name: str, core: str
 
 @every
 @with_and_without_core
-def test_what_stands_in_masked_rows_is_not_learned(name: str, core: str) -> None:
+def test_masked_rows_are_ignored(name: str, core: str) -> None:
     found = []
     for garbage in (0, 1):
         algorithm = normalizing(name, core)
@@ -83,7 +83,7 @@ def test_what_stands_in_masked_rows_is_not_learned(name: str, core: str) -> None
 
 @every
 @with_and_without_core
-def test_an_update_without_an_actor_learns_nothing(name: str, core: str) -> None:
+def test_update_without_actor_learns_nothing(name: str, core: str) -> None:
     algorithm = normalizing(name, core)
     before, columns = weights(algorithm), acted(algorithm.policy, 6)
     columns["mask"][:] = columns["terminated"][:] = columns["truncated"][:] = False
@@ -94,7 +94,7 @@ def test_an_update_without_an_actor_learns_nothing(name: str, core: str) -> None
 
 
 @every
-def test_learning_rate_and_clip_range_follow_their_schedules_and_statistics_move_without_them(name: str) -> None:
+def test_learning_rate_and_clip_range_follow_schedules(name: str) -> None:
     fields: dict[str, Any] = {"learning_rate": {"kind": "linear", "start": 1e-2, "end": 0.0, "over": "10 updates"}}
     clips = name in {"ppo", "appo"}
     if clips:
@@ -112,7 +112,7 @@ def test_learning_rate_and_clip_range_follow_their_schedules_and_statistics_move
 
 
 @every
-def test_the_batch_is_learned_with_the_statistics_that_it_was_acted_with(name: str) -> None:
+def test_batch_is_learned_with_statistics_it_was_acted_with(name: str) -> None:
     fields: dict[str, Any] = {"epochs": 1, "minibatch_size": 32} if name in {"ppo", "appo"} else {}
     algorithm = normalizing(name, **fields)
     algorithm.observe(received(acted(algorithm.policy, 20) | {"obs": np.full((8, 4, 3), 2.0, np.float32)}))
@@ -124,7 +124,7 @@ def test_the_batch_is_learned_with_the_statistics_that_it_was_acted_with(name: s
 
 
 @pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "a2c"])  # which refuses older policies
-def test_a_trainer_that_dies_goes_on_from_its_checkpoint_though_workers_act_ahead(new_game: NewGame, name: str) -> None:
+def test_trainer_resumes_exactly_when_workers_act_ahead(new_game: NewGame, name: str) -> None:
     """What is in the log was acted by policies of one and two versions ago; it is learned from again in its order."""
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 2}
     algorithm = {"name": name, **ON_POLICY_FIELDS[name]}

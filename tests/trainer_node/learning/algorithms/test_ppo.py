@@ -21,7 +21,7 @@ against_both = pytest.mark.parametrize("against", ["behavior", "target"])
 
 
 @pytest.mark.parametrize(("minibatch", "sizes"), [(32, [32]), (12, [11, 11, 10]), (31, [16, 16]), (1, [1] * 32)])
-def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
+def test_epoch_uses_every_row_once_when_there_is_a_remainder(
     minibatch: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = noted(monkeypatch, "ppo", "loss")
@@ -38,7 +38,7 @@ def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
     assert epochs[0] != epochs[1]
 
 
-def test_a_policy_that_moved_too_far_stops_the_epochs() -> None:
+def test_target_kl_stops_the_epochs() -> None:
     def steps(**config: Any) -> float:
         ppo = make("ppo", learning_rate=0.05, epochs=10, **config)
         return float(ppo.update(received(acted(ppo.policy, 8)), Counters())["train/gradient_steps"])
@@ -49,7 +49,7 @@ def test_a_policy_that_moved_too_far_stops_the_epochs() -> None:
 
 
 @pytest.mark.parametrize("against", ["ppo", "behavior", "target"])
-def test_how_far_the_policy_may_move_does_not_depend_on_how_old_the_one_that_acted_is(against: str) -> None:
+def test_target_kl_does_not_depend_on_age_of_acting_policy(against: str) -> None:
     """`target_kl` counts from where the update begins, also where the target network is older than that."""
     fields: dict[str, Any] = {"target_kl": 0.05, "epochs": 10, "learning_rate": 0.05}
     algorithm = (
@@ -69,7 +69,7 @@ def test_gradients_are_scaled_down_to_the_configs_bound() -> None:
     assert 10 * float(np.sqrt(sum((array**2).sum() for array in moments))) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_the_explained_variance_is_that_of_the_returns() -> None:
+def test_explained_variance_is_of_the_returns() -> None:
     ppo = make("ppo", gae_lambda=1.0, gamma=0.0, learning_rate=0.0)
     columns = acted(ppo.policy, 22)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_appos_loss_is_ppos_and_the_divergence_from_the_target(described: Policy
     assert terms["train/loss"].item() == loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_target_network_follows_in_steps() -> None:
+def test_target_network_updates_in_steps() -> None:
     appo = make("appo", policy={"normalize_observations": True}, target_updates=2)
     targets = []
     for update in range(4):
@@ -137,6 +137,6 @@ def test_the_target_network_follows_in_steps() -> None:
     assert targets[0] == targets[1] != targets[2] == targets[3]
 
 
-def test_a_state_without_a_target_network_is_refused() -> None:
+def test_state_without_target_network_is_refused() -> None:
     with pytest.raises(KeyError, match="target/"):
         make("appo").load_state(make("ppo").state())

@@ -40,7 +40,7 @@ def joint(algorithm: Any, seed: int) -> Batch:
     return drawn
 
 
-def test_a_mixing_network_is_taken_over_by_another_run_with_its_policy() -> None:
+def test_mixing_network_initializes_another_run() -> None:
     there, here = team_of("qmix"), make("qmix", agents=AGENTS, shape=(5, 6), minibatch_size=20)
     assert isinstance(here, QMIX)
     here.begin_with(there.state())
@@ -53,7 +53,7 @@ def test_a_mixing_network_is_taken_over_by_another_run_with_its_policy() -> None
 
 
 @given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 3))
-def test_joint_transitions_are_those_of_one_environment_at_one_step(seed: int, agents: int, num_envs: int) -> None:
+def test_joint_transitions_share_environment_and_step(seed: int, agents: int, num_envs: int) -> None:
     """Every one in which somebody acts can be drawn, and no other."""
     policy, steps = make("ppo").policy, 4
     buffer = TeamReplayBuffer(policy.spaces, steps, agents * num_envs, 2 * steps * agents * num_envs, agents=agents)
@@ -134,7 +134,7 @@ def test_values_and_targets_are_those_of_the_slow_form(name: str, double: bool, 
 
 
 @given(st.integers(0, 1000), st.integers(0, AGENTS - 1))
-def test_what_is_better_for_an_agent_is_for_the_team(seed: int, agent: int) -> None:
+def test_mixing_is_monotonic_in_agent_values(seed: int, agent: int) -> None:
     mixer = team_of("qmix").mixer
     random = torch.Generator().manual_seed(seed)
     values, observations = torch.randn(9, AGENTS, generator=random), torch.randn(9 * AGENTS, 3, generator=random)
@@ -146,7 +146,7 @@ def test_what_is_better_for_an_agent_is_for_the_team(seed: int, agent: int) -> N
 
 
 @both
-def test_what_stands_in_masked_rows_is_not_learned(name: str) -> None:
+def test_masked_rows_are_ignored(name: str) -> None:
     found = []
     for garbage in (0, 1):
         algorithm = team_of(name, policy={"normalize_observations": True}, gradient_steps_per_env_step=1.0)
@@ -161,7 +161,7 @@ def test_what_stands_in_masked_rows_is_not_learned(name: str) -> None:
     assert found[0] == found[1] and found[0][0]["train/gradient_steps"] == 10
 
 
-def test_a_team_of_one_learns_as_dqn_does() -> None:
+def test_team_of_one_learns_as_dqn() -> None:
     found = []
     for name in ("vdn", "dqn"):
         algorithm = make_dqn(name, target_update_steps=7)
@@ -172,7 +172,7 @@ def test_a_team_of_one_learns_as_dqn_does() -> None:
     assert algorithm.policy.spaces == PLAIN and found[0] == found[1]
 
 
-def test_the_target_mixer_follows_in_steps() -> None:
+def test_target_mixer_updates_in_steps() -> None:
     algorithm = team_of("qmix", target_update_steps=4, gradient_steps_per_env_step=1.0)
     joint(algorithm, 1)
     for steps in range(1, 9):

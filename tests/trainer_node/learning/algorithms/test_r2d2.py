@@ -166,7 +166,7 @@ def test_loss_and_priorities_are_those_of_a_walk_step_by_step(
 
 
 @given(st.integers(0, 50))
-def test_the_sequences_drawn_are_those_in_which_somebody_acted(seed: int) -> None:
+def test_drawn_sequences_contain_acted_steps(seed: int) -> None:
     algorithm = made()
     fragments = fed(algorithm, seed=seed)
     expected = {
@@ -193,13 +193,13 @@ def test_gradients_do_not_go_into_the_burn_in() -> None:
 
 
 @given(st.floats(-1e4, 1e4))
-def test_the_rescaling_is_undone_by_its_inverse(value: float) -> None:
+def test_value_rescaling_has_an_inverse(value: float) -> None:
     given = torch.tensor([value])
     assert rescaled(given).item() == pytest.approx(h(value), rel=1e-4, abs=1e-6)
     assert unscaled(rescaled(given)).item() == pytest.approx(value, rel=1e-3, abs=1e-5)
 
 
-def test_a_fragment_that_no_longer_is_held_is_not_gone_through_and_updates_are_the_same_after_a_restore() -> None:
+def test_r2d2_updates_repeat_after_restore_and_skip_evicted_data() -> None:
     algorithm, second = made(replay_buffer=PRIORITIZED), made(replay_buffer=PRIORITIZED)
     fragments = fed(algorithm)
     for number in range(2):
@@ -214,7 +214,7 @@ def test_a_fragment_that_no_longer_is_held_is_not_gone_through_and_updates_are_t
 
 
 @pytest.mark.learning
-def test_it_remembers_a_cue_that_is_gone_when_it_counts() -> None:
+def test_r2d2_remembers_a_cue() -> None:
     """Without a memory half of the episodes are paid; with ε = 0.05 at most 0.975 of them."""
     rollout = {"fragment_steps": 8, "fragments_per_update": 1}
     config = small(

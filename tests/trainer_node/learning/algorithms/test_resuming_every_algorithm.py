@@ -24,7 +24,7 @@ def test_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_exactly_with_all_that_it_has(new_game: NewGame, tmp_path: Path, case: str) -> None:
+def test_every_algorithm_resumes_exactly(new_game: NewGame, tmp_path: Path, case: str) -> None:
     goes_on_exactly(new_game, config_of(case, tmp_path, archive="all"))
 
 

@@ -19,14 +19,14 @@ from tests.support.learning.algorithms import BOXES, CHOICE, HIGH, LOW, make, mo
 from tests.support.learning.experience import minibatch
 
 
-def test_the_critics_losses_leave_the_targets_and_the_policy_alone() -> None:
+def test_critic_loss_spares_targets_and_policy() -> None:
     sac, batch = make("sac"), minibatch(BOXES)
     sac.critic_loss(batch, torch.zeros(len(batch), 2))[0].backward()
     assert all(tensor.grad is None for network in (sac.policy, sac.targets) for tensor in network.parameters())
     assert all(tensor.grad is not None for tensor in sac.critics.parameters())
 
 
-def test_the_temperature_brings_the_entropy_to_its_target() -> None:
+def test_temperature_moves_entropy_to_target() -> None:
     """A bandit whose reward is −10 · a²: the best policy is as wide as the temperature makes it."""
     sac = make("sac", policy={"hidden_sizes": (64, 64), "activation": "relu"}, learning_rate=1e-2, target_entropy=-1.0)
     drawing, entropies = torch.Generator().manual_seed(0), []
@@ -39,13 +39,13 @@ def test_the_temperature_brings_the_entropy_to_its_target() -> None:
     assert np.mean(entropies[-100:]) == pytest.approx(-1.0, abs=0.15)
 
 
-def test_a_temperature_that_is_not_learned_stays() -> None:
+def test_fixed_temperature_stays() -> None:
     sac = make("sac", initial_temperature=0.2, learn_temperature=False)
     sac.learn(minibatch(BOXES), Counters(), torch.Generator().manual_seed(1))
     assert float(sac.log_temperature.detach().exp()) == pytest.approx(0.2)
 
 
-def test_the_default_target_is_the_papers_and_that_of_nearly_greedy_acting_for_a_choice() -> None:
+def test_default_target_entropy_depends_on_kind_of_action() -> None:
     assert make("sac", BOXES).target_entropy == -2.0
     greedy = np.array([0.925, 0.025, 0.025, 0.025])
     assert make("sac", CHOICE).target_entropy == pytest.approx(-(greedy * np.log(greedy)).sum())
@@ -67,7 +67,7 @@ def test_noise_on_choices_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value_weight", [0.0, 2.5])
-def test_the_policy_of_td3_bc_goes_by_values_of_equal_size_and_by_the_data(value_weight: float) -> None:
+def test_td3_bc_policy_loss_normalizes_values_and_adds_data(value_weight: float) -> None:
     """Eq. 5 of the paper, one transition after another; the weight of the values has no gradient."""
     algorithm, batch = make("td3_bc", BOXES, value_weight=value_weight), minibatch(BOXES, 30)
     move_apart(algorithm.policy, algorithm.critics)
@@ -91,9 +91,7 @@ def test_the_policy_of_td3_bc_goes_by_values_of_equal_size_and_by_the_data(value
 @pytest.mark.parametrize(
     ("name", "described", "delay"), [("sac", BOXES, 1), ("sac", CHOICE, 1), ("cql", BOXES, 1), ("td3", BOXES, 3)]
 )
-def test_the_critics_move_at_each_step_and_the_policy_and_the_targets_at_each_or_every_third(
-    name: str, described: PolicySpaces, delay: int
-) -> None:
+def test_policy_and_targets_update_less_often_than_critics(name: str, described: PolicySpaces, delay: int) -> None:
     fields: dict[str, Any] = {"policy_delay": delay} if name == "td3" else {}
     algorithm = make(name, described, tau=0.25, **fields)
     drawing, networks = torch.Generator().manual_seed(1), algorithm.parts | {"policy/": algorithm.policy}

@@ -15,7 +15,7 @@ sizes = given(seed=st.integers(0, 10_000), steps=st.integers(1, 12), slots=st.in
 
 @quick
 @sizes
-def test_they_are_those_of_the_papers(seed: int, steps: int, slots: int) -> None:
+def test_advantages_equal_the_papers(seed: int, steps: int, slots: int) -> None:
     case, kept = random_case(seed, steps, slots), random_case(seed, steps, slots)
     np.testing.assert_allclose(case.gae(), case.slow_gae(), rtol=1e-10, atol=1e-10)
     for found, expected in zip(case.vtrace(), case.slow_vtrace(), strict=True):
@@ -26,7 +26,7 @@ def test_they_are_those_of_the_papers(seed: int, steps: int, slots: int) -> None
 
 @quick
 @sizes
-def test_on_policy_the_targets_of_v_trace_are_the_returns_of_gae(seed: int, steps: int, slots: int) -> None:
+def test_v_trace_targets_equal_gae_returns_on_policy(seed: int, steps: int, slots: int) -> None:
     """Remark 1 of the paper: where the acting policy is the learning one, v_s is the n-step return, or TD(λ)'s."""
     case = random_case(seed, steps, slots, away=0.0)
     case.rho_bar = case.c_bar = 1.0

@@ -82,7 +82,7 @@ def walked(algorithm: Any, columns: Columns) -> Walk:
 
 
 @CORES
-def test_advantages_and_targets_are_those_of_a_walk_through_each_slot(core: str) -> None:
+def test_batch_advantages_and_targets_equal_slow_walk(core: str) -> None:
     ppo = recurrent(core=core)
     columns = experience(ppo)
     assert len(columns["final_index"]) > 1 and columns["terminated"].any() and not columns["mask"].all()
@@ -106,7 +106,7 @@ def slow_loss(ppo: Any, columns: Columns, slots: list[int], batch: Sequences, cl
 
 
 @CORES
-def test_the_loss_of_some_slots_is_the_papers(core: str) -> None:
+def test_loss_of_some_slots_equals_the_paper(core: str) -> None:
     ppo = recurrent(core=core, entropy_coefficient=0.02)
     columns = experience(ppo)
     batch = update_batch(ppo, columns)
@@ -116,7 +116,7 @@ def test_the_loss_of_some_slots_is_the_papers(core: str) -> None:
     assert 0 < float(terms["train/clip_fraction"]) < 1
 
 
-def test_the_gradient_is_that_of_the_slow_loss_through_all_steps() -> None:
+def test_gradient_equals_slow_loss_through_all_steps() -> None:
     ppo = recurrent(core="lstm", entropy_coefficient=0.02)
     columns, slots = experience(ppo), [0, 1, 2]
     batch = update_batch(ppo, columns)
@@ -125,13 +125,13 @@ def test_the_gradient_is_that_of_the_slow_loss_through_all_steps() -> None:
     gradients_are_differences(ppo.policy.named_parameters(), slow, step=2e-3, rel=0.1, abs_=2e-3)
 
 
-def test_minibatches_are_whole_slots_and_no_larger_than_they_may_be() -> None:
+def test_minibatches_hold_whole_slots_within_size() -> None:
     ppo = recurrent(epochs=2, minibatch_size=2 * STEPS + 3)
     columns = experience(ppo, 5)
     assert ppo.update(received(columns), Counters())["train/gradient_steps"] == 2 * 3, "5 slots, two at a time"
 
 
-def test_a_slot_that_nobody_acted_in_is_no_sequence() -> None:
+def test_slot_without_actor_yields_no_sequence() -> None:
     ppo = recurrent()
     columns = experience(ppo, 6)
     columns["mask"][:, 2] = columns["terminated"][:, 2] = columns["truncated"][:, 2] = False
@@ -160,7 +160,7 @@ def test_a2c_learns_the_same_batch_in_one_step() -> None:
 
 
 @pytest.mark.parametrize("weighted", [{"name": "impala"}, {"name": "appo", "clip_against": "target"}, {"name": "appo"}])
-def test_impala_and_appo_learn_v_traces_targets_of_whole_sequences(weighted: dict[str, Any]) -> None:
+def test_impala_and_appo_learn_v_trace_targets_of_sequences(weighted: dict[str, Any]) -> None:
     name, by_weight = weighted["name"], len(weighted) == 2 or weighted["name"] == "impala"
     steps = {"kl_coefficient": 0.1, "minibatch_size": 2 * STEPS, "epochs": 2} if name == "appo" else {}
     algorithm = recurrent(**steps | weighted)

@@ -91,7 +91,7 @@ def torques(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["sac", "td3"])
-def test_the_loss_of_boxes_is_what_torch_says(torques: Path, name: str) -> None:
+def test_cloning_loss_of_boxes_equals_torch(torques: Path, name: str) -> None:
     """A squashed Gaussian's density is not known at the bounds: there, as near to them as float32 gets."""
     memory = {"kind": "uniform", "capacity": 2000}
     algorithm = section(name, 2.0) | {"minibatch_size": 16, "replay_buffer": memory}
@@ -111,7 +111,7 @@ def test_the_loss_of_boxes_is_what_torch_says(torques: Path, name: str) -> None:
     torch.testing.assert_close(found.errors(pairs), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_loss_is_weighed_and_added_to_the_algorithms_own(data: Path) -> None:
+def test_cloning_loss_is_weighted_and_added(data: Path) -> None:
     found, learner = cloning_of(imitating(data))
     found.begin(Counters(updates=1))
     assert found.metrics == {"train/cloning_strength": 0.375}
@@ -134,7 +134,7 @@ def test_the_loss_is_weighed_and_added_to_the_algorithms_own(data: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala", "sac"])
-def test_the_strength_is_annealed_to_nothing_and_strength_0_leaves_every_bit_as_it_is(
+def test_cloning_strength_anneals_and_zero_changes_no_bit(
     new_game: NewGame, data: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = section(name)
@@ -154,11 +154,11 @@ def test_the_strength_is_annealed_to_nothing_and_strength_0_leaves_every_bit_as_
     assert ["train/cloning_loss" in metrics for metrics in told] == [True] * 4 + [False] * 2
 
 
-def test_a_schedule_that_never_reaches_an_ignored_end_is_fine(data: Path) -> None:
+def test_schedule_may_end_before_ignored_end(data: Path) -> None:
     assert imitating(data, strength={"kind": "constant", "start": 0.1, "end": -1.0}).hash()
 
 
-def test_a_trainer_whose_demonstrations_are_others_refuses_to_begin(new_game: NewGame, data: Path) -> None:
+def test_other_demonstrations_are_refused(new_game: NewGame, data: Path) -> None:
     sha256 = read_dataset(DemonstrationsConfig(path=str(data)), describe_environment(imitating(data)))["default"].sha256
     config = imitating(data, demonstrations={"path": str(data), "sha256": sha256})
     game = new_game(config)

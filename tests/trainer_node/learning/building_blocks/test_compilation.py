@@ -53,9 +53,7 @@ TWO_LOSSES = {"td3", "td3_bc", "ddpg", "sac", "cql", "iql"}
 
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_algorithms_learn_the_same_and_repeatably(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = weights_after_updates(make(name, shape=(4, 3)))
     losses = []
     fused = torch.compile
@@ -78,12 +76,12 @@ def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
 
 @needs_compiler
 @pytest.mark.parametrize("case", ["ppo", "dqn", "sac"])
-def test_it_goes_on_exactly(new_game: NewGame, tmp_path: Path, case: str) -> None:
+def test_compiled_run_resumes_exactly(new_game: NewGame, tmp_path: Path, case: str) -> None:
     goes_on_exactly(new_game, config_of(case, tmp_path, trainer={"compile": True}, archive="all"))
 
 
 @needs_compiler
-def test_what_a_batch_carries_beside_tensors_is_no_code_of_its_own() -> None:
+def test_batch_figures_cause_no_recompilation() -> None:
     """IMPALA's batches have figures, which change with each update; a rank takes its part of them."""
 
     class Half(Shard):
@@ -97,7 +95,7 @@ def test_what_a_batch_carries_beside_tensors_is_no_code_of_its_own() -> None:
         counters.updates += 1
 
 
-def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_transitions_equal_a_full_update(monkeypatch: pytest.MonkeyPatch) -> None:
     config = minimal_config(
         environment={"id": "CartPole-v1", "num_envs": 3}, trainer={"compile": True},
         rollout={"fragment_steps": 8, "fragments_per_update": 5}, algorithm={"minibatch_size": 50},
@@ -126,7 +124,7 @@ def how(batch: Tensor, factor: float = 1.0) -> tuple[bool, Tensor]:
 
 
 @needs_compiler
-def test_only_batches_of_a_full_update_and_only_where_it_is_asked_for() -> None:
+def test_only_full_batches_are_compiled_when_configured() -> None:
     setting = Setting(CPU, 1, 1, 1, compile=True)
     assert compiled(how, Setting(CPU, 1, 1, 1), {4}) is how
     loss = compiled(how, setting, {4, 5})
@@ -137,7 +135,7 @@ def test_only_batches_of_a_full_update_and_only_where_it_is_asked_for() -> None:
 
 
 @needs_compiler
-def test_a_loss_that_changes_with_each_step_or_cannot_be_compiled_is_an_error() -> None:
+def test_loss_that_recompiles_or_cannot_compile_is_refused() -> None:
     class Changing:
         number = 0
 
@@ -182,7 +180,7 @@ def test_learners_that_are_gone_count_for_nothing() -> None:
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_told_with_what_it_says(tmp_path: Path) -> None:
+def test_compiler_failure_is_reported_with_its_output(tmp_path: Path) -> None:
     """Forward or backward, in a process of its own: PyTorch looks at its compiler once."""
     failing = tmp_path / "failing-compiler"
     failing.write_text('#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\necho no room left >&2; exit 1\n')
@@ -203,20 +201,20 @@ def test_a_compiler_that_fails_is_told_with_what_it_says(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
-def test_whoever_switches_it_off_by_the_environment_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_compiling_disabled_by_environment_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=f"trainer.compile with {name}=1 in the environment; unset it"):
         check_compiling()
 
 
 @needs_compiler
-def test_a_checkpoint_says_what_compiled_it() -> None:
+def test_checkpoint_names_the_compiler() -> None:
     taken = Side(small(trainer={"compile": True})).taken()
     assert re.match(r"g\+\+ .*\d for [A-Z0-9]+$", taken.checkpoint.manifest.provenance["computed_with"]["compiled"])
     assert "compiled" not in Side(small()).taken().checkpoint.manifest.provenance["computed_with"]
 
 
-def test_a_machine_without_a_compiler_is_told_before_anything_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused_before_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     threads = torch.get_num_threads()
     trainer = minimal_config(trainer={"compile": True, "torch_threads": threads}).trainer

@@ -36,7 +36,7 @@ def stepped(adam: Adam, layers: nn.Module, step: int, max_norm: float | None = N
 
 
 @pytest.mark.parametrize(("max_norm", "decay"), [(None, 0.0), (0.1, 0.0), (0.1, 0.3)])
-def test_it_moves_the_parameters_as_pytorchs_own_does(max_norm: float | None, decay: float) -> None:
+def test_adam_step_equals_pytorch(max_norm: float | None, decay: float) -> None:
     """To rounding: the kernel is another one than that of PyTorch's plain loop, and the norm is of all at once."""
     ours, theirs = network(1), network(1)
     learned = [item for layer in list(theirs.children())[:2] for item in layer.parameters()]
@@ -60,7 +60,7 @@ def test_it_moves_the_parameters_as_pytorchs_own_does(max_norm: float | None, de
         torch.testing.assert_close(torch.from_numpy(array), slots[int(number)][slot], rtol=1e-4, atol=1e-8)
 
 
-def test_parameters_keep_shape_and_memory_order_and_lie_as_they_would_alone() -> None:
+def test_adam_keeps_shapes_strides_and_alignment() -> None:
     images = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = [(item.detach().clone(), item.stride()) for item in images.parameters()]
     Adam(images.parameters(), 1e-5)
@@ -68,7 +68,7 @@ def test_parameters_keep_shape_and_memory_order_and_lie_as_they_would_alone() ->
         assert torch.equal(item, values) and item.stride() == stride and item.data_ptr() % 64 == 0
 
 
-def test_a_network_that_is_moved_away_from_its_optimizer_is_noticed() -> None:
+def test_adam_detects_a_moved_network() -> None:
     layers = network(1)
     adam = Adam(layers.parameters(), 1e-5)
     stepped(adam, layers, 0)
@@ -79,14 +79,14 @@ def test_a_network_that_is_moved_away_from_its_optimizer_is_noticed() -> None:
         Adam([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], 1e-5)
 
 
-def test_the_state_of_another_network_is_refused() -> None:
+def test_adam_refuses_state_of_another_network() -> None:
     adam = Adam(network(1).parameters(), 1e-5)
     for number, error in ((99, IndexError), (0, ValueError)):
         with pytest.raises(error):
             adam.load_state({f"{number}/{name}": torch.zeros(1).numpy() for name in ("step", "exp_avg", "exp_avg_sq")})
 
 
-def test_a_trainer_does_not_import_pytorchs_compiler() -> None:
+def test_trainer_does_not_import_pytorch_compiler() -> None:
     code = (
         "import sys, torch; from trainer_node.learning.building_blocks.optimization import Adam\n"
         "layer = torch.nn.Linear(2, 2); adam = Adam(layer.parameters(), 1e-5)\n"
@@ -97,7 +97,7 @@ def test_a_trainer_does_not_import_pytorchs_compiler() -> None:
 
 
 @pytest.mark.parametrize("name", ["a2c", "appo", "bc", "cql", "ddpg", "dqn", "impala", "iql", "ppo", "sac", "td3"])
-def test_weight_decay_and_layer_norm_reach_every_algorithms_networks(name: str) -> None:
+def test_weight_decay_and_layer_norm_reach_every_algorithm(name: str) -> None:
     plain, decayed = (weights_after_updates(make(name, shape=(4, 3), weight_decay=decay)) for decay in (0.0, 0.5))
     assert all(np.isfinite(array).all() for array in decayed.values())
     assert plain.keys() == decayed.keys() and not all(np.array_equal(plain[key], decayed[key]) for key in plain)
@@ -122,7 +122,7 @@ def test_bfloat16_learns_nearly_the_same_and_the_same_each_time(name: str) -> No
     assert all(np.allclose(rounded[key], plain[key], atol=0.05) for key in plain)
 
 
-def test_weights_that_change_meanwhile_are_computed_with_as_they_are() -> None:
+def test_autocast_uses_changed_weights() -> None:
     """Autocast would keep its rounded copies, and a step of SAC moves its critics and then asks them."""
     layer, inputs = torch.nn.Linear(3, 2), torch.ones(1, 3)
     with autocast(torch.device("cpu"), "bfloat16"):

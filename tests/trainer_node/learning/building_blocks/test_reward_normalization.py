@@ -37,7 +37,7 @@ def random_columns(seed: int, steps: int = 6, slots: int = 3) -> Columns:
     return {"reward": reward, "terminated": terminated, "truncated": over & mask & ~terminated, "mask": mask}
 
 
-def test_in_turns_returns_begin_anew_with_each_fragment_since_the_last_turn_of_a_game_may_be_missing() -> None:
+def test_scaling_in_turns_restarts_returns_at_each_fragment() -> None:
     none = np.zeros((2, 1), np.bool_)
     columns = {"reward": np.ones((2, 1), np.float32), "terminated": none, "truncated": none, "mask": ~none}
     for in_turns, mean in ((True, 1.5), (False, 2.5)):
@@ -75,7 +75,7 @@ class Collector:
         st.tuples(st.sampled_from(["worker-0:0", "worker-1:0"]), st.integers(0, 999)), min_size=1, max_size=6
     )
 )
-def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(order: list[tuple[str, int]]) -> None:
+def test_scaling_divides_by_deviation_of_discounted_return(order: list[tuple[str, int]]) -> None:
     scaling, collector = RewardScaling(GAMMA), Collector()
     for source, seed in order:
         columns = random_columns(seed)
@@ -86,7 +86,7 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(order: li
         assert all(found[name] is columns[name] for name in ("terminated", "truncated", "mask"))
 
 
-def test_a_new_incarnation_starts_its_returns_anew_and_its_elder_is_forgotten() -> None:
+def test_scaling_restarts_returns_at_a_new_incarnation() -> None:
     scaling = RewardScaling(GAMMA)
     scaling.scale("worker-0:0", random_columns(1))
     scaling.scale("worker-1:0", random_columns(2))
@@ -127,7 +127,7 @@ def averages(seeds: list[int]) -> list[float]:
     return found
 
 
-def test_rewards_lose_their_average_so_far_and_nothing_else_changes() -> None:
+def test_average_is_subtracted_from_rewards_alone() -> None:
     filtered, seeds = RewardAverage(ALPHA), list(range(6))
     for seed, average in zip(seeds, averages(seeds), strict=True):
         columns = random_columns(seed)
@@ -140,7 +140,7 @@ def test_rewards_lose_their_average_so_far_and_nothing_else_changes() -> None:
         assert all(found[name] is columns[name] for name in kept.keys() - {"reward"})
 
 
-def test_before_the_first_fragment_and_without_an_actor_nothing_moves() -> None:
+def test_average_is_unchanged_without_actors() -> None:
     filtered, absent = RewardAverage(ALPHA), random_columns(5)
     absent["mask"][:] = False
     assert np.array_equal(filtered.scale("w:0", absent)["reward"], absent["reward"])
@@ -152,7 +152,7 @@ def test_before_the_first_fragment_and_without_an_actor_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_from_a_memory_every_step_of_a_return_loses_the_average_as_it_is_now(n: int) -> None:
+def test_replayed_return_loses_current_average_at_each_step(n: int) -> None:
     stream, filtered, gamma = Stream(1, PLAIN, 5, 3), RewardAverage(ALPHA), 0.9
     memory = ReplayBuffer(PLAIN, 5, 3, 60)
     items = stream.fragments(4)
@@ -176,9 +176,7 @@ def test_from_a_memory_every_step_of_a_return_loses_the_average_as_it_is_now(n: 
 
 
 @pytest.mark.parametrize("rewards", [RewardScaling(0.99), RewardAverage(ALPHA)], ids=["scaled", "less the average"])
-def test_an_algorithm_with_a_memory_learns_from_rewards_as_they_are_normalized_when_they_are_drawn(
-    rewards: RewardFilter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_rewards_are_normalized_when_drawn(rewards: RewardFilter, monkeypatch: pytest.MonkeyPatch) -> None:
     dqn, (item,), seen = make_dqn(rewards=rewards), streamed(1), list[Array]()
     rewards.take_in("w:0", item.columns)
     learn: Any = dqn.learn

@@ -41,7 +41,7 @@ def seen_by_a_team(policy: Any, seed: int) -> Columns:
 
 
 @given(st.integers(0, 200), st.integers(1, 4), st.integers(1, 3))
-def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agents: int, num_envs: int) -> None:
+def test_team_columns_hold_observations_of_all_agents(seed: int, agents: int, num_envs: int) -> None:
     policy = make("ppo").policy
     columns = acted(policy, seed, slots=agents * num_envs, absent=True)
     found = with_team(columns, SEEN, agents)
@@ -79,7 +79,7 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         same("final_", number, slot, partial(after, step))
 
 
-def test_who_is_absent_after_the_last_step_is_so_for_the_others() -> None:
+def test_team_marks_agents_absent_after_last_step() -> None:
     columns = acted(make("ppo").policy, 3, slots=4)
     columns["terminated"][-1], columns["truncated"][-1] = [True, False, False, False], False
     columns["bootstrap_obs"][0] = 0.0
@@ -89,7 +89,7 @@ def test_who_is_absent_after_the_last_step_is_so_for_the_others() -> None:
 
 
 @every
-def test_the_critic_sees_the_others_and_the_actor_does_not(name: str) -> None:
+def test_critic_sees_the_team_and_actor_does_not(name: str) -> None:
     algorithm = of_a_team(name)
     columns = seen_by_a_team(algorithm.policy, 1)
     batch = update_batch(algorithm, with_team(columns, SEEN, AGENTS))
@@ -108,7 +108,7 @@ def test_the_critic_sees_the_others_and_the_actor_does_not(name: str) -> None:
 
 @every
 @pytest.mark.parametrize("normalize", [False, True])
-def test_what_stands_in_masked_rows_is_not_learned(name: str, normalize: bool) -> None:
+def test_masked_rows_are_ignored(name: str, normalize: bool) -> None:
     found = []
     for garbage in (0, 1):
         algorithm = of_a_team(name, normalize_values=normalize)
@@ -142,7 +142,7 @@ def test_several_fragments_are_learned_together(name: str) -> None:
     assert torch.equal(torch.sort(torch.cat(rows).flatten())[0], torch.sort(together.flatten())[0])
 
 
-def test_a_policys_file_holds_its_team_and_its_scale() -> None:
+def test_policy_file_holds_team_and_value_scale() -> None:
     algorithm = of_a_team("ppo", normalize_values=True)
     algorithm.update(received(seen_by_a_team(algorithm.policy, 1)), Counters())
     again, _ = decode_policy(encode_policy(algorithm.policy, 3))
@@ -155,7 +155,7 @@ def test_a_policys_file_holds_its_team_and_its_scale() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9), min_size=1, max_size=5))
-def test_the_scale_is_that_of_averages_over_batches(batches: list[list[float]]) -> None:
+def test_value_scale_averages_over_batches(batches: list[list[float]]) -> None:
     scale, values = ValueScale(), torch.tensor([-3.0, 0.0, 7.5])
     assert torch.equal(scale.normalized(values), values) and torch.equal(scale.restored(values), values)
     for batch in batches:
@@ -171,7 +171,7 @@ def test_the_scale_is_that_of_averages_over_batches(batches: list[list[float]]) 
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
-def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(name: str) -> None:
+def test_advantages_have_reward_units_and_targets_critic_units(name: str) -> None:
     algorithm = make(name, normalize_values=True, gae_lambda=0.8)
     scale = algorithm.policy.value_scale
     scale.update(torch.tensor([100.0, 140.0]))
@@ -195,7 +195,7 @@ def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(nam
     assert scale.restored(torch.zeros(1)).item() == pytest.approx((120 + float(targets.mean())) / 2, rel=1e-3)
 
 
-def test_the_explained_variance_is_that_in_the_environment_s_units_also_while_the_scale_moves() -> None:
+def test_explained_variance_has_reward_units_when_scale_moves() -> None:
     algorithm, same = (make("ppo", normalize_values=True) for _ in range(2))
     columns = acted(algorithm.policy, 4)
     columns["reward"] *= 30.0
@@ -207,7 +207,7 @@ def test_the_explained_variance_is_that_in_the_environment_s_units_also_while_th
 
 
 @pytest.mark.parametrize("core", ["none", "gru"])
-def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
+def test_value_scale_lets_critic_learn_returns_of_thousands(core: str) -> None:
     """The same few gradient steps on rewards of 1000 in episodes of a step: what error is left, in units of 1000."""
 
     def error(normalize: bool) -> float:
@@ -248,12 +248,12 @@ def test_critic_fields_change_the_hash() -> None:
         ({"algorithm": {"name": "qmix", "replay_buffer": {"kind": "prioritized"}}}, "replay_buffer.kind=prioritized"),
     ],
 )
-def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
+def test_impossible_team_config_is_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         minimal_config(**sections)
 
 
-def test_a_policy_with_its_own_critic_is_what_it_was() -> None:
+def test_policy_with_own_critic_is_unchanged() -> None:
     assert PolicyConfig().critic_observes == "own"
     plain, own = make("ppo"), make("ppo", agents=AGENTS, policy={"critic_observes": "own"})
     assert weights(plain) == weights(own) and plain.policy.read_columns == ("obs",)

@@ -162,7 +162,7 @@ def test_each_goal_of_an_episode_is_as_probable(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False], ids=["it reached its goal", "it fell"])
-def test_what_a_terminated_episode_came_to_is_a_goal_like_any(reached: bool) -> None:
+def test_final_state_of_terminated_episode_is_a_goal(reached: bool) -> None:
     """Three steps along a line, to 1, 2, 3: under the goal 2 it goes on from 3, unless it ended for another reason."""
     line = np.stack([np.arange(3), np.zeros(3)], axis=1).astype(np.float32)[:, None]
     desired = np.full((3, 1, 2), [3.0 if reached else 9.0, 0.0], np.float32)
@@ -189,7 +189,7 @@ def test_what_a_terminated_episode_came_to_is_a_goal_like_any(reached: bool) -> 
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.8])
-def test_the_fraction_is_relabeled(fraction: float) -> None:
+def test_configured_fraction_is_relabeled(fraction: float) -> None:
     stream = Stream(3, GOALS, 8, 2)
     memory, truth = filled(stream, 5, 5, "future", fraction)
     batch = memory.sample(8000, np.random.default_rng(0), gamma=0.9)
@@ -198,7 +198,7 @@ def test_the_fraction_is_relabeled(fraction: float) -> None:
     assert found == pytest.approx(fraction * able, abs=4 * (able * fraction * (1 - fraction)) ** 0.5)
 
 
-def test_what_is_remembered_keeps_its_goal() -> None:
+def test_stored_transitions_keep_their_goal() -> None:
     memory, truth = filled(Stream(3, GOALS, 8, 2), 5, 5, "final")
     rows = np.arange(5 * 8 * 2)
     before = memory.ring.observations(rows)
@@ -209,14 +209,14 @@ def test_what_is_remembered_keeps_its_goal() -> None:
 
 
 @pytest.mark.parametrize("terminates", [False, True])
-def test_the_sparse_reward_is_0_within_the_threshold(terminates: bool) -> None:
+def test_sparse_reward_is_0_within_threshold(terminates: bool) -> None:
     achieved = np.array([[0, 0], [3, 4], [3, 4.1], [0, 0]], np.float32)
     desired = np.array([[0, 5], [0, 0], [0, 0], [0, 0]], np.float32)
     reward, terminated = sparse(5.0, terminates)(achieved, desired)
     assert reward.tolist() == [0, 0, -1, 0] and terminated.tolist() == [terminates, terminates, False, terminates]
 
 
-def test_the_sparse_reward_of_choices_and_bytes() -> None:
+def test_sparse_reward_compares_choices_and_bytes() -> None:
     bits = np.array([[0, 1, 1], [0, 0, 1]])
     assert sparse(0.05, True)(bits, bits[::-1])[0].tolist() == [-1, -1]
     dark, light = np.zeros((1, 2), np.uint8), np.ones((1, 2), np.uint8)
@@ -224,16 +224,16 @@ def test_the_sparse_reward_of_choices_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere:reward", "json:nothing", "no-colon"])
-def test_a_reward_that_cannot_be_imported_is_named(name: str) -> None:
+def test_unimportable_reward_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.replay_buffer.reward={name}.*module:function"):
         goal_reward(Section(reward=name))
 
 
-def test_a_reward_of_the_users_is_imported() -> None:
+def test_own_reward_is_imported() -> None:
     assert goal_reward(Section(reward="numpy:hypot")) is np.hypot
 
 
-def test_a_reward_of_the_wrong_shape_is_refused() -> None:
+def test_reward_of_wrong_shape_is_refused() -> None:
     stream = Stream(3, GOALS, 4, 2)
     memory = HindsightReplayBuffer(
         GOALS, 4, 2, 40, strategy="future", relabeled_fraction=1.0, reward=lambda achieved, _: (achieved, achieved > 0)

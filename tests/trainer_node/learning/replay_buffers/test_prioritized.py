@@ -50,7 +50,7 @@ def with_errors(seed: int = 5) -> tuple[PrioritizedReplayBuffer, dict[int, float
     return memory, priorities, rows
 
 
-def test_a_transition_is_drawn_as_its_priority_says() -> None:
+def test_draw_frequency_follows_priority() -> None:
     memory, priorities, _ = with_errors()
     draws, total = 40_000, sum(priorities.values())
     batch = memory.sample(draws, np.random.default_rng(3), gamma=0.9)
@@ -94,7 +94,7 @@ def test_errors_that_are_not_finite_leave_a_memory_that_draws() -> None:
     assert set(memory.sample(50, np.random.default_rng(0), gamma=1.0).row.tolist()) <= set(rows.values())
 
 
-def test_an_absent_agents_row_cannot_get_a_priority() -> None:
+def test_row_of_absent_agent_gets_no_priority() -> None:
     memory, _, rows = with_errors()
     absent = np.setdiff1d(np.arange(memory.fragments * 18), list(rows.values()))
     assert absent.size
@@ -102,7 +102,7 @@ def test_an_absent_agents_row_cannot_get_a_priority() -> None:
     assert set(memory.sample(500, np.random.default_rng(0), gamma=1.0).row.tolist()) <= set(rows.values())
 
 
-def test_a_state_does_not_change_with_the_memory() -> None:
+def test_saved_state_does_not_change_with_buffer() -> None:
     memory, _, rows = with_errors()
     state = memory.state()
     before = {name: array.copy() for name, array in state.items()}
@@ -110,7 +110,7 @@ def test_a_state_does_not_change_with_the_memory() -> None:
     assert all(np.array_equal(array, before[name]) for name, array in state.items())
 
 
-def test_the_bias_is_corrected_as_the_schedule_says() -> None:
+def test_bias_correction_follows_schedule() -> None:
     section = Section(beta=Schedule(kind="linear", start=0.4, end=1.0, over="100 updates"))
     assert section.importance(Counters(updates=50)) == pytest.approx(0.7)
 
@@ -154,7 +154,7 @@ def test_rows_are_found_by_running_sums(seed: int, size: int, changes: int, whol
 
 @pytest.mark.parametrize("whole", [1, 16, 1024])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_zero_is_never_found_whatever_is_rounded(seed: int, whole: int) -> None:
+def test_zero_priority_is_never_drawn(seed: int, whole: int) -> None:
     random = np.random.default_rng(seed)
     numbers = (10.0 ** random.uniform(-30, 30, size=1000)) * (random.random(1000) < 0.3)
     tree = SumTree(1000, whole)
@@ -163,14 +163,14 @@ def test_a_zero_is_never_found_whatever_is_rounded(seed: int, whole: int) -> Non
     assert (numbers[tree.find(shares)] > 0).all()
 
 
-def test_a_sum_that_was_rounded_up_leads_to_no_zero() -> None:
+def test_rounded_up_sum_draws_no_zero_priority() -> None:
     large = 2.0**52 + 2  # the total is rounded up by half, what is left of it on the right as well
     tree = SumTree(4, 1)
     tree.put_from(0, np.array([1.5, 0.0, large, 0.0]))
     assert tree.find(np.array([np.nextafter(1.0, 0.0), 1.0])).tolist() == [2, 2]
 
 
-def test_a_tree_depends_on_its_numbers_only() -> None:
+def test_sum_tree_depends_on_its_numbers_only() -> None:
     random = np.random.default_rng(3)
     numbers = random.random(300)
     at_once, in_parts = SumTree(300), SumTree(300)

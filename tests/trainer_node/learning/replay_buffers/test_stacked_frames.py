@@ -159,7 +159,7 @@ def filled(camera: Camera, places: int, made: int) -> ReplayBuffer:
     return memory
 
 
-def test_what_goes_on_costs_one_frame_a_step_and_a_ring_that_goes_round_holds_no_more() -> None:
+def test_continued_stack_costs_one_frame_a_step() -> None:
     camera = Camera(1, 8, 2, resets=0.0, lost=0.0, frames=1000)
     for made in (6, 20, 60):
         stacks = filled(camera, 6, made).ring.observed["obs.camera"]
@@ -168,7 +168,7 @@ def test_what_goes_on_costs_one_frame_a_step_and_a_ring_that_goes_round_holds_no
         )  # for each source, those before the oldest fragment that is there
 
 
-def test_a_reset_that_repeats_its_first_frame_costs_nothing() -> None:
+def test_reset_that_repeats_its_frame_costs_nothing() -> None:
     camera = Camera(1, 8, 1, resets=0.0, frames=1000)
     memory = ReplayBuffer(camera.spaces, 8, 1, 80)
     source, columns = next(camera.fragments(1))
@@ -200,15 +200,15 @@ def test_colors_are_no_stack() -> None:
         ((4, 7, 7), "uint8", 32, False),
     ],
 )
-def test_what_is_taken_apart(shape: tuple[int, ...], dtype: str, steps: int, expected: bool) -> None:
+def test_only_stacked_images_are_split(shape: tuple[int, ...], dtype: str, steps: int, expected: bool) -> None:
     assert may_be_stacked(Leaf("", "box", shape, dtype), steps) is expected
 
 
-def test_a_fragment_of_one_step_tells_of_no_stack() -> None:
+def test_fragment_of_one_step_shows_no_stack() -> None:
     assert not is_stacked(np.zeros((1, 2, 4, 8, 8), np.uint8))
 
 
-def test_the_pool_gives_what_was_put_in_and_uses_again_what_was_given_up() -> None:
+def test_frame_pool_returns_its_rows_and_reuses_free_ones() -> None:
     pool, random = RowPool((3, 3), np.uint8), np.random.default_rng(0)
     truth: dict[int, tuple[Array, Array]] = {}
     for number in range(300):

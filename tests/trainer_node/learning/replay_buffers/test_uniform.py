@@ -68,7 +68,7 @@ def stream_for(kind: str, seed: int, steps: int, slots: int) -> Stream:
 @shapes
 @every_kind
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_is_drawn_is_what_was_acted(
+def test_drawn_transitions_equal_acted_ones(
     n: int, kind: str, seed: int, steps: int, slots: int, places: int, made: int
 ) -> None:
     stream = stream_for(kind, seed, steps, slots)
@@ -85,7 +85,9 @@ def test_what_is_drawn_is_what_was_acted(
 @quick
 @shapes
 @every_kind
-def test_it_is_restored_bit_for_bit(kind: str, seed: int, steps: int, slots: int, places: int, made: int) -> None:
+def test_replay_buffer_is_restored_bit_by_bit(
+    kind: str, seed: int, steps: int, slots: int, places: int, made: int
+) -> None:
     stream = stream_for(kind, seed, steps, slots)
     memory = made_by(kind, stream, places)
 
@@ -123,7 +125,7 @@ def test_another_life_of_a_worker_does_not_go_on_with_the_last() -> None:
     }
 
 
-def test_what_came_from_others_is_not_gone_on_with_however_equal_it_looks() -> None:
+def test_fragments_of_other_sources_are_not_continued() -> None:
     made = long_episode().fragments(1)[0].columns
     alike = made | {"obs": np.zeros_like(made["obs"]), "bootstrap_obs": np.zeros_like(made["bootstrap_obs"])}
     memory = ReplayBuffer(PLAIN, 4, 2, 16)
@@ -142,7 +144,7 @@ def test_every_transition_is_as_probable() -> None:
     assert squares < len(truth) + 5 * (2 * len(truth)) ** 0.5  # χ²: mean k, variance 2k
 
 
-def test_it_draws_nothing_before_all_is_put_back() -> None:
+def test_draw_is_refused_before_buffer_is_refilled() -> None:
     stream = Stream(2, PLAIN, 4, 2)
     memory, _ = filled(stream, 3, 5)
     again = ReplayBuffer(PLAIN, 4, 2, 24)
@@ -152,12 +154,12 @@ def test_it_draws_nothing_before_all_is_put_back() -> None:
         again.sample(1, np.random.default_rng(0), gamma=1.0)
 
 
-def test_an_empty_memory_says_so() -> None:
+def test_empty_buffer_refuses_to_draw() -> None:
     with pytest.raises(RuntimeError, match="empty"):
         ReplayBuffer(PLAIN, 4, 2, 24).sample(1, np.random.default_rng(0), gamma=1.0)
 
 
-def test_a_fragment_of_another_shape_is_refused() -> None:
+def test_fragment_of_another_shape_is_refused() -> None:
     (item,) = Stream(2, PLAIN, 4, 2).fragments(1)
     with pytest.raises(ValueError, match=r"\(4, 2\).*\(4, 3\)"):
         ReplayBuffer(PLAIN, 4, 3, 24).add(item.source, item.columns)
@@ -180,7 +182,7 @@ def test_last_observations_are_kept_as_long_as_their_fragments() -> None:
     assert memory.ring.finals == sum(len(item.columns["final_index"]) for item in stream.made[:-6])
 
 
-def test_what_it_holds_does_not_change_with_what_it_was_given() -> None:
+def test_buffer_copies_what_it_is_given() -> None:
     (item,) = Stream(2, PLAIN, 4, 2).fragments(1)
     memory = ReplayBuffer(PLAIN, 4, 2, 24)
     memory.add(item.source, item.columns)
@@ -190,7 +192,7 @@ def test_what_it_holds_does_not_change_with_what_it_was_given() -> None:
     assert_same(contents(memory), before)
 
 
-def test_a_transition_has_a_number_of_its_own_that_it_keeps() -> None:
+def test_transition_keeps_its_unique_number() -> None:
     items = Stream(3, PLAIN, 4, 2).fragments(11)
     memory, seen = ReplayBuffer(PLAIN, 4, 2, 3 * 8), dict[int, int]()
     for count, item in enumerate(items, start=1):
@@ -257,7 +259,7 @@ def test_within_a_class_every_transition_is_as_probable() -> None:
         assert members and squares < len(members) + 6 * (2 * len(members)) ** 0.5
 
 
-def test_what_is_left_over_falls_to_each_class_in_turn() -> None:
+def test_balanced_remainder_rotates_among_classes() -> None:
     stream = Stream(4, PLAIN, 8, 3)
     memory = BalancedReplayBuffer(PLAIN, 8, 3, 120, classes="action")
     fill(memory, stream.fragments(5))

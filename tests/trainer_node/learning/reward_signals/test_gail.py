@@ -81,7 +81,7 @@ def test_reward_and_loss_are_the_papers(tmp_path: Path, described: PolicySpaces,
     )
 
 
-def test_the_gradient_is_that_of_the_slow_loss(tmp_path: Path) -> None:
+def test_gail_gradient_equals_slow_loss(tmp_path: Path) -> None:
     gail, batch = make_gail(tmp_path), pairs()
     gail.observe(batch.observations)
     gail.loss(batch, torch.Generator().manual_seed(7))[0].backward()

@@ -88,7 +88,7 @@ def test_reward_and_losses_are_the_papers() -> None:
     assert loss.item() == metrics["train/icm_loss"].item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_gradients_are_those_of_the_slow_losses() -> None:
+def test_icm_gradients_equal_slow_losses() -> None:
     icm, batch = make_icm(forward_weight=0.4), rows()
     icm.loss(batch, GENERATOR)[0].backward()
 

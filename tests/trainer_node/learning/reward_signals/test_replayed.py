@@ -32,7 +32,7 @@ def fed(algorithm: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
-def test_what_is_drawn_is_paid_for_as_the_signal_sees_it_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_rewards_use_the_current_signal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's rewards by their strength, and RND's divided by the deviation of its returns so far."""
     algorithm, batches, states, drawn = rewarded(name), list[Any](), list[Any](), list[Any]()
     fragments = fed(algorithm)
@@ -65,7 +65,7 @@ def test_what_is_drawn_is_paid_for_as_the_signal_sees_it_now(name: str, monkeypa
     ]).any(), "it learns at each gradient step"  # fmt: skip
 
 
-def test_the_scale_is_that_of_the_fragments_in_their_order() -> None:
+def test_signal_scale_follows_fragments_in_order() -> None:
     algorithm = rewarded("dqn")
     fragments = fed(algorithm)
     stream, raw = algorithm.signals.streams["rnd"], []
@@ -85,7 +85,7 @@ def test_the_scale_is_that_of_the_fragments_in_their_order() -> None:
     np.testing.assert_allclose(stream.scaling.scaled(raw[1]), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_rows_that_led_to_what_is_not_known_teach_the_signal_nothing() -> None:
+def test_rows_with_unknown_successor_do_not_teach_the_signal() -> None:
     """Whatever stands there as the next observation."""
     results = []
     for garbage in (1.0, -1e3):

@@ -38,7 +38,7 @@ def test_reward_and_loss_are_the_papers() -> None:
     assert loss.item() == metrics["train/rnd_loss"].item() == pytest.approx(np.mean(expected), rel=1e-4)
 
 
-def test_the_gradient_is_that_of_the_slow_loss_and_the_target_has_none() -> None:
+def test_rnd_gradient_equals_slow_loss_and_spares_target() -> None:
     rnd, batch = make_rnd(), transitions()
     rnd.observe(batch.observations)
     rnd.loss(batch, GENERATOR)[0].backward()

@@ -64,7 +64,7 @@ def slow_rnd(algorithm: Any, columns: Columns, episodic: bool, ratio: Array | No
     return advantage, target
 
 
-def test_after_a_fragment_s_last_row_nothing_follows_an_end_where_nothing_is_observed() -> None:
+def test_last_row_has_no_successor_when_episode_ends_there() -> None:
     ends = {name: torch.tensor([[False, True], [True, False], [True, True]]) for name in ("terminated", "truncated")}
     seen = {"bootstrap_obs.a": torch.zeros(2, 3), "bootstrap_obs.b": torch.zeros(2, dtype=torch.uint8)}
     seen["bootstrap_obs.b"][1] = 7
@@ -76,7 +76,7 @@ def test_after_a_fragment_s_last_row_nothing_follows_an_end_where_nothing_is_obs
 
 @pytest.mark.parametrize("episodic", [False, True], ids=["goes on", "episodic"])
 @pytest.mark.parametrize("absent", [False, True], ids=["all act", "some are absent"])
-def test_the_advantages_of_two_streams_are_those_of_a_walk_through_each_slot(episodic: bool, absent: bool) -> None:
+def test_advantages_of_two_streams_equal_slow_walk(episodic: bool, absent: bool) -> None:
     both, alone = with_rnd(episodic=episodic), make("ppo", policy=NETWORK, gamma=0.9, gae_lambda=0.7)
     columns = acted(both.policy, 5, absent=absent)
     assert len(columns["final_index"]) > 1 and columns["terminated"].any() and columns["mask"].all() != absent
@@ -106,7 +106,7 @@ def test_v_trace_weighs_a_signal_by_the_same_ratios(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_policy_with_a_core_learns_from_signals_whose_values_have_none() -> None:
+def test_recurrent_policy_learns_from_feedforward_signal_values() -> None:
     extra: list[dict[str, Any]] = [{"reward_signals": SIGNALS}, {}]
     both, alone = (make("ppo", policy=RECURRENT, gamma=0.9, gae_lambda=0.7, **signals) for signals in extra)
     columns = acted(both.policy, 4, absent=True)
@@ -117,7 +117,7 @@ def test_a_policy_with_a_core_learns_from_signals_whose_values_have_none() -> No
     assert both.update(received(columns), Counters())["train/rnd_value_loss"] > 0
 
 
-def test_the_deviation_is_that_of_all_returns_so_far_whichever_fragment_they_are_in() -> None:
+def test_signal_deviation_covers_returns_across_fragments() -> None:
     """Two fragments of one source go on with each other; and the same update by update."""
     algorithm = with_rnd(episodic=True)
     first, second = (acted(algorithm.policy, seed) for seed in (1, 2))
@@ -135,7 +135,7 @@ def test_the_deviation_is_that_of_all_returns_so_far_whichever_fragment_they_are
     np.testing.assert_allclose(stream.reward, expected[len(raw[0]) :], rtol=1e-4)
 
 
-def test_steps_that_terminate_are_rewarded_where_what_they_led_to_is_known_and_absent_ones_never() -> None:
+def test_terminal_steps_are_rewarded_when_successor_is_known() -> None:
     """What comes after the end is the next episode's, whatever it looks like."""
     results = []
     for garbage in (0, 1):
@@ -153,7 +153,7 @@ def test_steps_that_terminate_are_rewarded_where_what_they_led_to_is_known_and_a
     assert ((stream.reward.numpy() > 0) == rewarded).all() and stream.known.tolist() == rewarded.tolist()
 
 
-def test_the_value_of_a_signal_learns_its_own_targets() -> None:
+def test_signal_value_learns_its_own_targets() -> None:
     algorithm = with_rnd()
     columns = acted(algorithm.policy, 5)
     algorithm.signals.observe({name: torch.from_numpy(array) for name, array in columns.items()})
@@ -168,7 +168,7 @@ def test_the_value_of_a_signal_learns_its_own_targets() -> None:
     assert metrics["train/rnd_value_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_in_heat_up_only_statistics_move() -> None:
+def test_heatup_moves_only_statistics() -> None:
     algorithm = with_rnd()
     before = {name: array.tobytes() for name, array in algorithm.state().items()}
     algorithm.observe(received(acted(algorithm.policy, 1)))
@@ -176,6 +176,6 @@ def test_in_heat_up_only_statistics_move() -> None:
     assert moved and all("normalizer" in name for name in moved)
 
 
-def test_a_state_of_other_networks_is_refused() -> None:
+def test_state_of_other_networks_is_refused() -> None:
     with pytest.raises(Exception, match="do not fit"):
         with_rnd(embedding_size=4).load_state(with_rnd().state())
