@@ -27,7 +27,7 @@ BOUNDS = {
     "rollout_worker": (38, 49, 3, 0, 0),
     "shared": (174, 124, 5, 0, 0),
     "src": (1, 1, 0, 0, 0),
-    "trainer_node": (35, 25, 0, 0, 0),
+    "trainer_node": (0, 0, 0, 0, 0),
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),

@@ -20,27 +20,27 @@ from stagecoach.trainer_node.learning.fold import Fold
 
 @dataclass
 class Lesson:
-    """Where one entry with lessons stands."""
+    """Progress of one entry with lessons."""
 
     number: int = 0
-    """Which of them, from 0."""
+    """Index of the lesson, from 0."""
     measures: dict[str, list[float]] = field(default_factory=dict)
     """`until` and `back` → the last episodes' numbers."""
     smoothed: dict[str, float] = field(default_factory=dict)
-    """What each came to, where it is smoothed."""
+    """Smoothed mean of each."""
     episodes: int = 0
-    """That ended in it."""
+    """Episodes that ended in this lesson."""
     success_told: bool = False
-    """By one of them at least."""
+    """True once an episode reported success or failure."""
 
 
 @dataclass
 class Levels:
-    """What is known of one entry's levels."""
+    """Scores of one entry's levels."""
 
     scores: list[float]
     played: list[int]
-    """When each was played last, in episodes; −1: never."""
+    """Episode in which each was played last; −1: never."""
     episodes: int = 0
     pending: dict[str, tuple[str, int, list[float], list[int]]] = field(default_factory=dict)
     """Worker → its life and last fragment; per environment the sum of its running episode's scores, and their count."""
@@ -64,7 +64,7 @@ class Curriculum(Fold):
         self._told: set[str] = set()
 
     def table(self, counters: Counters) -> ParameterTable:
-        """The samplers of the present lessons, and each level's weight."""
+        """Returns the samplers of the current lessons, and each level's weight."""
         table = table_at(self._parameters, {name: lesson.number for name, lesson in self.lessons.items()})
         weights = {name: Sampler("levels", self._weights(name)) for name in self.levels}
         return ParameterTable(table.samplers | weights, table.lessons)
@@ -93,7 +93,7 @@ class Curriculum(Fold):
     def _measured(
         self, name: str, lesson: Lesson, which: str, criterion: CriterionConfig, record: EpisodeRecord, env_steps: int
     ) -> float | None:  # fmt: skip
-        """What the criterion's measure is now; None before enough episodes have ended."""
+        """Returns the criterion's measure; None before enough episodes have ended."""
         match criterion.measure:
             case "progress":
                 return env_steps / self._steps if lesson.episodes >= criterion.episodes else None
@@ -107,8 +107,8 @@ class Curriculum(Fold):
                 if not lesson.success_told and lesson.episodes == criterion.episodes:
                     self._tell_once(
                         f"environment.parameters.{name}: lesson {lesson.number} is measured by success, and the "
-                        f"environment told none in {lesson.episodes:,} episodes: tell is_success or success in the "
-                        f"last info, or measure by return"
+                        f"environment reported none in {lesson.episodes:,} episodes; report is_success or success in "
+                        f"the last info, or measure by return"
                     )
                 number = float(record.success or False)
             case "return":
@@ -154,7 +154,7 @@ class Curriculum(Fold):
             first += slots
 
     def _weights(self, name: str) -> tuple[float, ...]:
-        """Each level's probability: of those that were played by score and staleness, of the others alike."""
+        """Returns each level's probability: by score and staleness if it was played, equal among the others."""
         config, levels = self._replayed[name], self.levels[name]
         played = np.array(levels.played)
         seen = played >= 0

@@ -3,7 +3,7 @@
 Built-in folds are registered in `folds.py`; `folds` in the config names a user's own classes. The trainer gives every
 episode to each fold in log order. Its table decides the episodes that workers begin (rollout_worker/directors.py),
 and it observes their records in turn. Nothing but these calls may change a fold: no clock, no random state outside
-`state`. Then a trainer that learns the log again, and a replay, come to the same state, bit by bit.
+`state`. Then a trainer that learns the log again, and a replay, reach the same state, bit by bit.
 """
 
 import json
@@ -23,7 +23,7 @@ class Fold:
     """Base of all folds; override what is needed. `state` and `load_state` have to hold everything that changes."""
 
     name = ""
-    """Its key under `folds`: it names the fold in checkpoints, metrics and events."""
+    """Key under `folds`; it names the fold in checkpoints, metrics and events."""
     resettable: Collection[str] = ()
     """The policies that `after_update` may return."""
 
@@ -89,10 +89,10 @@ class Fold:
 
 
 def encode(fold: Fold) -> bytes:
-    """A fold's state as an object of a checkpoint; equal states have equal bytes."""
+    """Encodes a fold's state as an object of a checkpoint; equal states have equal bytes."""
     return json.dumps(fold.state(), sort_keys=True, separators=(",", ":")).encode()
 
 
 def all_metrics(folds: Sequence[Fold]) -> dict[str, float]:
-    """The metrics of all folds, by `NAME/KEY`."""
+    """Returns the metrics of all folds, by `NAME/KEY`."""
     return {f"{fold.name}/{key}": value for fold in folds for key, value in fold.metrics().items()}

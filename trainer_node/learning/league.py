@@ -2,8 +2,8 @@
 
 It observes each episode, and takes the snapshots that are due after an update (trainer_node/learning/fold.py).
 
-Ratings are OpenSkill's Plackett-Luce model (Weng and Lin 2011) with the library's defaults, one per player and seat;
-beside it stands Elo as ML-Agents has it: it begins at 1200, and a match moves it by result − expectation (K = 1).
+Ratings are OpenSkill's Plackett-Luce model (Weng and Lin 2011) with the library's defaults, one per player and seat,
+and Elo as in ML-Agents: it begins at 1200, and a match moves it by result − expectation (K = 1).
 """
 
 import math
@@ -28,7 +28,7 @@ _MODEL = PlackettLuce()
 _ELO, _ELO_SCALE = 1200.0, 400.0
 _FORFEITS_ALLOWED = 20
 ALL = ""
-"""In place of an opponent: all but itself, since its last snapshot."""
+"""Stands for all opponents but itself, since its last snapshot."""
 
 
 @dataclass
@@ -53,22 +53,21 @@ class Snapshot:
     policy: str
     sha256: str
     env_steps: int
-    """Of the learner's own play when it was taken."""
+    """Steps that the learner had played."""
     weights: str = ""
-    """A hash of what the policy is, whenever it was taken."""
+    """Hash of the policy without its number of updates."""
 
 
 @dataclass
 class Standing:
-    """What is known of a learner: counters of its own play, and its form against each opponent."""
+    """Counters of a learner's own play, and its form against each opponent."""
 
     played: Counters = field(default_factory=Counters)
     snapshot_at: Counters = field(default_factory=Counters)
     began_at: Counters = field(default_factory=Counters)
     resets: int = 0
     former: int = -1
-    """The newest version that may have acted with the weights of before the last reset (or, where versions may lag, as
-    many of the new ones)."""
+    """Newest version that may have acted with weights from before the last reset."""
     form: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Opponent → matches, and its win rate (a draw is half a win) over about the last `snapshot.min_games`."""
 
@@ -110,7 +109,6 @@ class League(Fold):
         self._acted_by = 0
         self._told: set[str] = set()
         self._resets: list[str] = []
-        """Lines that are to be told."""
         self._why: dict[str, str] = {}
         """Player → why it forfeited last."""
         for name in sorted(self._learners):
@@ -179,7 +177,7 @@ class League(Fold):
         return known and match.players[match.side] == learner.policy and self._seats[match.side] == learner.seat
 
     def _rate(self, match: MatchRecord) -> None:
-        """Both ratings of all players; of a match in which a player met itself, none."""
+        """Updates both ratings of all players, unless a player met itself."""
         places = list(zip(self._seats, match.players, strict=True))
         if len(set(places)) < len(places):
             return
@@ -235,7 +233,7 @@ class League(Fold):
         return won or (reset.or_after is not None and _passed(reset.or_after, standing.played, standing.began_at))
 
     def _take_snapshot(self, name: str, policies: Mapping[str, Policy], updates: int) -> None:
-        """The learner's weights join the league with its rating; the oldest snapshot may have to leave."""
+        """Adds the learner's weights and rating to the league; the oldest snapshot may have to leave."""
         state, learner = self.now, self._learners[name]
         standing, policy_id = state.learners[name], learner.policy
         standing.snapshot_at = replace(standing.played)
@@ -265,7 +263,7 @@ class League(Fold):
             row.pop(snapshot.id, None)
 
     def table(self, train: Counters) -> MatchTable:
-        """Who may play whom from now on; `swap_every` counts by the counters `train`."""
+        """Returns who may play whom from now on; `swap_every` counts by the counters `train`."""
         names, every = sorted(self._learners), self._config.swap_every
         if every is not None:
             names = [names[every.index(train) % len(names)]]
@@ -285,14 +283,14 @@ class League(Fold):
         return MatchTable(self._sides, self._seats, learners, players)
 
     def _met(self, seat: str) -> list[str]:
-        """The policies whose seats are on other sides than one of this policy."""
+        """Returns the policies whose seats are on other sides than one of this policy."""
         return sorted(other for other, count in Counter(self._seats).items() if other != seat or count > 1)
 
     def _drawn(self, name: str) -> set[str]:
         return {its for seat in self._met(self._learners[name].seat) for its, _ in self._opponents(name, seat)}
 
     def _current(self, name: str) -> set[str]:
-        """The other policies whose current weights `name` may meet."""
+        """Returns the other policies whose current weights `name` may meet."""
         return self._drawn(name) & {*self._seats} - {self._learners[name].policy}
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
@@ -309,7 +307,7 @@ class League(Fold):
         return tuple((player, probability) for player, probability in found.items() if probability > 0)
 
     def _past(self, name: str, seat: str) -> dict[str, float]:
-        """Snapshot → weight of those that `name` may meet in `seat`, oldest first."""
+        """Returns the weights of the snapshots that `name` may meet in `seat`, oldest first."""
         config, learner, met = self._config.opponents.past, self._learners[name], set[str]()
         for policy_id in (each.policy for each in self._learners.values() if each.seat == seat):
             if policy_id == seat or learner.policy == learner.seat:  # else it exploits the seat's own policy
@@ -330,12 +328,12 @@ class League(Fold):
         return self._new
 
     def objects(self) -> list[str]:
-        """Returns the SHA-256 of all players, the fixed ones included."""
+        """Returns the SHA-256 of all players, including fixed players."""
         fixed = (ref.sha256 for ref in self._fixed.values() if ref.sha256)
         return sorted({*(snapshot.sha256 for snapshot in self.now.snapshots), *fixed})
 
     def rating(self, policy_id: str) -> float:
-        """The ordinal of a learning policy, of the first learner's where none is named."""
+        """Returns the ordinal of a learning policy, by default the first learner's."""
         named = {its.policy: its.seat for its in self._learners.values()}
         policy_id = policy_id or first_learner(self._learners).policy
         return self.now.ratings[named[policy_id]][policy_id].ordinal
@@ -356,8 +354,8 @@ class League(Fold):
         return found
 
     def drain_events(self) -> list[str]:
-        """Returns a line for each reset; and once in a process, where fixed players are not met, for each learner whose
-        `plays` is no opponent of it, and for each player that has forfeited many matches."""
+        """Returns a line for each reset; and once in a process, where fixed players are not met, for each learner that
+        never meets the policy it `plays`, and for each player that has forfeited many matches."""
         lines = self._resets
         self._resets = []
         if self._config.fixed and not self._config.opponents.fixed.share and "" not in self._told:
@@ -398,7 +396,7 @@ def _passed(duration: Duration, now: Counters, before: Counters) -> bool:
 
 
 def wilson(games: int, wins: int, draws: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a win rate (a draw is half a win), by default of 95 %; (0, 1) of no games."""
+    """Wilson's score interval of a win rate (a draw is half a win), by default of 95 %; (0, 1) without games."""
     if not games:
         return 0.0, 1.0
     rate, spread = (wins + draws / 2) / games, z * z / games
@@ -407,7 +405,7 @@ def wilson(games: int, wins: int, draws: int, z: float = 1.96) -> tuple[float, f
 
 
 def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
-    """The league as plain data, for `stagecoach league` and the page.
+    """Returns the league as plain data, for `stagecoach league` and the page.
 
     `players` are rows of ratings, the best first; `payoff` has a row per player that has played as a learner, with an
     entry per opponent: games, wins, draws, rate, its interval, mean return, and per side the counts and sum of returns.

@@ -46,7 +46,7 @@ Transform = Callable[[Columns], Columns]
 
 
 class ExperienceFilter:
-    """What is done to one policy's experience before it is learned from: rewards scaled, clipped, a user's function.
+    """Filters one policy's experience before learning: scales and clips rewards, applies a user's function.
 
     It depends on one fragment alone, so that a replay buffer can be filled again from the log.
     """
@@ -59,9 +59,9 @@ class ExperienceFilter:
             self._transform = import_object(config.transform, f"{field}.transform", kind="function")
 
     def __call__(self, columns: Columns) -> Columns:
-        """A fragment's columns (shared/experience/fragment.py) as they are to be learned from; they are not changed.
+        """Returns the filtered columns of a fragment (shared/experience/fragment.py), and leaves these as they are.
 
-        Raises `ConfigError` where the user's function raises, or answers what a fragment cannot hold.
+        Raises `ConfigError` if the user's function raises, or returns what a fragment cannot hold.
         """
         reward = columns["reward"]
         if self._scale != 1.0:
@@ -93,7 +93,7 @@ class Learner:
     """The parts that learn, per policy id, and what they have counted."""
 
     policies: dict[str, Policy]
-    """All of them; those that are not trainable have none of the other parts."""
+    """All policies; only trainable policies have the other parts."""
     algorithms: dict[str, Algorithm]
     rewards: dict[str, RewardFilter]
     filters: dict[str, ExperienceFilter]
@@ -102,20 +102,20 @@ class Learner:
     remembered: deque[str]
     """Log positions of the fragments that replay buffers hold, oldest first."""
     demonstrations: dict[str, Demonstrations] = field(default_factory=dict)
-    """What is imitated, by the policies that do; read at the first look."""
+    """Demonstrations of the policies that imitate; read at first use."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
-    """Of the policies that learn from other rewards than the environment gave."""
+    """Returns of the policies that learn from other rewards than the environment gave."""
     tallies: dict[str, Counters] = field(default_factory=dict)
-    """Of several policies, what the agents of each did in training: transitions (`env_steps`) and episodes."""
+    """Transitions (`env_steps`) and episodes in training by policy; empty with one policy."""
     every_step_counts: bool = False
-    """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
+    """True if an agent acts in every step, and rows do not show it (turns, or rows of opponents left out)."""
     folds: Sequence[Fold] = ()
-    """In the order in which they observe an episode."""
+    """Folds, in the order in which they observe an episode."""
     initial: dict[str, Columns] = field(default_factory=dict)
     """Weights and state of the algorithm of each policy that a fold may reset, to begin again with."""
 
     def read_demonstrations(self) -> None:
-        """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
+        """Reads demonstrations before updates need them; raises `DatasetError` or errors of an archive's store."""
         for its in self.demonstrations.values():
             len(its)
 
@@ -124,7 +124,7 @@ class Learner:
         return {fold.name: fold.table(self.counters.train).as_dict() for fold in self.folds}
 
     def mean_return(self) -> float | None:
-        """Over the last training episodes; None before the first has ended."""
+        """Returns the mean over the last training episodes; None before the first has ended."""
         returns = [record.episode_return for record in self.episodes]
         return sum(returns) / len(returns) if returns else None
 
@@ -169,7 +169,7 @@ class Learner:
             item.columns[policy_id] = filtered(item.columns[policy_id])
 
     def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
-        """One update of every policy (in warm-up, only of normalizers and replay buffers); returns the metrics.
+        """Updates every policy (in warm-up, only normalizers and replay buffers); returns the metrics.
 
         With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
         """
@@ -190,7 +190,7 @@ class Learner:
         broken = [policy_id for policy_id, policy in self.policies.items() if not finite_weights(policy)]
         if broken:
             raise WeightsNotFinite(
-                f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its "
+                f"update {self.counters.train.updates} left infinite or NaN weights in {', '.join(broken)}; its "
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
@@ -214,7 +214,7 @@ class Learner:
 
 _WEIGHTS, _STATE = "weights/", "state/"
 _MUCH = 0.1
-"""Of the turns that are acted."""
+"""Share of all turns."""
 
 
 def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
@@ -223,18 +223,18 @@ def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
 
 
 def algorithm_class(config: AlgorithmConfig) -> Any:
-    """The class that learns by this section; raises `ConfigError` where it cannot be imported."""
+    """Returns the section's algorithm; raises `ConfigError` if it cannot be imported."""
     return import_object(config.name if ":" in config.name else config.learner, "algorithm.name", kind="Class")
 
 
 def make_algorithm(policy: Policy, config: AlgorithmConfig, setting: Setting) -> Algorithm:
-    """What learns `policy`; raises `ConfigError` where its class cannot be imported."""
+    """Makes the algorithm that learns `policy`; raises `ConfigError` if its class cannot be imported."""
     algorithm: Algorithm = algorithm_class(config)(policy, config.resolved(), setting)
     return algorithm
 
 
 def set_up_torch(config: TrainerConfig) -> None:
-    """What the config says of this process's PyTorch, and results depend on; raises `ConfigError`."""
+    """Applies the settings of PyTorch that results depend on; raises `ConfigError`."""
     torch.set_num_threads(config.torch_threads)
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.compile:
@@ -242,17 +242,17 @@ def set_up_torch(config: TrainerConfig) -> None:
 
 
 def _no_reader(config: RecordedConfig, description: EnvironmentDescription) -> Recordings:
-    raise DatasetError(f"demonstrations.path={config.path} cannot be read: this learner was made without a reader")
+    raise DatasetError(f"demonstrations.path={config.path} cannot be read: this learner has no reader")
 
 
 def make_learner(
     config: Config, description: EnvironmentDescription,
     begin: Callable[[Mapping[str, Policy]], None] = lambda _: None, read_dataset: DatasetReader = _no_reader,
 ) -> Learner:  # fmt: skip
-    """An untrained learner, decided by the config and its seed alone.
+    """Returns an untrained learner, decided by the config and its seed alone.
 
     `begin` may give the policies other weights, before algorithms make target networks of them. `read_dataset` reads
-    the run's demonstrations when they are first asked for; without it a learner of a run that has any cannot learn.
+    the run's demonstrations at first use; without it a learner of a run that has demonstrations cannot learn.
     """
     device = torch_device(config.trainer.device)
     sections = {policy_id: config.algorithm_of(policy_id) for policy_id in config.trainable}
@@ -299,7 +299,7 @@ def make_learner(
 
 
 def turns_lost(config: Config, description: EnvironmentDescription) -> str:
-    """A line where agents act in turns and more than a tenth of the turns is cut off by fragments' ends, else empty."""
+    """Returns a warning if agents act in turns and fragments' ends cut off more than a tenth of them, else ""."""
     steps, agents = config.rollout.fragment_steps, len(description.agents)
     if not description.in_turns or config.environment.hierarchy or config.dataset or agents / steps <= _MUCH:
         return ""
@@ -311,7 +311,7 @@ def turns_lost(config: Config, description: EnvironmentDescription) -> str:
 
 
 def _begins(item: Fragment) -> bool:
-    """Whether episodes begin with it: a successor's first fragment continues those that it took up."""
+    """Returns whether episodes begin with it: a successor's first fragment continues episodes."""
     return item.header.seq == 0 and item.header.life.partition(".")[0] == str(item.header.incarnation)
 
 
@@ -320,7 +320,7 @@ def _source(item: Fragment) -> str:
 
 
 def _env_steps(item: Fragment) -> int:
-    """Steps of environments in which at least one agent acted (a native reset step is none)."""
+    """Counts steps of environments in which at least one agent acted, unlike in a native reset step."""
     header = item.header
     masks = [columns["mask"].reshape(header.steps, -1, header.num_envs) for columns in item.columns.values()]
     return int(np.logical_or.reduce([mask.any(axis=1) for mask in masks]).sum())

@@ -1,6 +1,6 @@
 """Recurrent replay distributed DQN (R2D2, Kapturowski et al. 2019): Q-learning of sequences with a recurrent core.
 
-Each gradient step recomputes hidden states from the stored ones: first through the burn-in fragments, by both networks
+Each gradient step recomputes hidden states from stored states: first through the burn-in fragments, by both networks
 and without gradients, then through the learned sequence.
 """
 

@@ -47,7 +47,7 @@ class Drawn:
         """Arguments of `Critics`."""
         self.target_entropy = -float(policy.bounds.size)
 
-    def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
+    def target_entropy_of(self, observations: Mapping[str, Tensor]) -> float | Tensor:
         """Returns the target entropy for these observations, if the config has none."""
         return self.target_entropy
 
@@ -89,7 +89,7 @@ class Counted:
         best = 1.0 - _DISCRETE_EPSILON + other
         return -best * math.log(best) - (choices - 1) * other * math.log(other)
 
-    def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
+    def target_entropy_of(self, observations: Mapping[str, Tensor]) -> float | Tensor:
         """Returns the mean over rows, each by its number of legal choices."""
         legal = legal_choices(observations, self._policy.spaces)
         if legal is None:
@@ -156,10 +156,10 @@ class SAC(ActorAndCritics):
         metrics |= {"train/entropy": entropies.mean(), "train/temperature": self.log_temperature.detach().exp()}
         if self._config.learn_temperature:
             schedule = self._config.learning_rate
-            asked: float | Tensor = self.target_entropy
+            target_entropy: float | Tensor = self.target_entropy
             if self._config.target_entropy is None:
-                asked = self.actions.asked(batch.observations)
-            self.move_temperature(self.mean_of_all(entropies.mean()), schedule.value(counters), asked)
+                target_entropy = self.actions.target_entropy_of(batch.observations)
+            self.move_temperature(self.mean_of_all(entropies.mean()), schedule.value(counters), target_entropy)
         soft_update(self.targets, self.critics, self._config.tau)
         return Lesson(metrics, td_error)
 
@@ -169,7 +169,7 @@ class SAC(ActorAndCritics):
         """Steps the critics; returns metrics and the mean absolute error `[B]`."""
         return self._step_critics(*self._critic_loss(batch, noise), counters)
 
-    def move_temperature(self, entropy: Tensor, learning_rate: float, asked: float | Tensor) -> None:
-        """Moves α by eq. 18, on ln α so that α stays positive: down if the entropy exceeds `asked`."""
-        self.log_temperature.grad = entropy - asked
+    def move_temperature(self, entropy: Tensor, learning_rate: float, target_entropy: float | Tensor) -> None:
+        """Moves α by eq. 18, on ln α so that α stays positive: down if the entropy exceeds `target_entropy`."""
+        self.log_temperature.grad = entropy - target_entropy
         self._temperature_adam.step(learning_rate)

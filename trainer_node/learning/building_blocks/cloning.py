@@ -21,7 +21,7 @@ _NUMBER = 0
 
 
 class Cloning:
-    """Cloning term of one policy; inactive if `config` is None."""
+    """Cloning term of one policy; inactive without a `config`."""
 
     def __init__(self, config: CloningConfig | None, policy: Policy, setting: Setting) -> None:
         if config is not None and setting.demonstrations is None:

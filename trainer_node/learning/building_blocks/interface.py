@@ -79,7 +79,7 @@ class Setting:
 
 
 Terms = tuple[Tensor, dict[str, Tensor]]
-"""A loss, and what it is made of."""
+"""A loss and its parts."""
 
 
 def mean_terms(
@@ -95,26 +95,26 @@ def mean_terms(
 
 
 class Shard:
-    """What one process learns from of each minibatch: everything, where it learns alone.
+    """Share of each minibatch that this process learns from: all of it, if it learns alone.
 
-    With several ranks it is `trainer_node/distributed/process_group.py: RankShard`; all of them together are the whole.
+    With several ranks it is a `trainer_node/distributed/process_group.py: RankShard`.
     """
 
     def rows(self, count: int) -> slice:
-        """Which of a minibatch's `count` rows are ours."""
+        """Returns our rows of a minibatch of `count`."""
         return slice(0, count)
 
     def mean(self, values: Tensor, count: int) -> Tensor:
-        """What our rows' `values` add to their mean over all `count` rows."""
+        """Returns what our rows' `values` add to the mean over all `count` rows."""
         return values.mean()
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, the same bits on each of them, added in their order."""
+        """Returns the sum of all ranks' parts, added in rank order: the same bits on each rank."""
         return part
 
 
 class PolicyLearner:
-    """Base of the algorithms: a policy, and what is learned beside it."""
+    """Base of the algorithms: a policy, and all else that is learned."""
 
     policy: Policy
     _config: Any
@@ -123,9 +123,8 @@ class PolicyLearner:
         self.policy = policy.to(setting.device)
         self._config, self._setting = config, setting
         self.shard = Shard()
-        """What of each minibatch is learned from here; the rest by the other ranks."""
         self.parts: dict[str, Part] = {}
-        """What is learned beside the policy (optimizers, critics, targets), by the beginning of its arrays' names."""
+        """Prefix of array names → optimizer, critic or target."""
 
     def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
         """The fragments' columns side by side, on the device."""
@@ -153,16 +152,15 @@ class Algorithm(Protocol):
 
     policy: Policy
     shard: Shard
-    """What of each minibatch is learned from here; the rest by the other ranks."""
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
-        """One update from K fragments of equal T; returns the metrics. `counters` include these fragments."""
+        """Updates from K fragments of equal T; returns the metrics. `counters` include these fragments."""
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """What is done with experience that is not learned from (warm-up): normalizers and replay buffer take it in."""
+        """Adds experience of warm-up, which is not learned from, to normalizers and replay buffer."""
 
     def state(self) -> Columns:
-        """All that the next update depends on, beside the policy and the contents of the replay buffer."""
+        """Returns all that the next update depends on, except the policy and the contents of the replay buffer."""
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
@@ -185,7 +183,7 @@ class EstimatingAlgorithm(Protocol):
 
     @property
     def advantages(self) -> Array | None:
-        """Advantages of the last update; None if there are none."""
+        """Advantages of the last update; None if it had none."""
 
 
 def replay_fragments(algorithm: Algorithm) -> int:

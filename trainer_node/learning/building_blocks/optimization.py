@@ -72,8 +72,8 @@ class Adam:
         """
         if any(parameter.data_ptr() != address for parameter, address in zip(self._moved, self._addresses)):
             raise RuntimeError(
-                "a parameter lies elsewhere than its optimizer put it; move a network to its device, or copy it, "
-                "before its optimizer is made"
+                "a parameter is not where its optimizer put it; move a network to its device, or copy it, "
+                "before creating its optimizer"
             )
         found = {place: item.grad for place, item in enumerate(self._moved) if item.grad is not None}
         if len(found) < len(self._moved):

@@ -97,7 +97,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         return changed
 
     def _sources(self, rows: Array, generator: np.random.Generator) -> tuple[Array, Array]:
-        """Which of the batch get another goal, and the steps after which these were achieved."""
+        """Returns the rows to relabel, and the step at which each new goal was achieved."""
         chosen, share = generator.random((2, len(rows)))
         which = np.flatnonzero((chosen < self._fraction) & ~self.ring.next_unknown(rows))
         rows, share = rows[which], share[which]
@@ -111,7 +111,7 @@ class HindsightReplayBuffer(ReplayBuffer):
         return which, self._spans.later(begin, (share * (behind + ahead + 1)).astype(np.int64))
 
     def _again(self, path: Array, valid: Array, goals: Array) -> tuple[Array, Array, Array]:
-        """What the steps `[n, M]` would have been with these goals `[M, …]`: valid, reward, terminated."""
+        """Returns valid, reward and terminated of the steps `[n, M]` under these goals `[M, …]`."""
         rows = path.reshape(-1)
         achieved = self.ring.next_observations(rows, ACHIEVED)[ACHIEVED]
         desired = np.broadcast_to(goals, (*path.shape, *goals.shape[1:])).reshape(achieved.shape)
@@ -133,7 +133,7 @@ class HindsightReplayBuffer(ReplayBuffer):
 
 
 class EpisodeSpans:
-    """For each step, where its episode begins and ends in the buffer; eight bytes a row."""
+    """First and last row of each step's episode in the buffer; eight bytes a row."""
 
     def __init__(self, ring: FragmentRing) -> None:
         self._ring = ring

@@ -154,7 +154,7 @@ class Stream(Rewarding):
 
 
 class RewardSignals:
-    """The signals of a config; empty if it is None."""
+    """Signals of a config; empty without a config."""
 
     stream: type[Rewarding] = Stream
 

@@ -83,7 +83,7 @@ class GAIL(Signal):
         self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
 
     def observe(self, observations: Mapping[str, Tensor]) -> None:
-        """The statistics take them in, and before all others those that were demonstrated."""
+        """Adds observations to the statistics, after those of the demonstrations."""
         if not self.begun:
             shown = self.demonstrations.columns
             super().observe({name: torch.from_numpy(shown[name]).to(self.begun.device) for name in observations})
@@ -95,7 +95,7 @@ class GAIL(Signal):
         return functional.softplus(self._judged(self._features(rows.observations, rows.actions)))
 
     def loss(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy on these steps and as many demonstrated ones, with the penalty on what lies between them."""
+        """Cross-entropy on these and as many demonstrated steps, with the penalty on steps between them."""
         shown = self.demonstrations.draw(len(rows), generator, next(self.parameters()).device)
         features = [self._features(drawn.observations, drawn.actions) for drawn in (shown, rows)]
         ours, theirs = (self._judged(part) for part in reversed(features))

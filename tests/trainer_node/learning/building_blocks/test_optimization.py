@@ -73,7 +73,7 @@ def test_adam_detects_a_moved_network() -> None:
     adam = Adam(layers.parameters(), 1e-5)
     stepped(adam, layers, 0)
     next(layers.parameters()).data = torch.ones(7, 5)
-    with pytest.raises(RuntimeError, match="before its optimizer is made"):
+    with pytest.raises(RuntimeError, match="before creating its optimizer"):
         stepped(adam, layers, 1)
     with pytest.raises(ValueError, match="one dtype on one device"):
         Adam([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], 1e-5)
