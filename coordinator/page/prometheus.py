@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -116,9 +116,7 @@ Sample = tuple[str, tuple[str, ...], float]
 
 def exposition(views: Sequence[RunView]) -> bytes:
     """Renders the views' last state in the text format, version 0.0.4."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Runs(views))
-    return generate_latest(registry)
+    return generate_latest(_Runs(views))
 
 
 class _Runs(Collector):

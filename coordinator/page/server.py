@@ -33,6 +33,7 @@ from stagecoach.coordinator.page.prometheus import exposition
 from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, matching
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import config_fields, differences
+from stagecoach.coordinator.run_access.run_list import list_runs
 from stagecoach.shared.base.errors import (
     CheckpointNotFound,
     ObjectMissing,
@@ -134,7 +135,10 @@ class _Page:
         return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
-        rows = [replace(row, reason=reason_in_words(row.reason.partition("\n")[0])) for row in self._views.runs()]
+        rows = [
+            replace(row, reason=reason_in_words(row.reason.partition("\n")[0]))
+            for row in list_runs(self._views.runs_dir)
+        ]
         return JSONResponse(jsonable([asdict(row) for row in rows]))
 
     def snapshot(self, request: Request) -> Response:

@@ -18,7 +18,6 @@ from stagecoach.coordinator.catalog.run_files import REMOTE, is_locked, run_path
 from stagecoach.coordinator.catalog.run_metrics import Curves, Recorded
 from stagecoach.coordinator.page.totals import Totals
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.coordinator.run_access.run_list import RunRow, list_runs
 from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.protocol.events import read_evaluations
@@ -29,7 +28,7 @@ _EVENTS_SHOWN = 500
 _FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0
 _SCRAPE_SECONDS = 3.0
 """Time that a scrape waits for all runs together; Prometheus gives up after 10 s by default."""
-_REFRESH_SECONDS, _LIST_SECONDS, _FORGET_SECONDS = 1.0, 1.0, 60.0
+_REFRESH_SECONDS, _FORGET_SECONDS = 1.0, 60.0
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 AWAY = (StagecoachError, redis.RedisError, OSError)
 
@@ -135,8 +134,7 @@ class Views:
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.closed = runs_dir, threading.Event()
         self._watched: dict[str, RunView] = {}
-        self._lock, self._list_lock = threading.Lock(), threading.Lock()
-        self._listed: tuple[float, list[RunRow]] = (float("-inf"), [])
+        self._lock = threading.Lock()
 
     def attach(self, run_id: str) -> Run:
         """Creates a new handle; raises `RunNotFound`."""
@@ -159,14 +157,6 @@ class Views:
         paths = [path for path in run_paths(self.runs_dir) if is_locked(path) or (path / REMOTE).exists()]
         views, until = [self.of(path.name) for path in paths], time.monotonic() + _SCRAPE_SECONDS
         return [view for view in views if view.wait(until - time.monotonic())]
-
-    def runs(self) -> list[RunRow]:
-        with self._list_lock:
-            listed_at, rows = self._listed
-            if time.monotonic() - listed_at >= _LIST_SECONDS:
-                rows = list_runs(self.runs_dir)
-                self._listed = time.monotonic(), rows
-            return rows
 
     def close(self) -> None:
         self.closed.set()
