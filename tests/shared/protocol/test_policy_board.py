@@ -45,7 +45,7 @@ def publish(role: RunContext, epoch: int, version: int, **changes: Any) -> str:
     return PolicyBoard(role.redis, role.run_id).publish(**given | changes).reply
 
 
-def test_a_worker_fetches_exactly_what_was_published(role: RunContext) -> None:
+def test_worker_fetches_exactly_what_was_published(role: RunContext) -> None:
     board, epoch = PolicyBoard(role.redis, role.run_id), role.flow.take_over()
     assert board.fetch(role.checkpoints) is None
     assert publish(role, epoch, 7) == "published"
@@ -60,7 +60,7 @@ def test_a_worker_fetches_exactly_what_was_published(role: RunContext) -> None:
             np.testing.assert_array_equal(found.states[policy_id][name], array, strict=True)
 
 
-def test_version_credit_position_and_ledger_move_together_and_not_in_a_run_that_is_gone(role: RunContext) -> None:
+def test_publication_moves_version_credit_and_ledger_together(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     worker.work()
     worker.work()
@@ -82,7 +82,7 @@ def test_version_credit_position_and_ledger_move_together_and_not_in_a_run_that_
 
 
 @pytest.mark.parametrize("version", [0, 2, 3])
-def test_a_known_version_changes_nothing(role: RunContext, version: int) -> None:
+def test_known_version_changes_nothing(role: RunContext, version: int) -> None:
     epoch = role.flow.take_over()
     assert publish(role, epoch, 3, consumed=2, committed_id="5-1") == "published"
     before = in_redis(role)

@@ -44,12 +44,12 @@ def test_entries_come_back_byte_for_byte_in_the_order_of_the_log(any_store: Obje
     assert numbers(list(archive.entries("4-0", "10-0"))) == [5, 6, 7, 8, 9, 10]
 
 
-def test_what_two_trainers_wrote_twice_is_read_once(any_store: ObjectStore) -> None:
+def test_overlapping_segments_are_read_once(any_store: ObjectStore) -> None:
     archive = filled(any_store, (0, 5), (0, 8), (3, 8), (8, 9))
     assert numbers(list(archive.entries())) == list(range(1, 10))
 
 
-def test_a_trainer_reads_it_page_by_page_from_any_position(any_store: ObjectStore) -> None:
+def test_archive_reads_in_pages_from_any_position(any_store: ObjectStore) -> None:
     archive, position, found = filled(any_store, (0, 5), (5, 9)), "2-0", []
     while page := archive.read(position, 2, 0.0):
         assert len(page) <= 2
@@ -71,7 +71,7 @@ def test_holes_and_a_missing_begin_or_end_are_named(any_store: ObjectStore) -> N
     assert list(Archive(any_store, "another").segments()) == archive.segments(), "the store is one run's"
 
 
-def test_an_altered_or_foreign_segment_is_refused() -> None:
+def test_altered_or_foreign_segment_is_refused() -> None:
     segment = Segment("0-0", "2-0", 8)
     blob = encode_segment("a-run", segment, [entry(1), entry(2)])
     assert decode_segment(blob, "a-run", segment) == [entry(1), entry(2)]
@@ -87,7 +87,7 @@ def test_an_altered_or_foreign_segment_is_refused() -> None:
             decode_segment(data, run_id, wanted)
 
 
-def test_a_segment_that_is_deleted_is_in_no_listing_and_one_that_is_gone_is_named(any_store: ObjectStore) -> None:
+def test_deleted_segment_is_unlisted_and_missing_one_is_named(any_store: ObjectStore) -> None:
     archive = filled(any_store, (0, 2), (2, 4), (4, 6))
     first, second, third = archive.segments()
     archive.delete(first)
@@ -114,7 +114,7 @@ def test_read_experience_takes_every_way_to_name_a_folder(
     assert list(read_experience(".")) == []
 
 
-def test_read_experience_takes_an_s3_server_with_credentials_from_the_environment(
+def test_read_experience_uses_credentials_from_environment(
     s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, access, secret = s3_servers["rclone"]
@@ -143,7 +143,7 @@ def test_read_experience_takes_an_s3_server_with_credentials_from_the_environmen
         ("", "no archived experience"),
     ],
 )
-def test_a_wrong_location_is_an_error_at_once_and_not_an_empty_dataset(
+def test_wrong_location_raises_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

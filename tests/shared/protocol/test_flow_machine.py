@@ -456,7 +456,7 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 
 @pytest.mark.parametrize("fragments_per_update", [1, 2, 4])
 @pytest.mark.parametrize("max_policy_lag", [0, 1, 3])
-def test_the_protocol_keeps_its_bounds_and_its_accounting_in_every_order(
+def test_protocol_keeps_bounds_and_accounting_in_random_order(
     client: redis.Redis, tmp_path: Path, max_policy_lag: int, fragments_per_update: int
 ) -> None:
     play(server=client, folder=tmp_path, max_lag=max_policy_lag, updates_of=fragments_per_update)

@@ -11,9 +11,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.metric_tail import append_row, newest_row, read_rows
 
 
-def test_rows_are_read_as_they_were_written_and_only_those_behind_what_is_known(
-    redis_client: redis.Redis, unique_run_id: str
-) -> None:
+def test_rows_after_an_id_are_read_as_written(redis_client: redis.Redis, unique_run_id: str) -> None:
     assert read_rows(redis_client, unique_run_id) == [] and newest_row(redis_client, unique_run_id) == {}
     for number in range(3):
         append_row(redis_client, unique_run_id, 2, number, {"time/env_steps": 64.0 * number, "train/loss": 0.5})
@@ -28,7 +26,7 @@ def test_rows_are_read_as_they_were_written_and_only_those_behind_what_is_known(
     assert newest_row(redis_client, unique_run_id) == {"time/env_steps": 128.0, "train/loss": 0.5}
 
 
-def test_what_is_not_finite_is_none(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_infinite_values_become_none(redis_client: redis.Redis, unique_run_id: str) -> None:
     append_row(redis_client, unique_run_id, 1, 0, {"a": float("nan"), "b": float("inf"), "c": 1.0})
     assert newest_row(redis_client, unique_run_id) == {"a": None, "b": None, "c": 1.0}
 

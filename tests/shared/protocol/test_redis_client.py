@@ -92,9 +92,7 @@ def refusal(where: Address, role: RoleName | None = None, timeout_seconds: float
     return message
 
 
-def test_the_password_may_come_from_a_file_or_the_environment_which_comes_second(
-    redis_server: RedisServer, environment: SetUp, tmp_path: Path
-) -> None:
+def test_password_file_precedes_environment(redis_server: RedisServer, environment: SetUp, tmp_path: Path) -> None:
     with connect_redis(address(redis_server.url, tmp_path, redis_server.password), WITHOUT_RETRIES) as client:
         assert client.ping()
     environment(REDIS_PASSWORD=redis_server.password)
@@ -105,7 +103,7 @@ def test_the_password_may_come_from_a_file_or_the_environment_which_comes_second
     assert (found.redis_username, found.redis_password) == (None, SECRET)
 
 
-def test_an_address_where_nothing_listens(tmp_path: Path) -> None:
+def test_address_without_server_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for server in (f"127.0.0.1:{port}", "no-such-host.invalid:6379"):
@@ -122,13 +120,13 @@ def test_wrong_credentials(
     assert "STAGECOACH_REDIS_PASSWORD" in message and "STAGECOACH_REDIS_USERNAME" in message
 
 
-def test_the_refusal_names_the_roles_own_variable(environment: SetUp, redis_server: RedisServer) -> None:
+def test_refusal_names_the_variable_of_the_role(environment: SetUp, redis_server: RedisServer) -> None:
     environment(VIEWER_REDIS_PASSWORD=SECRET)
     message = refusal(Address("run", redis_server.url, ""), "viewer")
     assert "STAGECOACH_VIEWER_REDIS_PASSWORD, or STAGECOACH_REDIS_PASS" in message
 
 
-def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> None:
+def test_user_without_permissions_is_named(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> None:
     with redis_server.client() as client:
         client.acl_setuser(unique_run_id, enabled=True, passwords=[f"+{SECRET}"], commands=["+ping"], keys=["*"])
     message = refusal(address(redis_server.url, tmp_path, SECRET, unique_run_id))
@@ -146,7 +144,7 @@ def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_pat
     ],
     ids=["silence", "http", "ssh", "binary", "empty"],
 )
-def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes | None) -> None:
+def test_port_of_another_protocol_is_named(tmp_path: Path, reply: bytes | None) -> None:
     with answering(reply) as url:
         assert "does not answer" in refusal(address(url, tmp_path, SECRET), timeout_seconds=2)
 
@@ -164,9 +162,7 @@ def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes | None) -> None:
     ],
 )
 @pytest.mark.parametrize("folder", [None, "/runs/a/redis"])
-def test_a_redis_that_cannot_write_to_its_disk_says_why_where_and_what_to_do(
-    said: str, told: str, folder: str | None, tmp_path: Path
-) -> None:
+def test_redis_with_full_disk_is_named_with_remedy(said: str, told: str, folder: str | None, tmp_path: Path) -> None:
     with answering(f"-{said}\r\n".encode()) as url:
         message = refusal(replace(address(url, tmp_path), redis_folder=folder))
     assert message.partition("refuses to serve: ")[2].startswith(told)
@@ -174,7 +170,7 @@ def test_a_redis_that_cannot_write_to_its_disk_says_why_where_and_what_to_do(
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://127.0.0.1:port", f"redis://:{SECRET}@[half"])
-def test_an_address_that_is_none(tmp_path: Path, url: str) -> None:
+def test_invalid_address_is_named(tmp_path: Path, url: str) -> None:
     assert "redis.url" in refusal(address(url, tmp_path, SECRET))
 
 
@@ -255,7 +251,7 @@ def user(role: RoleName | None) -> tuple[str | None, str | None]:
     return found.redis_username, found.redis_password
 
 
-def test_a_roles_own_come_before_those_for_all(environment: SetUp) -> None:
+def test_role_credentials_precede_common_credentials(environment: SetUp) -> None:
     assert user("worker") == (None, None)
     environment(REDIS_PASSWORD="all")
     assert user("worker") == user(None) == (None, "all")
@@ -272,7 +268,7 @@ def test_a_roles_own_come_before_those_for_all(environment: SetUp) -> None:
     assert (user("viewer"), user("coordinator")) == (("viewer", "looks"), ("coordinator", "may do more"))
 
 
-def test_from_a_mounted_file(environment: SetUp, tmp_path: Path) -> None:
+def test_password_is_read_from_mounted_file(environment: SetUp, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("from file\n")
     environment(TRAINER_REDIS_PASSWORD_FILE=str(file))
@@ -284,7 +280,7 @@ def test_from_a_mounted_file(environment: SetUp, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe"])
-def test_a_file_that_holds_no_password_is_named(environment: SetUp, tmp_path: Path, content: bytes | None) -> None:
+def test_file_without_password_is_named(environment: SetUp, tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "secret"
     if content is not None:
         file.write_bytes(content)
@@ -294,7 +290,7 @@ def test_a_file_that_holds_no_password_is_named(environment: SetUp, tmp_path: Pa
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_rotated_secret_is_found_at_the_next_connection(
+def test_rotated_secret_is_read_at_next_connection(
     environment: SetUp, redis_server: RedisServer, tmp_path: Path, unique_run_id: str
 ) -> None:
     file = tmp_path / "secret"
@@ -340,7 +336,7 @@ def test_nothing_that_is_printed_logged_or_sent_holds_a_secret(
         role.redis.close()
 
 
-def test_a_process_with_a_wrong_password_ends_with_one_line(
+def test_process_with_wrong_password_ends_with_one_line(
     environment: SetUp, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     environment(TRAINER_REDIS_PASSWORD=SECRET, TRAINER_REDIS_USERNAME="default")

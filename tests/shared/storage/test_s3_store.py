@@ -36,7 +36,7 @@ from tests.support.processes.waiting import eventually
 from tests.support.services import store_faults as faults
 from tests.support.services.store_faults import Answer, Fault, StoreFaults
 
-POLICY = Path(__file__).parents[2] / "deploy" / "store-policy.json"
+POLICY = Path(__file__).parents[3] / "deploy" / "store-policy.json"
 Servers = dict[str, tuple[str, str, str]]
 ACTIONS: dict[str, Callable[[ObjectStore], object]] = {
     "s3:GetObject": lambda store: store.get("key"),

@@ -62,7 +62,7 @@ KINDS: list[tuple[spaces.Space[Any], str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("action", "algorithm", "fields", "config"), KINDS, ids=str)
 @torch.no_grad()
-def test_the_file_of_every_kind_makes_the_same_policy_again_and_holds_nothing_that_follows_from_its_header(
+def test_policy_file_of_every_kind_round_trips(
     action: spaces.Space[Any], algorithm: str, fields: dict[str, Any], config: dict[str, Any]
 ) -> None:
     policy = built_policy(SIGHT, action, algorithm, fields=fields, **config)
@@ -81,7 +81,7 @@ def test_the_file_of_every_kind_makes_the_same_policy_again_and_holds_nothing_th
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_the_board_carries_all_policies_and_the_counters_as_one_unit() -> None:
+def test_board_blob_carries_all_policies_and_counters() -> None:
     states = {
         "left": state_arrays(policy_of(CONFIGS["normalized"])),
         "right-2": state_arrays(policy_of(CONFIGS["plain"])),
@@ -105,7 +105,7 @@ def test_state_arrays_are_copies() -> None:
     assert same(state_arrays(policy), before)
 
 
-def test_a_shared_encoder_travels_once_and_files_that_have_it_twice_are_read() -> None:
+def test_shared_encoder_travels_once() -> None:
     policy = policy_of(CONFIGS["shared encoder"])
     arrays = state_arrays(policy)
     assert not [name for name in arrays if name.startswith("critic.")]
@@ -142,7 +142,7 @@ def file_with(**header: Any) -> bytes:
     ],
     ids=range(12),
 )
-def test_what_is_no_policy_file_of_this_version_is_refused_by_name(blob: bytes, said: str) -> None:
+def test_invalid_policy_file_is_refused_by_name(blob: bytes, said: str) -> None:
     with pytest.raises(CheckpointDamaged, match=said):
         decode_policy(blob)
 
@@ -157,7 +157,7 @@ def test_weights_of_another_network_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_weight_that_is_not_finite_is_found(value: float) -> None:
+def test_single_infinite_weight_is_detected(value: float) -> None:
     policy = policy_of(CONFIGS["normalized"])
     assert finite_weights(policy), "a normalizer that has seen nothing has no bound, and that is no fault"
     for name, tensor in policy.state_dict().items():

@@ -66,7 +66,7 @@ def test_counts_fragments_and_transitions_by_worker_and_reason() -> None:
     ("produced", "balances"),
     [(Count(6, 24), True), (Count(7, 28), False), (Count(5, 20), False), (Count(6, 25), False)],
 )
-def test_a_line_and_a_sum_of_lines_balance_in_fragments_and_in_transitions(produced: Count, balances: bool) -> None:
+def test_line_and_sum_balance_in_fragments_and_transitions(produced: Count, balances: bool) -> None:
     dropped = {DropReason.STALE: Count(1, 4), DropReason.LOST: Count(2, 8)}
     line = LedgerLine(produced, consumed=Count(2, 8), dropped=dropped, in_flight=Count(1, 4))
     assert line.balances is balances
@@ -79,7 +79,7 @@ def test_a_line_and_a_sum_of_lines_balance_in_fragments_and_in_transitions(produ
     assert dropped == {"stale": Count(1, 4), "lost": Count(2, 8)}
 
 
-def test_the_accounting_has_a_line_for_each_worker_at_every_moment(role: RunContext) -> None:
+def test_accounting_has_a_line_per_worker_at_every_moment(role: RunContext) -> None:
     trainer, one, other = begin(role), SmallWorker(role), SmallWorker(role, "host:1")
     assert ledger_lines(role) == {"total": LedgerLine()}
     one.work()
@@ -97,7 +97,7 @@ def test_the_accounting_has_a_line_for_each_worker_at_every_moment(role: RunCont
     assert list(lines) == ["host:1", "worker-0", "total"]
 
 
-def test_an_entry_that_vanishes_shows_as_imbalance_and_one_put_in_by_hand_is_a_stranger_s(role: RunContext) -> None:
+def test_vanished_entry_unbalances_and_foreign_one_is_strangers(role: RunContext) -> None:
     worker, keys = SmallWorker(role), RunKeys(role.run_id)
     worker.work()
     worker.work()
@@ -127,7 +127,7 @@ def test_accounting_reads_no_fragment_of_a_sound_log(role: RunContext) -> None:
     assert not [command for command in seen if f"XRANGE {keys.log}" in command]
 
 
-def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint_but_not_by_an_older_trainer(
+def test_fast_forward_restores_lost_past_but_fences_old_trainer(
     role: RunContext,
 ) -> None:
     """The checkpoint knows of three fragments of worker-0, Redis of none."""
@@ -145,7 +145,7 @@ def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint_but_not_by_an
     assert ledger_lines(role)["worker-0"].produced == Count(4, 4 * SIZE)
 
 
-def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role: RunContext) -> None:
+def test_uncovered_claims_and_entries_stay_in_flight(role: RunContext) -> None:
     """Two entries are behind the checkpoint's position, one after it, one claim is held, one fragment was refused."""
     trainer, worker, other, slow = begin(role), *(SmallWorker(role, f"worker-{index}") for index in range(3))
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role
     assert lines["worker-2"].dropped == {"stale": Count(1, SIZE)}
 
 
-def test_going_on_from_committed_accounting_frees_the_credit_of_fragments_behind_no_version(role: RunContext) -> None:
+def test_resumed_accounting_frees_credit_without_version(role: RunContext) -> None:
     """A drop commits the good fragments before it, too; a trainer that goes on from there will not take them again."""
     trainer, worker = begin(role), SmallWorker(role)
     worker.work()
@@ -189,7 +189,7 @@ def test_going_on_from_committed_accounting_frees_the_credit_of_fragments_behind
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["consume", "drop", "saw", "heard", "lost"]))))
-def test_what_redis_is_told_adds_up_to_the_whole(steps: list[tuple[str, str]]) -> None:
+def test_ledger_news_add_up_to_the_ledger(steps: list[tuple[str, str]]) -> None:
     """In whatever order: news that Redis got and whose answer was lost (`lost`) are told again."""
     ledger, redis = Ledger(), dict[str, str]()
     for number, (worker, step) in enumerate(steps):

@@ -34,7 +34,7 @@ def too_slow(role: RunContext) -> SmallWorker:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["the server knows the scripts", "it has forgotten them"])
-def test_a_claim_can_go_with_a_push(make_role: MakeRole, known: bool) -> None:
+def test_claim_shares_round_trip_with_push(make_role: MakeRole, known: bool) -> None:
     role = make_role(small_config(fragments_per_update=2))
     worker = SmallWorker(role)
     assert worker.claim().granted
@@ -50,7 +50,7 @@ def test_a_claim_can_go_with_a_push(make_role: MakeRole, known: bool) -> None:
     assert role.flow.read().claimed == 2
 
 
-def test_a_repeat_is_recognized_after_the_run_has_finished_and_changes_nothing(role: RunContext) -> None:
+def test_repeat_is_recognized_after_the_run_finished(role: RunContext) -> None:
     worker = SmallWorker(role)
     assert worker.claim().granted
     role.flow.set_state(RunState.STOPPING, "stopped")
@@ -63,7 +63,7 @@ def test_a_repeat_is_recognized_after_the_run_has_finished_and_changes_nothing(r
     assert in_redis(role) == before
 
 
-def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too(role: RunContext) -> None:
+def test_stale_fragment_sent_twice_is_counted_once(role: RunContext) -> None:
     """The first answer got lost on its way; what is acted later under the same number is another fragment."""
     slow = too_slow(role)
     assert [slow.send(b"one"), slow.push(b"one")] == ["stale", "stale"]
@@ -77,9 +77,7 @@ def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too
 
 
 @pytest.mark.parametrize("claimed_again", [False, True])
-def test_a_fragment_that_was_refused_is_not_learned_when_it_is_sent_again(
-    role: RunContext, claimed_again: bool
-) -> None:
+def test_refused_fragment_is_not_learned_when_sent_again(role: RunContext, claimed_again: bool) -> None:
     """The answer was lost, and there is room by then; or a copy of the command comes while the next claim is held."""
     trainer, slow = begin(role), too_slow(role)
     assert slow.send(b"late") == "stale"
@@ -96,7 +94,7 @@ def test_a_fragment_that_was_refused_is_not_learned_when_it_is_sent_again(
     assert ledger_lines(role)["worker-0"].produced == Count(2, 2 * SIZE)
 
 
-def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_that_was_refused(
+def test_repeated_incarnation_is_not_taken_for_the_refused_one(
     role: RunContext,
 ) -> None:
     """Redis was rolled back to before a worker registered, and refused it then; its successor gets the same number."""
@@ -110,7 +108,7 @@ def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_t
     successor.work(version=1)
 
 
-def test_a_push_that_has_seen_a_newer_trainer_than_redis_has_is_told(role: RunContext) -> None:
+def test_push_with_newer_epoch_than_redis_is_rejected(role: RunContext) -> None:
     """Redis was rolled back to before that trainer came: what it knows of this worker may be wrong."""
     worker = SmallWorker(role)
     assert worker.claim().granted
@@ -119,7 +117,7 @@ def test_a_push_that_has_seen_a_newer_trainer_than_redis_has_is_told(role: RunCo
     assert in_redis(role) == before
 
 
-def test_entries_are_read_in_pages_after_a_position_and_an_outside_client_sees_them(make_role: MakeRole) -> None:
+def test_log_is_read_in_pages_after_a_position(make_role: MakeRole) -> None:
     """The fields of an entry are as `redis-cli XRANGE` shows them."""
     role = make_role(small_config(fragments_per_update=5))
     worker = SmallWorker(role)
@@ -151,7 +149,7 @@ def committed(role: RunContext, position: str) -> None:
     role.redis.hset(RunKeys(role.run_id).flow, "committed_id", position)
 
 
-def test_trim_frees_what_it_covers_and_the_ledger_accounts_for_and_no_more(make_role: MakeRole) -> None:
+def test_trim_frees_only_covered_and_accounted_entries(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=5))
     trainer, ids = filled(role, 5)
     log = ExperienceLog(role.redis, role.run_id)
@@ -184,7 +182,7 @@ def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
 
 
 @pytest.mark.parametrize("first", ["99999999999999999-7", "18446744073709551615-0"])
-def test_a_position_beyond_the_numbers_of_lua_is_one_like_any_other(make_role: MakeRole, first: str) -> None:
+def test_positions_beyond_lua_numbers_work(make_role: MakeRole, first: str) -> None:
     """As numbers of Lua's, both would be greater than all that follows, and a trim would remove unread entries."""
     role = make_role(small_config(fragments_per_update=2))
     trainer, worker = begin(role), SmallWorker(role)
@@ -202,7 +200,7 @@ def test_a_position_beyond_the_numbers_of_lua_is_one_like_any_other(make_role: M
     assert all(line.balances for line in read_accounting(role.redis, role.run_id).values())
 
 
-def test_the_last_position_that_there_is_is_told_as_damage_with_the_way_out(make_role: MakeRole) -> None:
+def test_greatest_position_is_reported_as_damage(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=2))
     trainer, worker = begin(role), SmallWorker(role)
     untyped: Any = role.redis
@@ -212,7 +210,7 @@ def test_the_last_position_that_there_is_is_told_as_damage_with_the_way_out(make
             act()
 
 
-def test_the_accounting_page_through_a_long_log(make_role: MakeRole) -> None:
+def test_accounting_pages_through_a_long_log(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=250))
     filled(role, 250)
     assert read_accounting(role.redis, role.run_id)["worker-0"].in_flight == Count(250, 250 * SIZE)

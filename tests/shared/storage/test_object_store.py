@@ -91,7 +91,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from([b"", bytes(ra
 )  # fmt: skip
 @given(steps=STEPS)
 @example(steps=[*((key, b"1") for key in KEYS), ("xy", bytes(range(256)) * 4096), ("x/b", None), ("x/b", None)])
-def test_it_is_a_mapping_with_sorted_listings(any_store: ObjectStore, steps: list[tuple[str, bytes | None]]) -> None:
+def test_store_is_a_mapping_with_sorted_listings(any_store: ObjectStore, steps: list[tuple[str, bytes | None]]) -> None:
     """Objects are put and (`None`) deleted, also again or where there are none."""
     expected: dict[str, bytes] = {}
     for key in any_store.keys(""):
@@ -149,7 +149,7 @@ def test_runs_whose_ids_begin_alike_do_not_see_each_other(
 # What it says when it cannot be used
 
 
-def test_a_missing_bucket_is_named_with_what_to_do(s3_servers: Servers, open_s3: OpenS3) -> None:
+def test_missing_bucket_is_named_with_remedy(s3_servers: Servers, open_s3: OpenS3) -> None:
     for server in s3_servers.values():
         store = open_s3(server, bucket="no-such-bucket")
         with pytest.raises(StoreUnavailable, match=r"no bucket 'no-such-bucket'; create it or correct store\.url"):
@@ -158,7 +158,7 @@ def test_a_missing_bucket_is_named_with_what_to_do(s3_servers: Servers, open_s3:
             store.put("key", b"1")
 
 
-def test_an_endpoint_that_does_not_answer_is_named_with_what_to_do(s3_servers: Servers, open_s3: OpenS3) -> None:
+def test_silent_endpoint_is_named_with_remedy(s3_servers: Servers, open_s3: OpenS3) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     store = open_s3(s3_servers["rclone"], endpoint=endpoint)
     for attempt in (store.check, lambda: store.get("x"), lambda: store.put("x", b"1")):
@@ -168,7 +168,7 @@ def test_an_endpoint_that_does_not_answer_is_named_with_what_to_do(s3_servers: S
         assert s3_servers["rclone"][2] not in str(caught.value)
 
 
-def test_a_missing_store_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_store_folder_is_named_with_remedy(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=r"nowhere is not there; create it or correct store\.url"):
         file_store(tmp_path / "nowhere").check()
     (tmp_path / "file").write_text("")
@@ -177,7 +177,7 @@ def test_a_missing_store_folder_is_named_with_what_to_do(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
-def test_a_folder_without_permission_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_folder_without_permission_is_named_with_remedy(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(StoreUnavailable, match="cannot be written; check its permissions"):
@@ -206,7 +206,7 @@ def test_a_folder_without_permission_is_named_with_what_to_do(tmp_path: Path) ->
     ],
     ids=range(9),
 )
-def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_is_mended(
+def test_lasting_fault_is_named_until_it_is_repaired(
     s3_servers: Servers, open_faulty: OpenS3, faulty: StoreFaults, fault: Fault | float, message: str
 ) -> None:
     store = open_faulty()
@@ -234,9 +234,7 @@ def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_i
     ],
     ids=["500", "503", "request timeout", "foreign 404", "foreign page", "nothing", "redirect", "hang"],
 )
-def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a_missing_one(
-    open_faulty: OpenS3, faulty: StoreFaults, fault: Fault, message: str
-) -> None:
+def test_passing_fault_is_a_store_error(open_faulty: OpenS3, faulty: StoreFaults, fault: Fault, message: str) -> None:
     patient = open_faulty()
     store = open_faulty(timeout_seconds=0.3) if fault == faults.HANG else patient
     patient.put("key", b"old")
@@ -255,9 +253,7 @@ def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a
         store.check()
 
 
-def test_a_body_that_breaks_off_is_read_again_and_never_taken_for_whole(
-    open_faulty: OpenS3, faulty: StoreFaults
-) -> None:
+def test_body_that_breaks_off_is_read_again(open_faulty: OpenS3, faulty: StoreFaults) -> None:
     store, data = open_faulty(), bytes(range(256)) * 400
     store.put("key", data)
     faulty.fail(faults.CUT_DOWNLOAD, "GET", times=2)
@@ -271,7 +267,7 @@ def test_a_body_that_breaks_off_is_read_again_and_never_taken_for_whole(
 
 
 @pytest.mark.parametrize("server", ["rclone", "moto"])
-def test_an_upload_that_is_cut_is_never_seen_half(s3_servers: Servers, open_s3: OpenS3, server: str) -> None:
+def test_cut_off_upload_is_never_visible(s3_servers: Servers, open_s3: OpenS3, server: str) -> None:
     """moto keeps what was there; rclone, which writes in place, takes it away."""
     with closing(StoreFaults(s3_servers[server][0])) as proxy:
         store = open_s3(s3_servers[server], endpoint=proxy.url)
@@ -291,9 +287,7 @@ def test_an_upload_that_is_cut_is_never_seen_half(s3_servers: Servers, open_s3: 
                     store.get(key)
 
 
-def test_boto3_tries_again_within_its_bound_and_a_write_whose_answer_was_lost_is_done(
-    open_faulty: OpenS3, faulty: StoreFaults
-) -> None:
+def test_boto3_retries_within_bound_and_completes_lost_write(open_faulty: OpenS3, faulty: StoreFaults) -> None:
     store = open_faulty(retries=2)
     rule = faulty.fail(faults.SLOW_DOWN, "PUT", times=2)
     store.put("key", b"1")
@@ -310,7 +304,7 @@ def test_boto3_tries_again_within_its_bound_and_a_write_whose_answer_was_lost_is
     assert rule.met and store.get("key") == b"3", "it was done, though its answer was lost"
 
 
-def test_wrong_or_no_credentials_are_told_and_renewed_ones_are_read_by_the_store_that_is_open(
+def test_bad_credentials_are_named_and_renewed_ones_are_read(
     s3_servers: Servers, unique_run_id: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     endpoint, access, secret = s3_servers["rclone"]
@@ -344,9 +338,7 @@ def store(tmp_path: Path) -> ObjectStore:
     return file_store(tmp_path)
 
 
-def test_a_folder_that_is_full_fails_by_name_keeps_the_old_object_and_leaves_nothing_behind(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_full_folder_is_named_and_keeps_old_object(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a/object", b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
@@ -359,7 +351,7 @@ def test_a_folder_that_is_full_fails_by_name_keeps_the_old_object_and_leaves_not
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["object"]
 
 
-def test_a_file_in_the_place_of_a_folder_fails_by_name(store: ObjectStore) -> None:
+def test_file_in_place_of_folder_is_named(store: ObjectStore) -> None:
     store.put("checkpoints", b"a file")
     for key in ("checkpoints/x", "checkpoints/1/x"):
         with pytest.raises(StoreError, match=f"writing {key}"):
@@ -369,7 +361,7 @@ def test_a_file_in_the_place_of_a_folder_fails_by_name(store: ObjectStore) -> No
     assert store.keys("") == ["checkpoints"]
 
 
-def test_a_reader_of_the_folder_sees_whole_objects_only_and_never_a_temporary_name(tmp_path: Path) -> None:
+def test_folder_reader_sees_complete_objects_only(tmp_path: Path) -> None:
     store, reader = file_store(tmp_path), file_store(tmp_path)
     contents = [bytes([index]) * (200_000 + index) for index in range(3)]
     store.put("a/object", contents[0])
@@ -388,7 +380,7 @@ def test_a_reader_of_the_folder_sees_whole_objects_only_and_never_a_temporary_na
     assert seen <= {"a/object", *(f"a/new-{index}" for index in range(5))}
 
 
-def test_the_folder_of_what_is_deleted_goes_with_what_killed_writers_left_and_live_objects_stay(tmp_path: Path) -> None:
+def test_deletion_removes_leftovers_and_keeps_live_objects(tmp_path: Path) -> None:
     store, folder = file_store(tmp_path), tmp_path / "r" / "checkpoints"
     for name in ("1", "2"):
         store.put(f"checkpoints/{name}/manifest.json", b"1")
@@ -405,7 +397,7 @@ def test_the_folder_of_what_is_deleted_goes_with_what_killed_writers_left_and_li
     assert store.get("checkpoints/2/default/policy") == b"1"
 
 
-def test_a_folder_that_is_not_mounted_is_away_and_not_made_anew(tmp_path: Path) -> None:
+def test_unmounted_folder_is_unavailable_and_not_created(tmp_path: Path) -> None:
     root = tmp_path / "mount"
     root.mkdir()
     store = file_store(root)
@@ -420,7 +412,7 @@ def test_a_folder_that_is_not_mounted_is_away_and_not_made_anew(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
-def test_whatever_the_disk_says_is_an_error_of_the_store(
+def test_disk_errors_become_store_errors(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.put("a/key", b"old")
@@ -448,7 +440,7 @@ def test_objects_get_the_permissions_of_ordinary_files(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "object").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
-def test_a_key_cannot_leave_the_run(tmp_path: Path) -> None:
+def test_key_cannot_leave_run_folder(tmp_path: Path) -> None:
     for key in ("../outside", "a/../../outside", "/tmp/outside"):
         with pytest.raises(StoreError, match="leaves the store folder"):
             file_store(tmp_path).put(key, b"1")
@@ -457,7 +449,7 @@ def test_a_key_cannot_leave_the_run(tmp_path: Path) -> None:
 # A power failure
 
 
-def test_what_is_put_into_the_embedded_server_is_on_its_disk(
+def test_embedded_server_syncs_objects_to_disk(
     tmp_path: Path, unique_run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object and the folders that name it: the server itself leaves it to the kernel."""
@@ -485,7 +477,7 @@ def test_what_is_put_into_the_embedded_server_is_on_its_disk(
         service.stop()
 
 
-def test_the_folders_that_name_an_object_are_synced_up_to_the_stores(
+def test_parent_folders_are_synced_up_to_the_store(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []

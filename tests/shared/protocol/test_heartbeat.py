@@ -61,9 +61,7 @@ def beating(redis_client: redis.Redis, unique_run_id: str) -> Iterator[Heartbeat
     made.stop("the test is over")
 
 
-def test_a_role_is_seen_from_its_first_beat_to_its_last_which_says_why_it_ended(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
+def test_role_is_seen_from_first_beat_to_last(redis_client: redis.Redis, unique_run_id: str, until: Until) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-3")
     assert read_heartbeats(redis_client, unique_run_id) == []
     beating.progress = {"fragments": 7}
@@ -79,7 +77,7 @@ def test_a_role_is_seen_from_its_first_beat_to_its_last_which_says_why_it_ended(
     assert until().ended == "no such environment"
 
 
-def test_a_wait_shows_up_under_its_name_with_its_seconds(beating: Heartbeat, until: Until) -> None:
+def test_wait_is_shown_by_name_with_seconds(beating: Heartbeat, until: Until) -> None:
     beating.start()
     with pytest.raises(KeyError), beating.waiting("experience", 60):
         raise KeyError("from inside")
@@ -98,7 +96,7 @@ def test_a_wait_shows_up_under_its_name_with_its_seconds(beating: Heartbeat, unt
     assert set(beating.waited_seconds) == {"experience", "the store"}
 
 
-def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(beating: Heartbeat, until: Until) -> None:
+def test_beats_sum_waits_including_the_current_one(beating: Heartbeat, until: Until) -> None:
     beating.start()
     with beating.waiting("credit", 60):
         time.sleep(0.05)
@@ -147,7 +145,7 @@ def test_silence_is_told_from_the_servers_clock(
         assert beat.alive is expected and beat.age_seconds >= age
 
 
-def test_the_trainer_comes_first_and_workers_in_their_order(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_heartbeats_list_trainer_first_and_workers_in_order(redis_client: redis.Redis, unique_run_id: str) -> None:
     for name in ("worker-10", "worker-2", "evaluator", "rank-1", "trainer"):
         Heartbeat(redis_client, unique_run_id, name.partition("-")[0], name).stop("x")
     found = [beat.id for beat in read_heartbeats(redis_client, unique_run_id)]
@@ -161,7 +159,7 @@ def test_heartbeat_of_another_role_is_left_out(redis_client: redis.Redis, unique
     assert [(beat.role, beat.id) for beat in read_heartbeats(redis_client, unique_run_id)] == [("worker", "worker-0")]
 
 
-def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_not(unique_run_id: str) -> None:
+def test_refused_beat_raises_at_start_but_not_at_end(unique_run_id: str) -> None:
     nobody = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     beating = Heartbeat(nobody, unique_run_id, "worker", "worker-0")
     with pytest.raises(redis.ConnectionError):
@@ -169,7 +167,7 @@ def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_no
     beating.stop("Redis is gone")
 
 
-def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(beating: Heartbeat, until: Until) -> None:
+def test_retry_continues_while_store_fails_and_shows_error(beating: Heartbeat, until: Until) -> None:
     beating.start()
     failures = [StoreError("500"), StoreUnavailable("no bucket")]
 
@@ -187,7 +185,7 @@ def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(beat
         until(lambda beat: beat.last_error is None)
 
 
-def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what_is_no_fault_of_the_store() -> None:
+def test_retry_stops_at_deadline_and_on_permanent_errors() -> None:
     def call(error: Exception) -> None:
         raise error
 
@@ -197,7 +195,7 @@ def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what
         retry_until_deadline(Wait("the store", 60), lambda: call(CheckpointDamaged("altered")))
 
 
-def test_pauses_double_up_to_the_longest_and_chance_takes_up_to_half() -> None:
+def test_pauses_double_to_the_longest_with_jitter() -> None:
     series = [list(islice(growing_pauses(1.0, 8.0), 6)) for _ in range(50)]
     for number, whole in enumerate([1.0, 2.0, 4.0, 8.0, 8.0, 8.0]):
         drawn = [pauses[number] for pauses in series]

@@ -96,7 +96,7 @@ ENOUGH_TO_MERGE = [(1, None, False)] * 20
 @given(st.sampled_from([TRAIN, EVALUATIONS]), st.lists(st.lists(WORK, min_size=1, max_size=20) | RESTART, max_size=8))
 @example(TRAIN, [ENOUGH_TO_MERGE, 0.5, ENOUGH_TO_MERGE, 0.3, ENOUGH_TO_MERGE])
 @example(TRAIN, [ENOUGH_TO_MERGE[:7], [(1, 1, True), (1, None, False)], ENOUGH_TO_MERGE])
-def test_the_rows_that_are_read_are_those_of_the_surviving_history(
+def test_read_returns_rows_of_the_surviving_history(
     stream: str, actions: list[list[tuple[int, int | None, bool]] | float]
 ) -> None:
     trainers = Trainers(stream)
@@ -116,7 +116,7 @@ def test_the_rows_that_are_read_are_those_of_the_surviving_history(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_trainer_may_die_at_each_write_of_a_merge(late: bool) -> None:
+def test_merge_survives_death_at_each_write(late: bool) -> None:
     for failing in range(1, 12):
         trainers = Trainers(TRAIN)
         for number in range(8):
@@ -127,7 +127,7 @@ def test_a_trainer_may_die_at_each_write_of_a_merge(late: bool) -> None:
         assert numbers(trainers.store, TRAIN) == list(range(1, 10))
 
 
-def test_many_rows_are_few_objects_and_each_is_written_a_few_times() -> None:
+def test_many_rows_become_few_objects() -> None:
     trainers, sizes = Trainers(TRAIN), list[int]()
     put = trainers.store.put
 
@@ -143,7 +143,7 @@ def test_many_rows_are_few_objects_and_each_is_written_a_few_times() -> None:
     assert numbers(trainers.store, TRAIN) == list(range(1, 1001))
 
 
-def test_a_reader_goes_on_where_segments_are_merged_under_it() -> None:
+def test_reader_continues_while_segments_are_merged() -> None:
     trainers = Trainers(TRAIN)
     for _ in range(20):
         trainers.work(1, None, False)
@@ -158,7 +158,7 @@ def test_a_reader_goes_on_where_segments_are_merged_under_it() -> None:
     assert found == list(range(1, len(found) + 1)) and len(found) >= 20
 
 
-def test_what_a_put_left_that_was_cut_off_is_no_segment() -> None:
+def test_leftover_of_cut_off_put_is_skipped() -> None:
     """A folder without an object, as a file store may be left with by a crash."""
     trainers = Trainers(TRAIN)
     trainers.work(1, None, False)
@@ -181,7 +181,7 @@ def test_reading_begins_behind_what_is_known() -> None:
     assert numbers(trainers.store, TRAIN, position) == [31.0, 32.0]
 
 
-def test_what_is_undone_stays_as_a_score_and_as_an_event_and_goes_as_a_row_of_training() -> None:
+def test_undone_training_rows_vanish_but_scores_and_events_stay() -> None:
     for stream, stays in ((TRAIN, False), (EPISODES, False), (EVALUATIONS, True), (EVENTS, True), (FLEET, True)):
         trainers = Trainers(stream)
         trainers.work(4, None, False)
@@ -190,7 +190,7 @@ def test_what_is_undone_stays_as_a_score_and_as_an_event_and_goes_as_a_row_of_tr
         assert numbers(trainers.store, stream) == ([1, 2, 3, 4, 5] if stays else [1, 2, 5]), stream
 
 
-def test_a_return_to_a_line_that_was_left_shows_its_rows_and_not_those_of_the_line_between() -> None:
+def test_returning_to_an_old_line_of_training_shows_its_rows() -> None:
     store = MemoryStore()
 
     def work(epoch: int, version: int, env_steps: int, parent: int, rows: int) -> list[float]:
@@ -208,7 +208,7 @@ def test_a_return_to_a_line_that_was_left_shows_its_rows_and_not_those_of_the_li
     assert work(6, 80, 20, 2, 1) == [1, 2, 81], "to what all have in common"
 
 
-def test_rows_are_what_was_appended_names_labels_and_values_alike(any_store: ObjectStore) -> None:
+def test_rows_keep_names_labels_and_values(any_store: ObjectStore) -> None:
     stream = MetricStream(any_store, RUN, EPISODES, 3, -1, 0)
     rows: list[tuple[str, Row]] = [
         ("worker-0", {VERSION: -1.0, ENV_STEPS: 0.0, "environment/ünï \\x1b": 1e300}),
@@ -238,7 +238,7 @@ def damaged() -> Iterator[bytes]:
     yield encode(RUN, TRAIN, Rows({"x": np.zeros(1, np.float32)}, ["of another type"]))
 
 
-def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_segment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = Trainers(TRAIN)
     trainers.work(2, None, False)
     (key,) = trainers.store.objects
@@ -253,7 +253,7 @@ def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
         decode(blob, "key")
 
 
-def test_a_damaged_segment_is_left_out_by_who_asks_for_it_and_stops_no_trainer() -> None:
+def test_damaged_segment_is_skipped_on_request() -> None:
     trainers = Trainers(TRAIN)
     for _ in range(4):
         trainers.work(1, None, False)
@@ -266,7 +266,7 @@ def test_a_damaged_segment_is_left_out_by_who_asks_for_it_and_stops_no_trainer()
     assert found == [1, 3, 4] + [9] * 20 and len(told) == 1
 
 
-def test_a_trainer_that_has_recorded_nothing_makes_void_what_was_undone() -> None:
+def test_trainer_without_rows_voids_undone_rows() -> None:
     trainers = Trainers(TRAIN)
     trainers.work(4, None, False)
     trainers.begin(2)

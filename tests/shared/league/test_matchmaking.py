@@ -63,13 +63,13 @@ RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
         ({"fixed": {"two words": "random"}}, "two words"),
     ],
 )  # fmt: skip
-def test_a_league_that_contradicts_itself_is_told_in_one_line(league: dict[str, Any], message: str) -> None:
+def test_contradictory_league_is_rejected_in_one_line(league: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         league_config(league, PAIR if "exploiter" in str(league.get("learners")) else ("main",))
     assert "\n" not in str(caught.value)
 
 
-def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_single_agent() -> None:
+def test_league_rejects_replay_with_reset_and_single_agent() -> None:
     learners = {"learners": {"main": {"policy": "main"}, "exploiter": RESET}}
     both = {"learners": {"main": {"policy": "main"}, "exploiter": RESET | {"reset": None}}, "swap_every": "9 env_steps"}
     own = {"policies": {"main": {}, "exploiter": {"algorithm": {"name": "dqn"}}}}
@@ -96,7 +96,7 @@ def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_si
     assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"
 
 
-def test_who_stands_for_a_run_is_the_first_learner_that_plays_no_other() -> None:
+def test_first_independent_learner_represents_the_run() -> None:
     learners = {"a": {"policy": "exploiter", "plays": ["main"]}, "b": {"policy": "main"}}
     config = league_config({"learners": learners}, PAIR)
     assert first_learner(config.league_learners).policy == "main"
@@ -128,7 +128,7 @@ def table(**fields: Any) -> MatchTable:
 
 
 @given(st.integers(0, 9), st.integers(0, 200), st.integers(0, 2**63 - 1))
-def test_a_match_is_a_function_of_what_it_is_drawn_from(environment: int, episode: int, seed: int) -> None:
+def test_match_is_function_of_its_inputs(environment: int, episode: int, seed: int) -> None:
     """The learner sits on its side, others on theirs; who is never drawn has no probability."""
     match = draw(table(), environment, episode, seed)
     travelled = MatchTable.from_dict(json.loads(json.dumps(table().as_dict(), sort_keys=True)))
@@ -138,7 +138,7 @@ def test_a_match_is_a_function_of_what_it_is_drawn_from(environment: int, episod
     assert match.players[1 - match.side] in ("main", "old")
 
 
-def test_learners_and_sides_take_turns_and_opponents_come_by_their_shares() -> None:
+def test_learners_and_sides_alternate_and_opponents_fit_shares() -> None:
     drawn = [draw(table(), environment, episode, 1000 * environment + episode)
              for environment in range(4) for episode in range(1000)]  # fmt: skip
     turns = Counter((match.learner, match.side) for match in drawn)
@@ -151,7 +151,7 @@ def test_learners_and_sides_take_turns_and_opponents_come_by_their_shares() -> N
     assert len({match.players for match in in_order if match.side == 0 and match.learner == "main"}) == 1
 
 
-def test_a_match_travels_in_its_record_and_other_records_are_what_they_were() -> None:
+def test_match_travels_in_its_episode_record() -> None:
     told = MatchRecord("main", 1, ("old", "main"), (0.0, 1.0), "old: ValueError: no move")
     played, alone = EpisodeRecord(1.0, 3, match=told), EpisodeRecord(1.0, 3)
     made = zero_fragment(SIMPLE, episodes=(played, alone))
@@ -164,7 +164,7 @@ def test_a_match_travels_in_its_record_and_other_records_are_what_they_were() ->
             RECORD.validate_python(played.plain() | {"match": vars(told) | {"outcome": outcome}})
 
 
-def test_a_table_comes_with_the_version_that_it_is_for() -> None:
+def test_match_table_travels_with_its_version() -> None:
     state = {"main": {"weight": np.zeros(2, np.float32)}}
     header = VersionHeader(3, Phase.TRAIN, PhaseCounters(), {"league": table().as_dict()})
     assert decode_board(encode_board(state, header))[1] == header

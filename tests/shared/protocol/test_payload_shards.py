@@ -46,16 +46,14 @@ def only_entry(role: RunContext) -> dict[bytes, bytes]:
 
 
 @given(words, words, st.integers(0, 2**40))
-def test_a_place_comes_back_as_it_was_and_what_is_none_is_none(shard: str, field: str, size: int) -> None:
+def test_body_place_round_trips(shard: str, field: str, size: int) -> None:
     place = BodyPlace(shard, field, size)
     assert BodyPlace.decode(place.encode()) == place
     for text in (b"", b"a b", b"a b c", b"a b 1 2", b"a b -1", b"\xff\xfe", "a b ٣".encode() + b" 1"):
         assert BodyPlace.decode(text) is None
 
 
-def test_a_worker_fills_one_shard_after_the_other_and_finds_all_again(
-    shards: dict[str, redis.Redis], unique_run_id: str
-) -> None:
+def test_bodies_spread_over_shards_and_are_fetched(shards: dict[str, redis.Redis], unique_run_id: str) -> None:
     bodies = Bodies(shards, unique_run_id)
     written = [(worker, seq, f"{worker} {seq}".encode()) for worker in ("worker-0", "worker-1") for seq in range(30)]
     wanted = [(worker, bodies.put(worker, 0, seq, data)) for worker, seq, data in written]
@@ -81,7 +79,7 @@ def test_without_shards_the_log_holds_the_bodies(make_role: MakeRole) -> None:
     assert bytes_by_shard(role.redis, role.run_id) == {}
 
 
-def test_with_shards_the_log_names_the_places_and_counts_the_bytes(role: RunContext) -> None:
+def test_sharded_log_names_places_and_counts_bytes(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     worker.work(blob=b"x" * 1000)
     worker.seq = 0
@@ -97,7 +95,7 @@ def test_with_shards_the_log_names_the_places_and_counts_the_bytes(role: RunCont
 
 
 @pytest.mark.parametrize("word", ["stale", "superseded", "finished", "epoch"])
-def test_a_push_that_is_refused_takes_its_body_back(role: RunContext, word: str) -> None:
+def test_refused_push_removes_its_body(role: RunContext, word: str) -> None:
     begin(role)
     worker = SmallWorker(role)
     reasons: dict[str, Callable[[], object]] = {
@@ -125,7 +123,7 @@ def consume(trainer: SmallTrainer, worker: SmallWorker, updates: int) -> str:
     return trainer.consumer.committed.position
 
 
-def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_come(role: RunContext) -> None:
+def test_trim_sweeps_covered_and_orphaned_bodies_only(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     role.bodies.put("worker-0", 0, 0, b"of a former process of this number, that never pushed it")
     through = consume(trainer, worker, 2)
@@ -161,7 +159,7 @@ def test_many_bodies_are_swept_in_pieces(role: RunContext) -> None:
     assert shard_fields(role) == set()
 
 
-def test_a_shard_that_is_away_or_full_or_locked_is_named(tmp_path: Any, unique_run_id: str) -> None:
+def test_unusable_shard_is_named(tmp_path: Any, unique_run_id: str) -> None:
     server = OwnRedis(tmp_path / "shard")
     bodies = Bodies({"a/0": server.client()}, unique_run_id)
     try:
@@ -184,7 +182,7 @@ def test_a_shard_that_is_away_or_full_or_locked_is_named(tmp_path: Any, unique_r
         server.kill()
 
 
-def test_a_sweep_goes_past_a_shard_that_is_away(
+def test_sweep_skips_unavailable_shard(
     make_role: MakeRole, redis_server: RedisServer, shards: dict[str, redis.Redis], tmp_path: Any
 ) -> None:
     role = make_role(small_config())
@@ -201,7 +199,7 @@ def test_a_sweep_goes_past_a_shard_that_is_away(
     server.kill()
 
 
-def test_a_role_with_other_shards_than_its_run_is_refused(make_role: MakeRole, redis_server: RedisServer) -> None:
+def test_role_with_other_shards_is_refused(make_role: MakeRole, redis_server: RedisServer) -> None:
     sharded_role(make_role, redis_server, (1, 2)).check_config()
     other = sharded_role(make_role, redis_server, (2,))
     with pytest.raises(ConfigError, match=r"redis\.shards are \S+/2, those of run \S+ are \S+/1, \S+/2;"):

@@ -46,7 +46,7 @@ def test_no_order_of_steps_breaks_the_protocol(
     assert found.by_depth[-1] > 0
 
 
-def test_what_was_refused_is_never_taken(make_role: MakeRole) -> None:
+def test_search_never_takes_a_refused_fragment(make_role: MakeRole) -> None:
     """However it goes on from there: the trainer makes room, answers are lost, claims are held again."""
     search = Search(make_role(small_config(1, 0)))
     search.run(3, search.follow(3, TOO_LATE))
@@ -62,7 +62,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_script_is_found(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_search_detects_fault_in_script(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """So the search can fail. The first is how a push was once taken."""
     name, right, wrong, way = FAULTS[fault]
     source = scripts.source

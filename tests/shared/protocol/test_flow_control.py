@@ -30,7 +30,7 @@ def role(make_role: MakeRole) -> RunContext:
     return make_role(small_config())
 
 
-def test_a_run_is_created_once_and_then_left_alone(role: RunContext) -> None:
+def test_run_is_created_once(role: RunContext) -> None:
     before = role.flow.read()
     assert (before.state, before.version, before.epoch, before.claimed, before.consumed) == ("running", -1, 0, 0, 0)
     assert (before.window, before.desired_workers, before.config_hash) == (2, 2, role.config.hash())
@@ -39,7 +39,7 @@ def test_a_run_is_created_once_and_then_left_alone(role: RunContext) -> None:
     assert role.flow.read().desired_workers == 5
 
 
-def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: RunContext) -> None:
+def test_decision_does_not_undo_a_scaling_order(role: RunContext) -> None:
     def orders() -> tuple[str, int, int | None, int]:
         state = role.flow.read()
         return state.scaling, state.min_workers, state.max_workers, state.desired_workers
@@ -67,7 +67,7 @@ def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: RunCont
     ],
     ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto", "push"],
 )
-def test_an_unknown_run_is_named_and_nothing_is_written(
+def test_unknown_run_is_named_and_nothing_is_written(
     redis_client: redis.Redis, unique_run_id: str, ask: Callable[[Flow, ExperienceLog], Any]
 ) -> None:
     with pytest.raises(RunNotFound, match=unique_run_id):
@@ -123,7 +123,7 @@ def test_many_are_drained_with_one_wakeup(role: RunContext) -> None:
     assert role.redis.xlen(keys.wakeups) == 1
 
 
-def test_a_short_lease_runs_out_by_the_servers_clock(make_role: MakeRole) -> None:
+def test_lease_expires_by_server_clock(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=1, lease_seconds=0.05))
     first, second = SmallWorker(role, "worker-0"), SmallWorker(role, "worker-1")
     assert first.claim().granted
@@ -134,7 +134,7 @@ def test_a_short_lease_runs_out_by_the_servers_clock(make_role: MakeRole) -> Non
     assert answer.granted and role.flow.read().claimed == 1
 
 
-def test_claims_wait_while_the_log_is_full_but_for_those_that_are_held_until_it_is_trimmed(make_role: MakeRole) -> None:
+def test_new_claims_wait_while_log_is_full(make_role: MakeRole) -> None:
     role = make_role(small_config(max_policy_lag=3))
     trainer, worker, holder = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
     assert holder.claim().granted
@@ -152,7 +152,7 @@ def test_claims_wait_while_the_log_is_full_but_for_those_that_are_held_until_it_
     assert worker.claim().granted
 
 
-def test_a_worker_gets_no_incarnation_again_that_it_had_also_where_redis_has_forgotten_it(role: RunContext) -> None:
+def test_incarnations_never_repeat_when_redis_forgets(role: RunContext) -> None:
     assert [role.flow.register("worker-0")[0], role.flow.register("worker-0", 5)[0]] == [0, 5]
     assert [role.flow.register("worker-0", 2)[0], role.flow.register("worker-0")[0]] == [6, 7]
     assert role.flow.claim("worker-9", 3, 7).granted, "it works on, and is known again"
@@ -161,7 +161,7 @@ def test_a_worker_gets_no_incarnation_again_that_it_had_also_where_redis_has_for
     assert role.flow.register("worker-9") == (4, 0)
 
 
-def test_claims_are_given_back_once_those_of_one_incarnation_or_all(role: RunContext) -> None:
+def test_claims_of_one_incarnation_or_all_are_released_once(role: RunContext) -> None:
     old, new, other = SmallWorker(role), SmallWorker(role), SmallWorker(role, "worker-1")
     assert new.claim().granted and other.claim().granted
     assert role.flow.release(f"worker-0:{old.incarnation}") == 0
@@ -169,7 +169,7 @@ def test_claims_are_given_back_once_those_of_one_incarnation_or_all(role: RunCon
     assert (role.flow.release(), role.flow.release(), role.flow.read().claimed) == (1, 0, 0)
 
 
-def test_a_drained_worker_is_told_however_often_it_registers_until_it_is_undrained(role: RunContext) -> None:
+def test_drain_holds_across_registrations_until_undrained(role: RunContext) -> None:
     worker, other = SmallWorker(role), SmallWorker(role, "worker-1")
     assert worker.claim().granted
     role.flow.drain("worker-0")
@@ -192,7 +192,7 @@ def test_no_claim_once_the_run_is_ending_which_it_does_once(role: RunContext, st
     assert (role.flow.read().state, role.flow.read().reason, role.flow.read().claimed) == (state, "stopped", 0)
 
 
-def test_an_epoch_that_a_redis_set_back_in_time_has_forgotten_is_not_given_again(role: RunContext) -> None:
+def test_epochs_never_repeat_when_redis_forgets(role: RunContext) -> None:
     """The trainer of epoch 5 lives: it is not fenced, and whoever takes over knows of it from the store's pointer."""
     assert role.flow.take_over() == 1
     assert role.flow.holds(5)
@@ -241,7 +241,7 @@ def test_no_wakeup_is_lost_between_the_refusal_and_the_wait(
     assert flow.claim("waiter", 0, 0).reply != "wait_credit"
 
 
-def test_a_waiting_worker_wakes_when_credit_comes_and_else_in_time(role: RunContext, redis_server: RedisServer) -> None:
+def test_waiting_worker_wakes_for_credit_or_timeout(role: RunContext, redis_server: RedisServer) -> None:
     flow, answer = refused(role, redis_server)
     before = in_redis(role)
     flow.wait_for_wakeup(answer, 0.01)
@@ -265,7 +265,7 @@ def test_claims_can_wait_before_anything_ever_woke(role: RunContext) -> None:
     assert workers[2].claim().granted
 
 
-def test_a_run_has_the_documented_keys_and_no_others(role: RunContext, redis_server: RedisServer) -> None:
+def test_run_has_exactly_the_documented_keys(role: RunContext, redis_server: RedisServer) -> None:
     """What `redis-cli --scan` shows of a run: keys of `RunKeys` and of its types, on the run's own prefix."""
     refused(role, redis_server)
     role.flow.drain("waiter")
@@ -281,9 +281,7 @@ def test_a_run_has_the_documented_keys_and_no_others(role: RunContext, redis_ser
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_is_lua_that_reads_what_it_declares_and_sets_nothing_global(
-    name: str, redis_client: redis.Redis
-) -> None:
+def test_scripts_read_what_they_declare_and_set_no_globals(name: str, redis_client: redis.Redis) -> None:
     """With what it includes; another name would be nil in Lua, without an error."""
     found = source(name)
     arguments = {*found.args, *([found.many] if found.many else [])}
@@ -294,7 +292,7 @@ def test_a_script_is_lua_that_reads_what_it_declares_and_sets_nothing_global(
     assert not re.search(r"^function|KEYS\[|ARGV\[", found.text.partition("\n--")[2], re.MULTILINE)
 
 
-def test_a_name_that_is_missing_or_too_many_is_an_error(redis_client: redis.Redis) -> None:
+def test_script_rejects_missing_and_extra_arguments(redis_client: redis.Redis) -> None:
     take_over = Script(redis_client, RunKeys("run"), "take_over")
     with pytest.raises(TypeError, match="lacks its argument 'at_least'"):
         take_over()

@@ -79,7 +79,7 @@ def slow(seconds: float, **sections: Any) -> Config:
     return minimal_config(environment=environment, rollout=rollout, algorithm={"minibatch_size": 8}, **sections)
 
 
-def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: MakeRole, start: Start) -> None:
+def test_signalled_trainer_leaves_checkpoint_and_next_continues(make_role: MakeRole, start: Start) -> None:
     role = make_role(minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}, trainer=PATIENT))
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
     eventually(lambda: role.flow.read().version > 5)
@@ -103,7 +103,7 @@ def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: 
     assert f"restored {latest.manifest.name}" in events(role)
 
 
-def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, start: Start) -> None:
+def test_signalled_worker_finishes_its_fragment(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.5, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
@@ -115,7 +115,7 @@ def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, st
 
 
 @pytest.mark.processes
-def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> None:
+def test_second_signal_ends_process_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(10.0, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
@@ -130,7 +130,7 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
 
 
 @pytest.mark.processes
-def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
+def test_signalled_worker_leaves_while_waiting_for_checkpoint(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.0))
     worker = start(role, "rollout_worker", "--index", "0")
     eventually(lambda: waits_for(role, "the first checkpoint (.ready)"))
@@ -139,7 +139,7 @@ def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, 
 
 
 @pytest.mark.processes
-def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
+def test_trainer_without_store_leaves_after_grace(
     redis_server: RedisServer, tmp_path: Path, unique_run_id: str, start: Start
 ) -> None:
     s3 = start_s3(tmp_path / "s3", tmp_path / "s3.log", "access", "secret")
@@ -181,7 +181,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(("grace", "signals"), [("0.2", 1), ("0", 2)])
-def test_the_end_of_the_grace_is_as_a_second_signal(grace: str, signals: int) -> None:
+def test_grace_expiry_acts_as_second_signal(grace: str, signals: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, grace], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     said = [process.stdout.readline().strip()]

@@ -101,7 +101,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 # Writing
 
 
-def test_objects_are_written_and_verified_before_the_manifest_which_is_the_first_to_be_deleted(
+def test_manifest_is_written_last_and_deleted_first(
     any_store: ObjectStore,
 ) -> None:
     watched = Watched(any_store)
@@ -121,7 +121,7 @@ def test_objects_are_written_and_verified_before_the_manifest_which_is_the_first
         checkpoints.load_latest()
 
 
-def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectStore) -> None:
+def test_manifest_is_not_written_when_store_alters_bytes(any_store: ObjectStore) -> None:
     forgetful = Watched(any_store, lambda word, call: call()[:-1] if word == "get" else call())
     with pytest.raises(CheckpointDamaged, match=r"policy\.safetensors: the store gave back other bytes"):
         CheckpointStore(forgetful, RUN).write(manifest_of(3, objects_of(3)), objects_of(3))
@@ -129,7 +129,7 @@ def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectS
     assert CheckpointStore(any_store, RUN).pointer() is None
 
 
-def test_a_checkpoint_comes_back_as_it_was_written(checkpoints: CheckpointStore) -> None:
+def test_checkpoint_round_trips(checkpoints: CheckpointStore) -> None:
     name = publish(checkpoints, 3)
     expected = Checkpoint(manifest_of(3, objects_of(3)), objects_of(3))
     assert checkpoints.load(name) == expected
@@ -139,7 +139,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(checkpoints: CheckpointStore)
     assert checkpoints.load(name, only="policy.safetensors").objects == {POLICY: objects_of(3)[POLICY]}
 
 
-def test_other_contents_under_a_name_that_is_taken_count_where_they_are_the_newer_trainers_and_change_nothing(
+def test_newest_trainers_upload_counts_under_a_taken_name(
     checkpoints: CheckpointStore,
 ) -> None:
     name = publish(checkpoints, 3)
@@ -154,7 +154,7 @@ def test_other_contents_under_a_name_that_is_taken_count_where_they_are_the_newe
     assert before.items() < listing(checkpoints.store).items()
 
 
-def test_what_an_older_trainer_wrote_beyond_the_pointer_came_late_and_is_not_gone_on_from(
+def test_late_upload_beyond_the_pointer_is_not_resumed_from(
     checkpoints: CheckpointStore,
 ) -> None:
     objects = objects_of(5)
@@ -170,7 +170,7 @@ def test_what_an_older_trainer_wrote_beyond_the_pointer_came_late_and_is_not_gon
     assert checkpoints.newest_good()[0].manifest.version == 5
 
 
-def test_writing_the_same_checkpoint_again_keeps_the_first_manifest_and_repairs_what_was_damaged(
+def test_rewritten_checkpoint_keeps_manifest_and_repairs_damage(
     checkpoints: CheckpointStore,
 ) -> None:
     name, objects = publish(checkpoints, 3), objects_of(3)
@@ -183,7 +183,7 @@ def test_writing_the_same_checkpoint_again_keeps_the_first_manifest_and_repairs_
     assert checkpoints.load(name).objects == objects
 
 
-def test_a_half_upload_is_invisible_and_can_be_completed(checkpoints: CheckpointStore) -> None:
+def test_half_upload_is_invisible_and_can_be_completed(checkpoints: CheckpointStore) -> None:
     name, half = publish(checkpoints, 1), checkpoint_name(2, 128)
     checkpoints.store.put(at(half, POLICY), objects_of(2)[POLICY][:100])
     assert checkpoints.newest_good() == (checkpoints.load_latest(), [])
@@ -217,9 +217,7 @@ class Stalling(Watched):
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same contents", "other contents"])
 @pytest.mark.parametrize("what", ["upload", "upload over one that was cut off", "prune"])
-def test_no_late_request_of_a_replaced_trainer_touches_a_newer_checkpoint(
-    any_store: ObjectStore, what: str, same: bool
-) -> None:
+def test_late_requests_of_replaced_trainer_touch_no_newer_upload(any_store: ObjectStore, what: str, same: bool) -> None:
     """Each that it may have been in the middle of is carried out once its successor has come to the same version."""
     checkpoints = CheckpointStore(any_store, RUN)
     for change in itertools.count(1 if what == "prune" and same else 0):  # what is whole its successor takes over
@@ -246,7 +244,7 @@ def test_no_late_request_of_a_replaced_trainer_touches_a_newer_checkpoint(
         assert checkpoints.load_latest() == checkpoints.load(manifest.name) == checkpoints.newest_good()[0]
 
 
-def test_names_hold_version_and_env_steps_and_come_by_version_and_another_folder_is_no_checkpoint(
+def test_names_sort_by_version_and_skip_other_folders(
     checkpoints: CheckpointStore,
 ) -> None:
     for version in (10, 9, 100):
@@ -296,7 +294,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(checkpoints: CheckpointStore) -> None:
+def test_damage_is_named_and_previous_checkpoint_is_used(checkpoints: CheckpointStore) -> None:
     publish(checkpoints, 1)
     name = publish(checkpoints, 2)
     for damage, (key, change, message) in DAMAGES.items():
@@ -326,7 +324,7 @@ def test_checkpoint_of_another_format_is_named(checkpoints: CheckpointStore) -> 
     assert problems == ["2_Step-128.ckpt has format 2; this version of Stagecoach reads format 1"]
 
 
-def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: CheckpointStore) -> None:
+def test_missing_and_unreadable_checkpoints_raise_differently(checkpoints: CheckpointStore) -> None:
     assert checkpoints.load_latest() is None
     with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
         checkpoints.newest_good()
@@ -339,7 +337,7 @@ def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: C
     assert not isinstance(caught.value, CheckpointNotFound)
 
 
-def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: CheckpointStore) -> None:
+def test_pointer_hash_detects_replaced_manifest(checkpoints: CheckpointStore) -> None:
     name = publish(checkpoints, 1)
     checkpoints.store.put(at(name, MANIFEST), checkpoints.store.get(at(name, MANIFEST)) + b" ")
     with pytest.raises(CheckpointDamaged, match="is not the one that the pointer names"):
@@ -347,7 +345,7 @@ def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: 
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_file_beside_the_checkpoints_that_cannot_be_read_is_named_and_they_stay_usable(
+def test_unreadable_sync_file_is_named_and_checkpoints_load(
     checkpoints: CheckpointStore,
 ) -> None:
     publish(checkpoints, 1)
@@ -380,7 +378,7 @@ def promote(checkpoints: CheckpointStore, name: str) -> None:
     checkpoints.write_marker(PROMOTED, {"checkpoint": name, "manifest_sha256": digest, "time": 1.0})
 
 
-def test_a_name_and_a_mark_are_resolved_to_a_name(checkpoints: CheckpointStore) -> None:
+def test_names_and_marks_resolve_to_names(checkpoints: CheckpointStore) -> None:
     names = [publish(checkpoints, version) for version in (1, 2, 3)]
     pointer = checkpoints.pointer()
     assert pointer
@@ -392,7 +390,7 @@ def test_a_name_and_a_mark_are_resolved_to_a_name(checkpoints: CheckpointStore) 
     assert checkpoints.preferred() == names[0]
 
 
-def test_a_name_or_mark_that_stands_for_nothing_says_what_there_is(checkpoints: CheckpointStore) -> None:
+def test_unknown_name_or_mark_lists_checkpoints(checkpoints: CheckpointStore) -> None:
     for name in (*MARKS, "1_Step-64.ckpt"):
         with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
             checkpoints.resolve(name)
@@ -416,9 +414,7 @@ def test_a_name_or_mark_that_stands_for_nothing_says_what_there_is(checkpoints: 
 # Reading while it is being written
 
 
-def test_what_is_half_written_at_this_moment_is_read_again(
-    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_written_object_is_read_again(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     name = publish(checkpoints, 1)
     promote(checkpoints, name)
     checkpoints.write_marker(FINISHED, {"final": name})
@@ -437,7 +433,7 @@ def test_what_is_half_written_at_this_moment_is_read_again(
                 assert read() == wanted
 
 
-def test_sync_files_that_are_replaced_without_pause_are_read_whole(any_store: ObjectStore) -> None:
+def test_constantly_replaced_sync_files_are_read_complete(any_store: ObjectStore) -> None:
     """rclone writes in place, so that their reader meets a file that is empty, or half there."""
     writer, done = CheckpointStore(any_store, RUN), threading.Event()
     writer.write_marker(FINISHED, {"n": 0})
@@ -468,7 +464,7 @@ def load_within(checkpoints: CheckpointStore, tries: int) -> Checkpoint:
     raise AssertionError("unreachable")
 
 
-def test_a_reader_never_sees_half_a_checkpoint_while_many_are_published_and_pruned(any_store: ObjectStore) -> None:
+def test_reader_never_sees_half_a_checkpoint(any_store: ObjectStore) -> None:
     writer, enough, seen = CheckpointStore(any_store, RUN), threading.Event(), list[int]()
     kept = [publish(writer, 0)]
 
@@ -506,7 +502,7 @@ FIELDS = st.sampled_from([*Manifest.model_fields])
     max_examples=150, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
-def test_whatever_stands_in_a_manifests_place_is_damage_or_can_be_looked_through(
+def test_arbitrary_manifest_is_damage_or_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, objects: Any
 ) -> None:
     """Bytes, JSON, and a manifest of which some fields are something else: nothing but a named error ever comes."""
