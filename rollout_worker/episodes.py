@@ -45,7 +45,7 @@ class Episodes:
         self._worker, self._phase = f"worker-{lineage.worker}", phase
         self._watchdog, self._stages, self._tell, self._direct = watchdog, stages, tell, direct
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
-        self._failures.saw((0,))
+        self._failures.record_progress((0,))
         self.sampler = self._first(lineage)
 
     def _first(self, lineage: SeedLineage) -> AnySampler:
@@ -128,7 +128,7 @@ class Episodes:
     def pushed(self) -> None:
         """Restarts the count of failures after a push."""
         self._fragments += 1
-        self._failures.saw((self._fragments,))
+        self._failures.record_progress((self._fragments,))
 
     def restart(self, error: EnvironmentFailure) -> None:
         """Restarts environments that have raised; raises the failure if that happens too often."""

@@ -112,8 +112,8 @@ class Evaluator:
         self.postpones = False
         """True if a due evaluation could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
-        self._failures.saw((0,))
-        tell = partial(context.tell, "evaluation")
+        self._failures.record_progress((0,))
+        tell = partial(context.emit_event, "evaluation")
         self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit, tell)
         self._fixed_players = FixedPlayers(context.config, context.checkpoints.store, tell, self._watchdog)
 
@@ -146,7 +146,7 @@ class Evaluator:
         raise KeyboardInterrupt
 
     def _before_exit(self, failure: Failure) -> None:
-        self._context.tell("evaluation", f"{failure.detail}; its process is replaced")
+        self._context.emit_event("evaluation", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)
 
     def stop(self, reason: str) -> None:
@@ -226,23 +226,23 @@ class Evaluator:
             if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
                 tries = self._postponed.get(name, (0, 0.0))[0] + 1
                 if tries == 2:
-                    context.tell("evaluation", f"{name} cannot be evaluated: {error}")
+                    context.emit_event("evaluation", f"{name} cannot be evaluated: {error}")
                 pause = _POLL_SECONDS if tries == 1 else _POSTPONED_SECONDS
                 self._postponed[name] = tries, time.monotonic() + pause
             time.sleep(_POLL_SECONDS)
             return
         except errors.EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
-            context.tell("environment", f"evaluator: {errors.headline(error)}")
+            context.emit_event("environment", f"evaluator: {errors.headline(error)}")
             if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)
             return
-        self._failures.saw((self.heartbeat.progress["evaluations"] + 1,))
+        self._failures.record_progress((self.heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint_env_steps(name)}
         events.record_evaluation(context.redis, context.run_id, name, scores)
-        context.tell("evaluation", f"{name} scores {score_in_words(scores)}", **scores)
+        context.emit_event("evaluation", f"{name} scores {score_in_words(scores)}", **scores)
         progress = {"evaluations": self.heartbeat.progress["evaluations"] + 1, "checkpoint": name}
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()

@@ -58,7 +58,7 @@ class Worker:
         self.heartbeat = Heartbeat(context.redis, context.run_id, "worker", self.id)
         self._profile = Profile(context.checkpoints.store, self.id, self._config.metrics.profile)
         self._stages = self._profile.add("acting", self.heartbeat.stages)
-        tell = partial(context.tell, "worker")
+        tell = partial(context.emit_event, "worker")
         self._watchdog = Watchdog(self.id, self._config, self.heartbeat, self._before_exit, tell)
         self.claims = Claims(self._config, self.id, context.flow, self._log, self.heartbeat, self._watchdog)
         self.held: tuple[Claim, Sample] | None = None
@@ -105,7 +105,7 @@ class Worker:
         with self._stages.during("start"):
             self._acting = self._open()
             self._running.callback(self.episodes.close)
-        self.context.tell("worker", f"{self.id} joined (incarnation {self.claims.incarnation})")
+        self.context.emit_event("worker", f"{self.id} joined (incarnation {self.claims.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self.context.run_id, self.claims.incarnation)
 
     def step(self, wait_seconds: float) -> StepResult | RoleEnd:
@@ -137,7 +137,7 @@ class Worker:
             if registered:
                 if reason == RoleEnd.DRAINED:  # it may never come back, and its action trace would stay
                     self._log.forget_action_trace(self.id)
-                self.context.tell("worker", f"{self.id} ended: {reason_in_words(reason)}")
+                self.context.emit_event("worker", f"{self.id} ended: {reason_in_words(reason)}")
         except Exception:
             _LOGGER.exception("%s could not end in order", self.id)
         finally:
@@ -246,7 +246,7 @@ class Worker:
         directors = RunDirectors(
             config, description,
             lambda sha256: self.heartbeat.outlast(lambda: read_shared_object(store, sha256), seconds),
-            context.tell if self._index == 0 else lambda kind, text: None,  # all would say the same
+            context.emit_event if self._index == 0 else lambda kind, text: None,  # all would say the same
         )  # fmt: skip
         policies = self.open_policies(description)
         return _Acting(policies, self.open_episodes(description, recordings, policies, directors), directors)
@@ -268,14 +268,14 @@ class Worker:
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
         return Episodes(
             self._config, description, self._log, lineage, phase=policies.phase, recorded=recordings,
-            watchdog=self._watchdog, stages=self._stages, tell=partial(self.context.tell, "environment"),
+            watchdog=self._watchdog, stages=self._stages, tell=partial(self.context.emit_event, "environment"),
             direct=lambda: directors.make(policies.header.folds),
         )  # fmt: skip
 
     def _before_exit(self, failure: Failure) -> None:
         """What the watchdog does before it ends the process: another worker may act the claim at once."""
         self.claims.release()
-        self.context.tell("worker", f"{failure.detail}; its process is replaced")
+        self.context.emit_event("worker", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)
 
 

@@ -29,14 +29,14 @@ def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, .
             return follower.run()
     role = launch.open("trainer")
     bound = RestartBound(role.config.rollout.restarts_allowed)
-    bound.saw(learning_progress(role.redis, role.run_id))
+    bound.record_progress(learning_progress(role.redis, role.run_id))
     incarnation = Incarnation(role, launch.run_folder)
     with shutdown_on_signal(lambda: incarnation.request_shutdown(), role.config.trainer.grace_seconds, signals):
         while not incarnation.shutdown_requested:
             try:
                 return run_trainer(incarnation)
             except GroupBroken as error:
-                bound.saw(learning_progress(role.redis, role.run_id))
+                bound.record_progress(learning_progress(role.redis, role.run_id))
                 if bound.ended():
                     incarnation.fail(error)
                     raise

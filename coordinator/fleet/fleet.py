@@ -56,7 +56,7 @@ class FleetSupervisor:
         self._redis, self._run_id, self._head = context.redis, context.run_id, head
         self._make_fleet = partial(Fleet, context, launch, head, grows)
         self._bound = RestartBound(context.config.rollout.restarts_allowed)
-        self._bound.saw(learning_progress(self._redis, self._run_id))
+        self._bound.record_progress(learning_progress(self._redis, self._run_id))
         self._fleet: Fleet | None = self._make_fleet()
 
     def run(self, abandon: threading.Event) -> RunEnd:
@@ -79,7 +79,7 @@ class FleetSupervisor:
 
     def _restart_ray(self, error: Exception) -> None:
         text = self._head.failure
-        self._bound.saw(learning_progress(self._redis, self._run_id))
+        self._bound.record_progress(learning_progress(self._redis, self._run_id))
         if self._bound.ended():
             often = f"{counted(self._bound.ends, 'time')} in a row without progress of the run"
             raise RayLost(f"{text}, {often} (rollout.restarts_allowed); see its log") from error
@@ -260,7 +260,7 @@ class Fleet:
     def _restart_after_failure(self, member: ManagedActor, failure: Failure, died: bool) -> None:
         """A role that raised runs again, one whose process died gets another one, as long as it makes progress."""
         self._emit(member, f"{member.name} failed: {failure}")
-        member.bound.saw(member.progress())
+        member.bound.record_progress(member.progress())
         if not self._in_outage(member) and member.bound.ended():
             self._give_up(member, failure)
         elif died:

@@ -43,7 +43,7 @@ class ManagedActor:
         """
         self.name, self.role = name, name.partition("-")[0]
         self._make, self.bound, self.progress, self.outages, self.former = make, bound, progress, outages, former
-        bound.saw(progress())
+        bound.record_progress(progress())
         self.actor = make()
         self.call: Any = self.actor.run.remote()
         """The call of its `run`; None once the role has ended for good, or until it is started again."""
@@ -71,7 +71,7 @@ class ManagedActor:
 
     def pause_seconds(self) -> float:
         """The pause after a process that left on purpose: none after progress, else longer each time."""
-        self.bound.saw(self.progress())
+        self.bound.record_progress(self.progress())
         if self.bound.progressed:
             self._pauses = None
             return 0.0

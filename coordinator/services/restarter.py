@@ -156,7 +156,7 @@ class Restarter:
             elif time.monotonic() - asked >= _ASK_SECONDS:
                 if silence.ask(partial(service.ready, service.port), service.process.pid):
                     with suppress(*_AWAY), connect_once(self._context, "coordinator") as client:
-                        bound.saw(learning_progress(client, self._context.run_id))
+                        bound.record_progress(learning_progress(client, self._context.run_id))
                 elif service.alive and silence.seconds >= rollout.service_silent_seconds:
                     how = f"hung (no reply for {silence.seconds:.0f} s, rollout.service_silent_seconds)"
                     with suppress(ProcessLookupError):

@@ -13,9 +13,9 @@ _STREAM = 0x6D61746368
 @dataclass(frozen=True)
 class Match:
     learner: str
-    """Its name in `MatchTable.learners`."""
+    """Name in `MatchTable.learners`."""
     side: int
-    """The one that the learner takes."""
+    """Index of the learner's side."""
     players: tuple[str, ...]
     """Player id per side; the learner's own side has its policy id."""
 

@@ -19,20 +19,20 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 
 @dataclass(frozen=True)
 class PlayerRef(PlainData):
-    """A player that does not change, and where it is found."""
+    """A player that does not change, and its location."""
 
     kind: PlayerKind
     sha256: str = ""
-    """Of its object in the run's store (shared/storage/shared_objects.py), for `policy`, `mixture` and `onnx`."""
+    """SHA-256 of its shared object, for `policy`, `mixture` and `onnx`."""
     source: str = ""
-    """What the config says of it: `module:function` for `function`; otherwise where it came from."""
+    """Source in the config: `module:function` for `function`; otherwise its origin."""
     seats: tuple[str, ...] = ()
-    """The policy ids whose agents' seats it may take."""
+    """Policy ids whose agents' seats it may take."""
 
 
 @dataclass(frozen=True)
 class Learner(PlainData):
-    """One that learns from the matches in which it is drawn."""
+    """A policy that learns from the matches in which it is drawn."""
 
     policy: str
     sides: tuple[int, ...]
@@ -49,24 +49,24 @@ class MatchTable(PlainData):
     """The policy id that each side's agents are mapped to."""
     learners: dict[str, Learner]
     players: dict[str, PlayerRef] = field(default_factory=dict)
-    """Those that can be drawn, without current weights."""
+    """Players that can be drawn, except current weights."""
 
 
 def sides_of(
     sides: tuple[tuple[str, ...], ...], agents: Mapping[str, str]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """`league.sides` (by default each of `agents`, agent → policy id, is one), and the policy of each side's seats."""
+    """Returns `league.sides` (by default one for each of `agents`, agent → policy id), and the policy of each."""
     found = sides or tuple((agent,) for agent in agents)
     return found, tuple(agents[side[0]] for side in found)
 
 
 def player_hash(data: bytes) -> str:
-    """The SHA-256 that names a player's bytes."""
+    """Returns the SHA-256 that names a player's bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 def kind_of(source: str) -> PlayerKind:
-    """What a fixed player is, by its source in the config."""
+    """Returns the kind of a fixed player, by its source in the config."""
     if source == "random":
         return "random"
     if source.endswith(".onnx"):
@@ -78,5 +78,5 @@ SNAPSHOT = re.compile(r".*-[0-9a-f]{12}")
 
 
 def snapshot_id(policy_id: str, sha256: str) -> str:
-    """The player id of a snapshot of a policy, which `SNAPSHOT` fits."""
+    """Returns the player id of a policy's snapshot, which `SNAPSHOT` matches."""
     return f"{policy_id}-{sha256[:12]}"

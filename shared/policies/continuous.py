@@ -82,7 +82,7 @@ class Certain:
         return self.bounds.columns(torch.tanh(params))
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
-        """NaN, which stands for unknown, since there is no density."""
+        """Returns NaN for unknown: a single action has no density."""
         return params.new_full((len(params),), math.nan)
 
 

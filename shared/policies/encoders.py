@@ -65,7 +65,7 @@ class ParallelLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, 1, size))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Normalizes the values of all K networks, or of the first ones given."""
+        """Normalizes the values of all K networks, or of the first."""
         normalized, count = nn.functional.layer_norm(values, values.shape[-1:]), len(values)
         return normalized * self.weight[:count] + self.bias[:count]
 

@@ -74,9 +74,9 @@ def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int,
     slots: Callable[[str], int] = lambda policy_id: 1,
 ) -> dict[str, Policy]:  # fmt: skip
-    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was); `algorithm`
-    is that of those without one of their own, and `slots` tells how many agents of a policy a team's critic sees.
-    Raises `ConfigError` for one with a recurrent core where its algorithm cannot learn sequences."""
+    """Builds one policy per policy id, initialized from `seed` alone (the global random state is restored); `algorithm`
+    is the default of policies, and `slots` returns how many agents of a policy a team's critic sees. Raises
+    `ConfigError` for a recurrent core whose algorithm cannot learn sequences."""
     policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
         config, chosen = configs[policy_id], algorithm.resolved()

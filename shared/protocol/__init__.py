@@ -1,1 +1,1 @@
-"""What a run keeps in Redis: keys, scripts, flow control, the experience log, the policy board and the ledger."""
+"""State of a run in Redis: keys, scripts, flow control, the experience log, the policy board and the ledger."""

@@ -1,6 +1,6 @@
-"""What happened in a run, for people and for the evaluator: a short Redis stream of JSON events.
+"""Events of a run, for people and for the evaluator: a short Redis stream of JSON.
 
-Nothing that is learned depends on them, and `emit` raises into no role. Kinds: `checkpoint`, `evaluation`, a role
+Nothing that is learned depends on them, and `emit` hides Redis errors. Kinds: `checkpoint`, `evaluation`, a role
 (`worker`, `trainer`, `rank`, `evaluator`), `environment`, `store`, `export`, `service`, `scaling`, `state`.
 """
 
@@ -33,7 +33,7 @@ class Event:
 
 
 class _Returns(BaseModel, extra="allow"):
-    """One evaluation: what each reader needs, and what is shown or recorded if it is there."""
+    """Scores of one evaluation."""
 
     mean_return: float
     std_return: float = 0.0
@@ -49,9 +49,9 @@ class _Returns(BaseModel, extra="allow"):
     win_rates: dict[str, float] = {}
     match_returns: dict[str, float] = {}
     ranking: float | None = None
-    """What ranks it where that is not the mean return (`checkpoint.best_by`)."""
+    """Value that ranks it instead of the mean return (`checkpoint.best_by`)."""
     ranked_by: str = ""
-    """What that is, in words."""
+    """Description of `ranking`."""
 
 
 class _Scores(_Returns):
@@ -65,7 +65,7 @@ _SCORES = TypeAdapter(_Scores)
 
 
 def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
-    """Adds an event of printable text; only the newest thousand or so are kept. It never raises but for programming."""
+    """Adds an event of printable text; about the newest thousand are kept. Logs Redis errors instead of raising."""
     shown = json.dumps(printable_data(data))
     if len(shown) > _DATA_CHARACTERS:
         shown = json.dumps({"left_out": f"{len(shown)} characters of data"})
@@ -82,7 +82,7 @@ def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seco
 
 
 def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
-    """A malformed one keeps its place, so that a reader gets past it."""
+    """Returns the event; a malformed one keeps its id, so that a reader gets past it."""
     data = foreign(JSON_OBJECT, fields.get(b"data", b""), f"event {id_} of run {run_id}")
     if data is None or not {b"kind", b"text"} <= fields.keys():
         return Event(id_, "malformed", "an event that another program wrote", {})
@@ -91,19 +91,19 @@ def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
 
 
 def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
-    """The id after which the last `count` events come."""
+    """Returns the id before the last `count` events."""
     found = cast(list[Any], client.xrevrange(RunKeys(run_id).events, count=count + 1))
     return found[count][0].decode() if len(found) > count else "0-0"
 
 
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
-    """Keeps the scores of one checkpoint, `version` among them; as `confirmation` those of a second evaluation."""
+    """Stores the scores of one checkpoint, with its `version`; `confirmation` has those of a second evaluation."""
     text = json.dumps(printable_data(scores))
     write_small(client, RunKeys(run_id), RunKeys(run_id).evaluations, "HSET", checkpoint, text)
 
 
 def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -> None:
-    """Forgets the scores of checkpoints that are gone, but for the newest hundred."""
+    """Deletes the scores of checkpoints not in `keep`, except the newest hundred."""
     found = list(read_evaluations(client, run_id))
     old = [name for name in found[:-_EVALUATIONS_KEPT] if name not in keep]
     if old:
@@ -111,7 +111,7 @@ def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -
 
 
 def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, Any]]:
-    """Checkpoint name → scores, in the order of their policy versions; with `version` and a finite `mean_return`."""
+    """Returns checkpoint name → scores by policy version, each with `version` and a finite `mean_return`."""
     raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).evaluations))
     scores = {}
     for name, text in raw.items():
@@ -126,13 +126,13 @@ def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, An
 
 
 def confirmed_return(scores: Mapping[str, Any]) -> float | None:
-    """The mean return by which a checkpoint may be the best: that of its second evaluation, None where it had none."""
+    """Returns the ranking by the second evaluation, without which a checkpoint cannot be the best; else None."""
     confirmation = scores.get("confirmation")
     return ranking(confirmation) if confirmation else None
 
 
 def ranking(scores: Mapping[str, Any]) -> float:
-    """What one evaluation is worth beside others: the mean return of all agents, or what `checkpoint.best_by` says."""
+    """Returns the value that ranks an evaluation: the mean return of all agents, or as `checkpoint.best_by` says."""
     found = scores.get("ranking")
     return float(scores["mean_return"] if found is None else found)
 
@@ -140,7 +140,7 @@ def ranking(scores: Mapping[str, Any]) -> float:
 def solves(
     scores: Mapping[str, Any], mean_return: float | Mapping[str, float] | None, success_rate: float | None
 ) -> bool:
-    """Whether a checkpoint has at least these in each of its evaluations; a mean return may be asked of each policy."""
+    """Checks whether each evaluation reaches these scores; the mean return may be given by policy."""
     each, total = (mean_return, None) if isinstance(mean_return, Mapping) else ({}, mean_return)
     return all(
         (target is None or float(one.get(name) or 0.0) >= target)
@@ -151,5 +151,5 @@ def solves(
 
 
 def policy_return(scores: Mapping[str, Any], policy_id: str) -> float:
-    """The mean return of a policy's agents together; a run's only policy has that of all."""
+    """Returns the mean return of a policy's agents; a run's only policy has that of all."""
     return float(scores.get("policies", {}).get(policy_id, scores["mean_return"]))

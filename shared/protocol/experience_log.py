@@ -25,9 +25,9 @@ class PushReply(StrEnum):
     PUSHED = "pushed"
     DUPLICATE = "duplicate"
     STALE = "stale"
-    """Its claim was given back (lease over, or released) and the window has no room; it is counted as dropped."""
+    """Dropped: its claim was given back (lease over, or released) and the window is full."""
     SUPERSEDED = "superseded"
-    """A newer incarnation acts in its place."""
+    """A newer incarnation of the worker has registered."""
     EPOCH = "epoch"
     """Redis was rolled back: register again."""
     FINISHED = "finished"
@@ -35,11 +35,11 @@ class PushReply(StrEnum):
 
 @dataclass(frozen=True)
 class Left:
-    """What a worker finds of its predecessors."""
+    """State left by earlier incarnations of a worker."""
 
     action_trace: list[bytes]
     tries: int
-    """How many have died since the last push, while they acted on from there."""
+    """Number of incarnations that died since the last push, resuming from there."""
     pushed: bool
 
 
@@ -57,10 +57,12 @@ class ExperienceLog:
     ) -> PushReply:  # fmt: skip
         """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before.
 
-        In the same step `action_trace` is appended to the worker's, which keeps its last `action_trace_length` entries.
-        `refusals` is how often this incarnation has heard STALE: it tells another fragment under the same number from
-        one that is sent again. `then` is run right after it in the same round trip, whatever the reply. Raises
-        `ShardUnavailable` or `ShardFull`; then nothing has happened, and the trainer knows of a full one.
+        Args:
+            action_trace: appended to the worker's in the same step, which keeps `action_trace_length` entries.
+            then: runs after it in the same round trip, whatever the reply.
+            refusals: STALE replies to this incarnation; separates a new fragment of the same number from a repeat.
+
+        Raises `ShardUnavailable` or `ShardFull`; then nothing has been appended.
         """
         place = self._put(worker, incarnation, seq, fragment) if self._bodies else None
         field, value = ("fragment", fragment) if place is None else ("body", place.encode())
@@ -83,18 +85,18 @@ class ExperienceLog:
             raise
 
     def left(self, worker: str) -> Left:
-        """What the incarnations of `worker` before this one have left."""
+        """Returns the state left by earlier incarnations of `worker`."""
         trace = cast(list[bytes], self._redis.lrange(self._keys.action_trace(worker), 0, -1))
         tries = cast(bytes | None, self._redis.hget(self._keys.pushed, f"{worker}:tries")) or b""
         pushed = self._redis.hexists(self._keys.produced, f"{worker}:fragments")
         return Left(trace, whole_number(tries), bool(pushed))
 
     def trying(self, worker: str, count: int) -> None:
-        """`worker` begins (1) something that it may not outlive, or has outlived it (-1); a push counts as both."""
+        """Counts the start (1) or the end (-1) of a step that may kill `worker`; a push resets the count."""
         write_small(self._redis, self._keys, self._keys.pushed, "HINCRBY", f"{worker}:tries", count)
 
     def forget_action_trace(self, worker: str) -> None:
-        """From now on no process takes up the episodes of `worker`."""
+        """Deletes the action trace, so that no process resumes the episodes of `worker`."""
         self._redis.delete(self._keys.action_trace(worker))
         self._redis.hdel(self._keys.pushed, f"{worker}:tries")
 
@@ -112,11 +114,11 @@ class ExperienceLog:
         return found
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """Up to `count` entries after a position, waiting at most `block_seconds`; raises `ShardUnavailable`."""
+        """Returns up to `count` entries after a position; waits at most `block_seconds`. Raises `ShardUnavailable`."""
         return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, block_seconds)))
 
     def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[LogEntry]:
-        """An entry's push was written with it; what is in quarantine is decided before a trainer reads."""
+        """Returns the entries; those without a push are foreign. Quarantine is decided before a trainer reads."""
         if not page:
             return []
         if page[-1][0] == _LAST_POSSIBLE:
@@ -129,7 +131,7 @@ class ExperienceLog:
         return [_entry(id_, fields, id_ in ours, id_ in self._quarantined) for id_, fields in page]
 
     def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
-        """The same entries, with what the shards have of them; not of those that were given up, whatever comes back."""
+        """Returns the entries with their bodies from the shards, except of those that were given up."""
         sharded = [entry for entry in page if entry.place is not None and not entry.quarantined]
         if not sharded:
             return page
@@ -167,7 +169,7 @@ class ExperienceLog:
         return removed
 
     def ends_at(self, position: str) -> bool:
-        """Whether nothing comes after that position."""
+        """Checks that the log has no entry after a position."""
         return not self._redis.xrange(self._keys.log, f"({position}", count=1)
 
     def __len__(self) -> int:
@@ -175,7 +177,7 @@ class ExperienceLog:
 
 
 def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bool) -> LogEntry:
-    """What was put in by hand gets through as well, to be counted."""
+    """Returns the entry; one of another program is counted as a stranger's."""
     if not pushed:
         return LogEntry(id_.decode(), STRANGERS, 0, 0, 0, b"", False)
     place = BodyPlace.decode(fields[b"body"]) if b"body" in fields else None

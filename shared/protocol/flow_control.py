@@ -41,7 +41,7 @@ class KeyDamaged(UserError, redis.ResponseError):
 
 
 def sound(read: Callable[[], T]) -> T:
-    """What `read` returns; called once more where it raises `KeyDamaged`, since a reply may be damaged on its way."""
+    """Calls `read`, once more if it raises `KeyDamaged`, since a reply may be damaged on its way."""
     try:
         return read()
     except KeyDamaged:
@@ -81,17 +81,17 @@ class FlowState:
     failure: Annotated[FailureKind | None, BeforeValidator(lambda text: text or None)] = None
     published_id: _Position = "0-0"
     history: str = ""
-    """Of the version: the experience that it comes from."""
+    """Name of the experience that the version comes from."""
     scaling: Literal["fixed", "auto"] = "fixed"
     """`auto`: the coordinator moves `desired_workers` between the next two."""
     min_workers: _Number = 1
     max_workers: Annotated[_Number | None, BeforeValidator(lambda text: text or None)] = None
     memory_full: bool = False
-    """Whether Redis refused the last new claim, or a shard a body, for want of memory."""
+    """True while Redis or a shard has no memory for new claims and bodies."""
     checkpoint_orders: _Number = 0
-    """How often a person has asked for a checkpoint."""
+    """Number of checkpoints ordered by people."""
     shards: Annotated[tuple[str, ...], BeforeValidator(str.split)] = ()
-    """Where the run's fragments have their bodies, as `host:port/db`; empty where the log holds them."""
+    """Servers of the fragments' bodies, as `host:port/db`; empty if the log holds them."""
 
     @property
     def log_bytes(self) -> int:
@@ -110,7 +110,7 @@ _STATE = TypeAdapter(FlowState)
 
 
 def parse_flow(raw: Mapping[bytes, bytes]) -> FlowState:
-    """The hash as Redis gives it; raises `ValueError`, which names the field and what it holds."""
+    """Parses the hash from Redis; raises `ValueError` with the field and its value."""
     flow = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
     try:
         return _STATE.validate_python(flow)
@@ -141,7 +141,7 @@ class Claim:
     epoch: int
     wakeup: str
     history: str = ""
-    """Of the version: the experience that it comes from (trainer_node/state/log_consumer.py)."""
+    """Name of the experience that the version comes from (trainer_node/state/log_consumer.py)."""
 
     @property
     def granted(self) -> bool:
@@ -162,7 +162,7 @@ class Flow:
         return Script(self._redis, self._keys, name)(**arguments)
 
     def create(self, config: Config, shards: Sequence[str] = ()) -> bool:
-        """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
+        """Creates the flow of a new run, in state `running`; returns False and changes nothing if it exists."""
         rollout = config.rollout
         fields: dict[str, Any] = {
             "state": RunState.RUNNING, "reason": "", "epoch": 0, "version": -1, "consumed": 0, "claimed": 0,
@@ -175,7 +175,7 @@ class Flow:
         return bool(self._run("create", fields=[part for pair in fields.items() for part in pair]))
 
     def read(self) -> FlowState:
-        """All of it at one instant; raises `RunNotFound`, or `KeyDamaged`."""
+        """Returns all fields at one instant; raises `RunNotFound`, or `KeyDamaged`."""
         return sound(self._read)
 
     def _read(self) -> FlowState:
@@ -188,8 +188,8 @@ class Flow:
         raise unknown_run(self._redis, self._keys.run_id)
 
     def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
-        """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back.
-        Never less than `at_least`: a Redis that was rolled back may not know how often a worker has registered."""
+        """Returns a new incarnation of `worker` (0 the first time) and the trainer's epoch; releases its old claims.
+        `at_least` keeps a Redis that was rolled back from giving an incarnation again."""
         incarnation, epoch = self._run("register", worker=worker, at_least=at_least, kept=INCARNATIONS_KEPT)
         return int(incarnation), self._number(epoch)
 
@@ -201,7 +201,7 @@ class Flow:
         return claim
 
     def claiming(self, worker: str, incarnation: int, seq: int) -> Call[Claim]:
-        """The same, to be sent with something else; its reply may be SUPERSEDED."""
+        """Returns the claim as a call, to be sent with another; its reply may be SUPERSEDED."""
         arguments = self._claim.arguments(worker=worker, incarnation=incarnation, seq=seq)
         return Call(self._claim, arguments, self._claimed)
 
@@ -226,42 +226,42 @@ class Flow:
         self._redis.xread({self._keys.wakeups: claim.wakeup}, count=1, block=max(1, int(seconds * 1000)))
 
     def release(self, worker: str = "*") -> int:
-        """Gives back the claims of a worker that is gone (of all by default); returns how many."""
+        """Releases the claims of a worker that is gone (of all by default); returns how many."""
         return int(self._run("release", worker=worker))
 
     def drain(self, *workers: str) -> None:
-        """Asks them to end after their fragments; holds until `undrain`, however often a worker restarts. Many are
-        asked together, since each wake-up is for all workers that wait."""
-        asked = 0
+        """Lets workers end after their fragments; holds until `undrain`, however often a worker restarts. One call for
+        many, since a wake-up reaches all workers that wait."""
+        added = 0
         for first in range(0, len(workers), _PAGE):
             page = workers[first : first + _PAGE]
-            asked += int(write_small(self._redis, self._keys, self._keys.draining, "SADD", *page))
-        if asked:
+            added += int(write_small(self._redis, self._keys, self._keys.draining, "SADD", *page))
+        if added:
             write_small(self._redis, self._keys, self._keys.wakeups, "XADD", "MAXLEN", "~", 64, "*", "w", 1)
 
     def undrain(self, worker: str) -> None:
         self._redis.srem(self._keys.draining, worker)
 
     def take_over(self, at_least: int = 0) -> int:
-        """A new trainer's epoch, greater than `at_least`; every older trainer is fenced from here on. A Redis that was
-        rolled back may have forgotten an epoch; the store's pointer names the last that wrote there."""
+        """Returns a new trainer's epoch, greater than `at_least`, and fences every older trainer. `at_least` is the
+        epoch in the store's pointer, which a Redis that was rolled back may have forgotten."""
         return int(self._run("take_over", at_least=at_least))
 
     def process(self) -> str:
-        """The id of the Redis process: another after a restart or a failover, perhaps without what came last."""
+        """Returns the id of the Redis process, which changes with a restart or a failover."""
         return str(self._redis.info("server")["run_id"])
 
     def holds(self, epoch: int) -> bool:
-        """Whether the trainer of `epoch` may still write: no newer one is known. A Redis that was rolled back, and has
-        forgotten this epoch, learns it again."""
+        """Checks whether the trainer of `epoch` may still write: no newer one is known. Restores the epoch in a Redis
+        that was rolled back."""
         return bool(self._run("check_epoch", epoch=epoch))
 
     def set_state(
         self, state: RunState, reason: str, expected: RunState | None = None, epoch: int | None = None,
         failure: FailureKind | None = None,
     ) -> bool:  # fmt: skip
-        """running → stopping → finished; only from `expected` where that is given. A `failure` stays with the run until
-        it is running again. A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`."""
+        """Moves running → stopping → finished, only from `expected` if given. A `failure` stays until it is running
+        again. A trainer passes its `epoch`; raises `Fenced` for an older one."""
         fields = ["failure", failure or ""] if failure or state is RunState.RUNNING else []
         begin, fence = expected or "", "" if epoch is None else epoch
         reason = printable(reason, lines=True)
@@ -271,20 +271,20 @@ class Flow:
         return bool(changed)
 
     def set_bounds(self, lease_seconds: float, max_log_bytes: int, shards: Sequence[str] = ()) -> None:
-        """The bounds and the shards, which a resume may change; K and L stay what they were."""
+        """Sets the bounds and the shards, which a resume may change; K and L stay."""
         fields = ("lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes, "shards", " ".join(shards))
         write_small(self._redis, self._keys, self._keys.flow, "HSET", *fields)
 
     def order_checkpoint(self) -> None:
-        """Asks the trainer for a checkpoint after its present update."""
+        """Orders a checkpoint after the trainer's current update."""
         write_small(self._redis, self._keys, self._keys.flow, "HINCRBY", "checkpoint_orders", 1)
 
     def set_desired_workers(self, workers: int, scaling: str = "") -> bool:
-        """The coordinator's goal for the fleet; False where `scaling` is given and no longer stands."""
+        """Sets the coordinator's goal for the fleet; returns False if `scaling` is given and no longer holds."""
         return bool(self._run("scale", expected=scaling, fields=["desired_workers", workers]))
 
     def set_scaling(self, scaling: str, min_workers: int, max_workers: int | None, workers: int | None = None) -> None:
-        """A person's order: a fixed number (`workers`), or automatic between the bounds, from the present number on."""
+        """Sets a person's order: a fixed number (`workers`), or automatic between the bounds."""
         fields: list[str | int] = ["scaling", scaling, "min_workers", min_workers, "max_workers", max_workers or ""]
         fields += [] if workers is None else ["desired_workers", workers]
         self._run("scale", expected="", fields=fields)

@@ -1,4 +1,4 @@
-"""Heartbeats, named waits and events: how a run tells what it is doing.
+"""Heartbeats and named waits: the reports of what a run is doing.
 
 Every role writes one heartbeat a second, stamped with the Redis server's clock: who it is, where, what it has done, and
 what it waits for since when. Every wait in every process has a name and a deadline and goes through `waiting`.
@@ -71,19 +71,19 @@ class Beat:
     waiting_for: str | None
     waiting_seconds: float
     deadline_seconds: float
-    """After so many seconds of waiting it gives up and says so; 0 where it waits for nothing."""
+    """Limit of the wait in seconds; 0 if it waits for nothing."""
     progress: Annotated[dict[str, Any], BeforeValidator(_checked)]
     last_error: str | None = None
-    """What the last try of the present wait met, where it tries and fails."""
+    """Error of the last try in the current wait."""
     address: str = ""
     waited: dict[str, float] = field(default_factory=dict)
     """Seconds waited since its process began, the present wait included, by the wait's name."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Where its main thread's seconds since then went; waits are `wait(NAME)`."""
+    """Seconds of its main thread since then, by stage; waits are `wait(NAME)`."""
     process: str = ""
-    """Its process, of all that there ever were; a `pid` comes again."""
+    """Unique id of its process; a `pid` may be reused."""
     outage: bool = False
-    """Whether the present wait is for Redis or the store, which are away."""
+    """True while it waits for Redis or the store, which are away."""
     failure: FailureKind | None = None
 
     @property
@@ -96,17 +96,16 @@ class Beat:
 
 @dataclass
 class Wait:
-    """A wait in progress; `check` raises `WaitTimeout` when its deadline has passed. What it waited meanwhile for Redis
-    or the store, which had an outage, does not count; and while another process of the run (`outage_elsewhere`) is in
-    one, a deadline that has passed begins anew."""
+    """A wait in progress; `check` raises `WaitTimeout` when its deadline has passed. Outages of Redis or the store in
+    between do not count, and the deadline starts over while another process (`outage_elsewhere`) waits for one."""
 
     name: str
     deadline_seconds: float
     outage: bool = False
-    """Whether it is for Redis or the store, which may be away: then its deadline is the outage's."""
+    """True if it waits for Redis or the store, which may be away: its deadline is the outage's."""
     outage_elsewhere: Callable[[], bool] = lambda: False
     retries: RetryForSeconds | None = None
-    """Where these are abandoned, the wait ends at once."""
+    """Retries whose abandonment ends the wait at once."""
     last_error: str | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +142,7 @@ class Heartbeat:
         self._address = own_address(client)
         self._wait: Wait | None = None
         self._lock = threading.Lock()
-        """So that each beat sees a wait either as going on or as over."""
+        """Held while a wait ends, so that a beat counts it once."""
         self._stop = threading.Event()
         self._ended: str | None = None
         self._failure: FailureKind | None = None
@@ -155,14 +154,14 @@ class Heartbeat:
         self.stages = StageTimer()
 
     def start(self) -> None:
-        """The first beat now, the others in the background; an outage of Redis is now a named wait of this thread."""
+        """Sends the first beat, starts the thread of the others, and names this thread's waits for Redis."""
         self._role_thread = threading.get_ident()
         self._retries.named.append(self._redis_is_away)
         self._beat()
         self._thread.start()
 
     def stop(self, reason: str, last_beat: bool = True, failure: FailureKind | None = None) -> None:
-        """The last beat says why the role has ended; a role with a successor of its name sends none."""
+        """Sends the last beat, with the reason for the end; a role with a successor of its name sends none."""
         self._stop.set()
         with suppress(ValueError):  # it never started
             self._retries.named.remove(self._redis_is_away)
@@ -178,8 +177,8 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, name: str, deadline_seconds: float, outage: bool = False) -> Iterator[Wait]:
-        """Names a wait while it lasts: shown by `status`, added up in `waited_seconds`. `outage` says that it is for
-        Redis or the store, which may be away. A wait within another one does not count for that one's deadline."""
+        """Names a wait while it lasts: shown by `status`, summed in `waited_seconds`. `outage`: it is for Redis or the
+        store, which may be away. A wait within another one does not count for that one's deadline."""
         outer = self._wait
         self._wait = wait = Wait(name, deadline_seconds, outage, self._outage_elsewhere, self._retries)
         try:
@@ -193,7 +192,7 @@ class Heartbeat:
                     outer.leave_out(wait.seconds)
 
     def outlast(self, call: Callable[[], T], seconds: float) -> T:
-        """What `call` returns; a store that is away meanwhile is a wait of its own, by name, until it is back."""
+        """Returns what `call` does; if the store is away, waits by name until it is back."""
         try:
             return call()
         except (StoreError, StoreUnavailable):
@@ -247,7 +246,7 @@ _BEAT = TypeAdapter(Beat)
 
 
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
-    """The last beat of every process of the run, the coordinator's and trainer's first; malformed ones are left out."""
+    """Returns the last beat of each process, the coordinator's and trainer's first; leaves malformed beats out."""
     keys, pipeline = RunKeys(run_id), client.pipeline(transaction=False)
     for role in BEATING:
         pipeline.hgetall(keys.heartbeats(role))
@@ -279,7 +278,7 @@ def _beat(run_id: str, role: str, name: bytes, value: bytes, now: float) -> Beat
 
 
 def outage(client: redis.Redis, run_id: str, beats: bool = True) -> str | None:
-    """What the run waits for now, as the trainer's uploads or, with `beats`, any role says; None: nothing is away."""
+    """Returns what the run's uploads or, with `beats`, any role waits for now; None if nothing is away."""
     said = cast(bytes | None, client.get(RunKeys(run_id).store_status))
     uploads = foreign(JSON_OBJECT, said or b"{}", f"the store status of run {run_id}")
     if uploads is not None and uploads.get("waiting_for"):
@@ -303,7 +302,7 @@ def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> No
 
 
 def growing_pauses(first_seconds: float = 0.2, longest_seconds: float = 5.0) -> Iterator[float]:
-    """Pauses between tries: they double up to the longest; chance takes up to half, so that not all try at once."""
+    """Yields pauses between tries: doubling up to the longest, with up to half taken off at random."""
     pause = first_seconds
     while True:
         yield pause * _CHANCE.uniform(0.5, 1.0)
@@ -314,17 +313,18 @@ def retry_until_deadline(
     wait: Wait, call: Callable[[], T], passing: tuple[type[Exception], ...] = (StoreError, StoreUnavailable),
     longest_pause_seconds: float = 5.0,
 ) -> T:  # fmt: skip
-    """What `call` returns; called again while it raises what may pass: by default that the store is away or fails.
-    Raises `WaitTimeout` with its last error."""
+    """Calls `call` until it does not raise `passing` (by default failures of the store), and returns its result. Raises
+    `WaitTimeout` with its last error."""
     pauses = growing_pauses(longest_seconds=longest_pause_seconds)
     while True:
         try:
             result = call()
-            wait.last_error = None
-            return result
         except passing as error:
             if str(error) != wait.last_error:
                 _LOGGER.warning("waiting for %s: %s", wait.name, error)
             wait.last_error = str(error)
             wait.check()
+        else:
+            wait.last_error = None
+            return result
         time.sleep(next(pauses))

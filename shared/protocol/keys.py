@@ -72,7 +72,7 @@ class RunKeys:
     trainer, status."""
     pushes = Key("stream")
     """The ids of the log's entries that workers pushed, with their fields but the fragment, until they are trimmed;
-    what else the log holds was put in by hand. Writers: workers (push), trainer (trim); readers: trainer, status."""
+    all other entries are another program's. Writers: workers (push), trainer (trim); readers: trainer, status."""
     lost_bodies = Key("set")
     """Log ids of the fragments that were dropped because their body was lost, until they are trimmed: they stay
     dropped, whatever a shard comes back with. Writer and reader: trainer (drop, give_up, trim)."""

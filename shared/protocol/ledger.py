@@ -1,7 +1,7 @@
 """The ledger: produced = consumed + dropped(reason) + in flight, per worker, in fragments and transitions.
 
 *Produced* is counted by the push script, *consumed* and *dropped* by the trainer from the log alone, *in flight* from
-the log itself, so that the equation can fail. What was put into the log by hand has an account of its own, `strangers`.
+the log itself, so that the equation can fail. Entries of other programs have an account of their own, `strangers`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class WorkerAccount:
     """Incarnation → last sequence number seen; a repeat is below it, a gap jumps over it."""
 
     def gap(self, incarnation: int, seq: int) -> int:
-        """How many fragments are missing between what was seen last and this one (0 for a repeat)."""
+        """Returns the number of fragments missing between the last one and this one (0 for a repeat)."""
         return max(0, seq - self.high_water.get(incarnation, -1) - 1)
 
     def saw(self, incarnation: int, seq: int) -> None:
-        """Moves the high-water mark; those of long gone incarnations are forgotten."""
+        """Moves the high-water mark; deletes those of long gone incarnations."""
         self.high_water[incarnation] = seq
         while len(self.high_water) > INCARNATIONS_KEPT:
             del self.high_water[min(self.high_water)]
@@ -61,29 +61,28 @@ _ACCOUNT, _ACCOUNTS = TypeAdapter(WorkerAccount), TypeAdapter(dict[str, WorkerAc
 
 @dataclass
 class Ledger:
-    """The trainer's side of the accounting, by worker id; only what has changed since then is told to Redis."""
+    """The trainer's side of the accounting, by worker id; Redis gets only what changed."""
 
     accounts: dict[str, WorkerAccount] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Of the accounts that have not changed since they were written as JSON."""
+    """JSON of the accounts that have not changed since they were encoded."""
     _untold: set[str] | None = field(default=None, repr=False, compare=False)
-    """Whose accounts have changed since Redis was told; None where it is to be told everything."""
+    """Workers whose accounts Redis does not have; None for all."""
 
     def of(self, worker: str) -> WorkerAccount:
-        """The account of `worker`, opened when first seen; ask anew for each change, since it counts as one."""
+        """Returns the account of `worker` for one change; opens it when first seen."""
         self._texts.pop(worker, None)
         if self._untold is not None:
             self._untold.add(worker)
         return self.accounts.setdefault(worker, WorkerAccount())
 
     def news(self) -> list[str]:
-        """For the scripts: `1` where it is the whole, then worker, account, … that Redis does not know yet."""
-        whole = self._untold is None
-        workers = self.accounts if self._untold is None else self._untold
-        return ["1" if whole else "", *(text for name in sorted(workers) for text in (name, self._text(name)))]
+        """Returns for the scripts `1` if it is all of the ledger, then worker, account, … that Redis does not have."""
+        everything, workers = ("1", self.accounts) if self._untold is None else ("", self._untold)
+        return [everything, *(text for name in sorted(workers) for text in (name, self._text(name)))]
 
     def told(self) -> None:
-        """Redis has written down all the news; where it knew a position already, it wrote nothing."""
+        """Marks all news as written to Redis; a Redis that knew a position already wrote nothing."""
         self._untold = set()
 
     def _text(self, worker: str) -> str:
@@ -92,7 +91,7 @@ class Ledger:
         return self._texts[worker]
 
     def consume(self, worker: str, transitions: int) -> None:
-        """One fragment became part of an update (or was observed in warm-up)."""
+        """Counts one fragment that became part of an update (or was observed in warm-up)."""
         self.of(worker).consumed.add(transitions)
 
     def drop(self, worker: str, reason: DropReason, transitions: int, fragments: int = 1) -> None:
@@ -133,7 +132,7 @@ class LedgerLine:
 
 
 def read_accounting(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
-    """The accounting of a run at one instant: a line per worker, and `total`."""
+    """Returns the accounting of a run at one instant: a line per worker, and `total`."""
     accounts, made, entries = Script(client, RunKeys(run_id), "accounting")()
     ledger, (produced, refused) = _sound(accounts, run_id), _produced(made)
     flight = _in_flight(_sound(accounts, run_id), entries)
@@ -157,13 +156,13 @@ class Taken:
 
 
 class Forward(StrEnum):
-    """What `fast_forward` does where the log holds other entries than those that were taken."""
+    """Action of `fast_forward` when the log holds other entries than those that were taken."""
 
     COMPARE = "compare"
-    """It changes nothing in any case."""
+    """Changes nothing in any case."""
     IF_SAME = "if_same"
     ANYWAY = "anyway"
-    """The log begins behind them then."""
+    """Lets the log begin behind them."""
 
 
 def fast_forward(
@@ -187,13 +186,13 @@ def fast_forward(
 
 
 def read_ledger(client: redis.Redis, run_id: str) -> Ledger:
-    """The trainer's side alone, through the committed position."""
+    """Returns the trainer's side alone, through the committed position."""
     pairs = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).ledger))
     return _sound([part for pair in pairs.items() for part in pair], run_id)
 
 
 def _sound(pairs: list[bytes], run_id: str) -> Ledger:
-    """The ledger as Redis holds it, without malformed accounts, so that the accounting shows an imbalance."""
+    """Returns the ledger without malformed accounts, so that the accounting shows an imbalance."""
     ledger = Ledger()
     for name, text in zip(pairs[::2], pairs[1::2], strict=True):
         worker = name.decode(errors="replace")
@@ -204,7 +203,7 @@ def _sound(pairs: list[bytes], run_id: str) -> Ledger:
 
 
 def _in_flight(seen: Ledger, entries: list[bytes]) -> dict[str, Count]:
-    """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
+    """Counts by worker the entries that the ledger does not account for yet, and the losses before them."""
     flight = defaultdict[str, Count](Count)
     for name, *fields in zip(*[iter(entries)] * 5, strict=True):
         worker, (incarnation, seq, lost, size) = name.decode(errors="replace") or STRANGERS, map(whole_number, fields)
@@ -218,7 +217,7 @@ def _in_flight(seen: Ledger, entries: list[bytes]) -> dict[str, Count]:
 
 
 def _produced(made: list[bytes]) -> tuple[dict[str, Count], dict[str, Count]]:
-    """By worker: what it has produced, and what of that push rejected as stale."""
+    """Counts by worker what it has produced, and what of that push rejected as stale."""
     produced, refused = defaultdict[str, Count](Count), defaultdict[str, Count](Count)
     pairs = [item.decode(errors="replace") for item in made]
     for name, value in zip(pairs[::2], pairs[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""The newest rows of training metrics, in a short Redis stream: for who looks at a live run.
+"""The newest rows of training metrics, in a short Redis stream for viewers of a live run.
 
 The whole curve is in the store (shared/storage/metric_log.py); a row has the same epoch and number here and there.
 """
@@ -25,7 +25,7 @@ class TailRow:
     epoch: int
     number: int
     row: dict[str, float | None]
-    """None stands for what is not finite."""
+    """Values by metric; None for one that is not finite."""
 
 
 _ROW = TypeAdapter(TailRow)
@@ -38,7 +38,7 @@ def append_row(client: redis.Redis, run_id: str, epoch: int, number: int, row: M
 
 
 def read_rows(client: redis.Redis, run_id: str, after: str = "0-0") -> list[TailRow]:
-    """Those after an id, oldest first; malformed ones are left out."""
+    """Returns the rows after an id, oldest first, without malformed rows."""
     return _rows(run_id, read_stream(client, RunKeys(run_id).metrics, after, None, 0.0))
 
 

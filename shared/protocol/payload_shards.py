@@ -34,7 +34,7 @@ class Bodies:
         return tuple(self._shards)
 
     def put(self, worker: str, incarnation: int, seq: int, body: bytes) -> BodyPlace:
-        """Writes one body, safe to repeat; each worker's go to one shard after the other. Raises `ShardUnavailable`."""
+        """Writes one body, safe to repeat; each worker's go to the shards in turn. Raises `ShardUnavailable`."""
         shard = self.names[(zlib.crc32(worker.encode()) + seq) % len(self._shards)]
         place = BodyPlace(shard, f"{incarnation}:{seq}:{xxhash.xxh3_128_hexdigest(body)}", len(body))
         with _reaching(shard):
@@ -42,13 +42,13 @@ class Bodies:
         return place
 
     def remove(self, worker: str, place: BodyPlace) -> None:
-        """Takes back a body that no entry names; where the shard is away a sweep will."""
+        """Removes a body that no entry names; if the shard is away, a later sweep does."""
         with _unless_away(place.shard, f"a later sweep removes {place.field} of {worker}"):
             self._shards[place.shard].hdel(self._keys.bodies(worker), place.field)
 
     def fetch(self, wanted: Sequence[tuple[str, BodyPlace]]) -> list[bytes | None]:
-        """The bodies of these workers at these places, with one round trip for each shard; None for what is not there.
-        Raises `ShardUnavailable` for one of them; then nothing is returned."""
+        """Returns the bodies at these places of workers, with one round trip per shard; None for a missing one. Raises
+        `ShardUnavailable`."""
         found: list[bytes | None] = [None] * len(wanted)
         for shard, client in self._shards.items():
             there = [index for index, (_, place) in enumerate(wanted) if place.shard == shard]
@@ -100,8 +100,8 @@ def bytes_by_shard(index: redis.Redis, run_id: str) -> dict[str, int]:
 
 
 def _needed(index: redis.Redis, keys: RunKeys) -> Callable[[str, str, str], bool]:
-    """Tells of a body (shard, worker, field) whether the log names it, or a push may still: one of the worker's present
-    process, after its last one. Reads what was pushed first, then the log, which has it or had it."""
+    """Returns a test whether the log names a body (shard, worker, field), or a push of the worker's current process may
+    still. Reads what was pushed first, then the log, which has it or had it."""
     incarnations, pushed = (
         {
             name.decode(errors="replace"): int(value)
@@ -126,7 +126,7 @@ def _needed(index: redis.Redis, keys: RunKeys) -> Callable[[str, str, str], bool
 
 @contextmanager
 def _unless_away(shard: str, then: str) -> Iterator[None]:
-    """A shard that is away is no error, but a warning that says what comes of it."""
+    """Logs a warning with the consequence if the shard is away."""
     try:
         with _reaching(shard):
             yield

@@ -29,7 +29,7 @@ class PublishReply(StrEnum):
     PUBLISHED = "published"
     KNOWN = "known"
     OTHER = "other"
-    """Redis has another policy under this version."""
+    """Another policy has this version in Redis."""
     FENCED = "fenced"
     BEHIND = "behind"
 
@@ -53,7 +53,7 @@ class PolicyBoard:
         self, *, epoch: int, version: int, consumed: int, committed_id: str, ledger: Ledger, header: VersionHeader,
         blob: bytes, checkpoint: str = "", process: str = "",
     ) -> Published:  # fmt: skip
-        """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
+        """Publishes version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
         Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch, and
         `VersionsDiverged` where it has other weights under this version. `blob` is empty and `checkpoint` names the
@@ -96,17 +96,19 @@ class PolicyBoard:
         if checkpoint:
             name = checkpoint.decode(errors="replace")
             if checkpoint_version(name) is None:
-                raise KeyDamaged(self._keys.board, f"its field checkpoint is {name!r}, which names none")
+                raise KeyDamaged(
+                    self._keys.board, f"its field checkpoint is {name!r}, which is not a checkpoint's name"
+                )
             return version_of(checkpoints.load(name, only="policy.safetensors"))
         try:
             states, header = decode_board(blob)
         except (FragmentError, ValueError) as error:
-            raise KeyDamaged(self._keys.board, f"its field blob is no policy version ({error})") from None
+            raise KeyDamaged(self._keys.board, f"its field blob is not a policy version ({error})") from None
         return PolicyVersion(header, states)
 
 
 def version_of(checkpoint: Checkpoint) -> PolicyVersion:
-    """The policy version in a checkpoint (loaded at least as far as its policy files)."""
+    """Returns the policy version in a checkpoint, of which at least the policy files are loaded."""
     header = VersionHeader.from_dict({"version": checkpoint.manifest.version, **checkpoint.manifest.provenance})
     policies = {key: data for key, data in checkpoint.objects.items() if key.endswith("policy.safetensors")}
     states = {key.partition("/")[0]: state_arrays(decode_policy(data)[0]) for key, data in policies.items()}

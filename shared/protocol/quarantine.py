@@ -1,6 +1,6 @@
 """Quarantine: log entries that are dropped unread, since trainers died over them, or since a person said so.
 
-Trainers and a replay of the archive agree on it, since it is made in the step that counts deaths (docs/PROTOCOL.md).
+Trainers and a replay of the archive agree on it, since the step that counts deaths decides it (docs/PROTOCOL.md).
 """
 
 import logging
@@ -57,14 +57,14 @@ class WorkRecord:
             raise error
 
     def taking(self, first: str = "", last: str = "") -> None:
-        """These entries are taken next (none: it waits); written down only where trainers have died lately."""
+        """Records the entries that are taken next (none: it waits), if trainers have died lately."""
         mark = f"{first} {last}".strip()
         if self._marks and mark != self._marked:
             write_small(self._client, self._keys, self._keys.flow, "HSET", "taking", mark)
             self._marked = mark
 
     def published(self, reply: PublishReply) -> None:
-        """With a new version on the board, the entries that trainers died over lie behind it."""
+        """Stops marking: the entries that trainers died over lie behind the new version."""
         self._marks = self._marks and reply is not PublishReply.PUBLISHED
 
     def leave(self) -> None:
@@ -126,7 +126,7 @@ def drop_entries(client: redis.Redis, run_id: str, positions: tuple[str, ...]) -
             )
         if put == 0:
             raise UserError(f"--drop {shown}: the log of run {run_id!r} has no entry there that is not dropped yet")
-        emit(client, run_id, "trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
+        emit(client, run_id, "trainer", f"{put} log entries ({shown}) are dropped as poison, by --drop")
 
 
 def _range(taking: str) -> str:

@@ -39,15 +39,15 @@ _PASSING_ERRORS = (
     redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
 )  # fmt: skip
 _GARBAGE = re.compile(r"WRONGTYPE|user_script|not an integer|no hash table|not a valid float")
-"""How Redis tells that a key has another type, or a script of ours that it met no number."""
+"""Texts of Redis for a key of another type, and of our scripts for a value that is not a number."""
 _FULL = "exhausted the last possible ID"
-"""Of a stream with an entry at the greatest position that there is."""
+"""Error of a stream with an entry at the greatest possible position."""
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _T = TypeVar("_T")
 
 
 class _Secrets(redis.CredentialProvider):
-    """Looks the credentials up at each connection, so that a rotated secret is found without a restart."""
+    """Looks the credentials up at each connection, so that a rotated secret needs no restart."""
 
     def __init__(self, address: Address, role: RoleName | None) -> None:
         self._address, self._role = address, role
@@ -59,7 +59,7 @@ class _Secrets(redis.CredentialProvider):
 
 
 class NamingRedis(redis.Redis):
-    """A client that names the key that holds what Stagecoach never wrote; Redis tells only what is wrong."""
+    """A client that names the key that another program has changed, which Redis does not."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
@@ -78,7 +78,7 @@ class NamingRedis(redis.Redis):
             raise
 
     def _damage(self, key: str) -> str | None:
-        """What is wrong with it; None where nothing is, or where this client may not look."""
+        """Returns what is wrong with a key; None if nothing is, or if this client may not read it."""
         try:
             found, expected = self._ask("TYPE", key).decode(), key_type(key)
             if found not in (expected, "none"):
@@ -112,7 +112,7 @@ class RetryForSeconds(Retry):
         super().__init__(pauses, -1, (Exception,))
         self._where, self.seconds, self.folder = where, seconds, folder
         self.named: list[Callable[[str], AbstractContextManager[None]]] = []
-        """Entered with what was met where an outage lasts, and left when it is over; they ask Redis nothing."""
+        """Context managers entered with the error when an outage lasts, and left after it; they may not call Redis."""
         self.outages = 0
         self.abandoned = False
 
@@ -121,11 +121,11 @@ class RetryForSeconds(Retry):
         return self
 
     def hurry(self) -> None:
-        """From now on a call waits for some seconds at most: the process is about to end."""
+        """Limits each call to some seconds: the process is about to end."""
         self.seconds = min(self.seconds, _HURRY_SECONDS)
 
     def abandon(self) -> None:
-        """From now on nothing is tried again: the role ends at once, and its other waits (`Wait`) end with this."""
+        """Stops all retries: the role ends at once, and its other waits (`Wait`) end with this."""
         self.seconds, self.abandoned = 0.0, True
 
     def call_with_retry(
@@ -153,7 +153,7 @@ class RetryForSeconds(Retry):
                 self._inside.busy = False
 
     def _pause(self, error: Exception, started: float, failures: int, lasting: ExitStack) -> None:
-        """Sleeps before the next try; raises `error`, completed, where there is none. What lasts gets its name."""
+        """Sleeps before the next try, in a named wait once the outage lasts; raises `error` at the deadline."""
         seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
         if seconds + pause <= self.seconds:
             lasts = seconds >= _LASTING_SECONDS and self.seconds > _HURRY_SECONDS
@@ -190,35 +190,35 @@ def passes(error: Exception) -> bool:
 
 
 def _told(error: Exception, folder: str | None) -> str:
-    """What Redis said; where it cannot write to its disk (`folder`, if that is known), what to do about it."""
+    """Returns the error of Redis, with the remedy if it cannot write to its disk (`folder`, if known)."""
     found = _UNWRITTEN.search(str(error))
     return str(error) if found is None else unwritten(found[1], folder or "Redis")
 
 
 def connect_redis(address: Address, config: Config, role: RoleName | None = None) -> redis.Redis:
-    """A checked connection that retries for `redis.retry_seconds`; raises `RedisUnavailable` with the reason."""
+    """Returns a checked connection that retries for `redis.retry_seconds`; raises `RedisUnavailable`."""
     return _checked_client(address.redis_url, address, config, role, "redis.url")
 
 
 def without_retries(config: Config) -> Config:
-    """The same, but with one try to reach Redis; not a short one, since it answers late while its disk stalls."""
+    """Returns the config with a single try to reach Redis, of the full timeout, since a stalled disk delays replies."""
     return config.model_copy(update={"redis": config.redis.model_copy(update={"retry_seconds": 0.0})})
 
 
 def retries(client: redis.Redis) -> RetryForSeconds:
-    """How this client tries again; what is set on that of a client that was not made here has no effect."""
+    """Returns the retries of a client; for a client of other origin, an object without effect."""
     found = client.connection_pool.connection_kwargs.get("retry")
     return found if isinstance(found, RetryForSeconds) else RetryForSeconds("Redis", 0.0)
 
 
 def shard_clients(address: Address, config: Config, role: RoleName | None = None) -> dict[str, redis.Redis]:
-    """A connection to each of `redis.shards`, by its place; nothing is asked of them yet, and they try once."""
+    """Returns unchecked connections without retries to `redis.shards`, by place."""
     return {redis_place(url): _client(url, address, config, role, 0.0, "redis.shards") for url in config.redis.shards}
 
 
 def check_redis(address: Address, config: Config, role: RoleName) -> None:
-    """Tries once; raises `RedisUnavailable` unless Redis and each of `redis.shards` answer, are recent enough, and keep
-    what they are given."""
+    """Tries once; raises `RedisUnavailable` unless Redis and each of `redis.shards` answer, are recent enough, and
+    evict no keys."""
     config = without_retries(config)
     for url, field in ((address.redis_url, "redis.url"), *((shard, "redis.shards") for shard in config.redis.shards)):
         with _checked_client(url, address, config, role, field) as client:
@@ -227,8 +227,8 @@ def check_redis(address: Address, config: Config, role: RoleName) -> None:
 
 
 def evicts(client: redis.Redis) -> str | None:
-    """What is wrong with a server that throws keys away as its memory fills. No key of a run expires, so `volatile-…`
-    throws none away. Managed servers forbid CONFIG, and tell this all the same."""
+    """Returns what is wrong with a server that evicts keys as its memory fills (no key of a run expires, so
+    `volatile-…` evicts none). Managed servers forbid CONFIG, but not INFO."""
     info: Any = client.info("memory")
     policy = str(info.get("maxmemory_policy", ""))
     if not policy.startswith("allkeys"):
@@ -254,7 +254,7 @@ def _client(
         )
         return NamingRedis.from_pool(pool)
     except ValueError as error:
-        raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is no address: {error}") from None
+        raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is not a valid address: {error}") from None
 
 
 def _checked_client(url: str, address: Address, config: Config, role: RoleName | None, field: str) -> redis.Redis:
@@ -287,7 +287,7 @@ def _checked_client(url: str, address: Address, config: Config, role: RoleName |
 
 
 def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict[str, Any]:
-    """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
+    """Returns the options of `rediss://`; raises `RedisUnavailable` if it would not be verified."""
     try:
         check_verified(field, url, "redis.ca_file")
         check_redis_url(field, url)
@@ -302,7 +302,7 @@ def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict
 
 
 def _why_not(error: Exception, url: str, field: str) -> str:
-    """Why Redis cannot be talked to; a look at what speaks there tells a wrong scheme from a server that is away."""
+    """Explains why Redis cannot be reached; probes the port to separate a wrong scheme from a server that is away."""
     parts = urlsplit(url)
     secure, (host, port) = parts.scheme == "rediss", (parts.hostname or "localhost", parts.port or 6379)
     wrong = tls.cause(str(error), "redis") if secure else None
@@ -322,7 +322,7 @@ def _why_not(error: Exception, url: str, field: str) -> str:
 
 
 def own_address(client: redis.Redis) -> str:
-    """This machine's address on the way to Redis; empty where there is no way. Nothing is sent."""
+    """Returns this machine's address on the route to Redis, or "" without a route. Sends nothing."""
     where = client.connection_pool.connection_kwargs
     try:
         family, kind, _, _, target = socket.getaddrinfo(where["host"], where["port"], type=socket.SOCK_DGRAM)[0]

@@ -21,7 +21,7 @@ from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.keys import RunKeys
 
 INCARNATIONS_KEPT = 16
-"""Per worker, in the ledger and in `pushed`; a fragment is not in flight longer than its worker's last incarnations."""
+"""Incarnations kept per worker in the ledger and in `pushed`; no fragment is in flight for longer."""
 
 _LUA = files("stagecoach.shared.protocol") / "lua"
 NAMES = sorted(path.name.removesuffix(".lua") for path in _LUA.iterdir() if path.is_file())
@@ -45,7 +45,7 @@ class Source:
 
 
 def unknown_run(client: redis.Redis, run_id: str) -> RunNotFound:
-    """The error for a run that is not there; it says where the server has thrown keys away."""
+    """Returns the error for a run that does not exist; it reports evicted keys."""
     info: Any = {}
     with suppress(redis.RedisError):
         info = client.info("stats")
@@ -59,7 +59,7 @@ def unknown_run(client: redis.Redis, run_id: str) -> RunNotFound:
 
 @cache
 def source(name: str) -> Source:
-    """The script `NAME.lua`: its names, then what it includes, then itself."""
+    """Returns the script `NAME.lua`: its names, then its includes, then its body."""
     body = (_LUA / f"{name}.lua").read_text()
     head: dict[str, list[str]] = {kind: names.split(", ") for kind, names in _HEAD.findall(body)}
     keys, args, many = head["keys"], head.get("args", []), None
@@ -81,11 +81,11 @@ class Script:
         self.sha = self._source.sha
 
     def __call__(self, **named: Any) -> Any:
-        """Runs it with these arguments; a key that a run has several of is given by name as well."""
+        """Runs the script with these arguments, and with the key of each kind that a run has several of."""
         return self.run(self.arguments(**named))
 
     def arguments(self, **named: Any) -> list[Any]:
-        """How many keys, the keys, the arguments; raises `TypeError` where a name is missing or too many."""
+        """Returns the number of keys, the keys, the arguments; raises `TypeError` for missing or extra names."""
         wanted, values = self._source, dict(named)
         try:
             keys = [values.pop(name) if name in values else getattr(self._keys, name) for name in wanted.keys]
@@ -98,8 +98,8 @@ class Script:
         return [len(keys), *keys, *args, *many]
 
     def run(self, arguments: list[Any]) -> Any:
-        """By its hash; a server that does not know it (another one, after a failover) gets its text. Raises
-        `RunNotFound` where a script that needs its run finds none."""
+        """Runs the script by its hash, or by its text on a server that does not have it (after a failover). Raises
+        `RunNotFound`."""
         try:
             try:
                 return self.client.evalsha(self.sha, *arguments)
@@ -113,17 +113,17 @@ class Script:
 
 @dataclass
 class Call(Generic[Reply]):
-    """One run of a script, made ready: to be sent by itself, or in one round trip with another."""
+    """One prepared run of a script, to be sent alone or in one round trip with another."""
 
     script: Script
     arguments: list[Any]
     read: Callable[[Any], Reply]
-    """What Redis replies → what it means."""
+    """Parser of the reply."""
     reply: Reply | None = None
 
     def run(self, then: Call[Any] | None = None) -> Reply:
-        """By itself, or with `then` after it in one round trip; others may come in between. Where one of the two fails
-        each is sent again by itself: so a server that does not know a script gets it, and a damaged key is named."""
+        """Runs alone, or with `then` after it in one round trip; other clients may come in between. If one of the two
+        fails, each is sent again alone: so a server without the script gets it, and a damaged key is named."""
         calls: list[Call[Any]] = [self] if then is None else [self, then]
         replies: list[Any] = []
         if then is not None:
@@ -138,7 +138,7 @@ class Call(Generic[Reply]):
 
 
 def read_stream(client: redis.Redis, key: str, after: str, count: int | None, block_seconds: float) -> list[Any]:
-    """Id and fields of up to `count` entries after one, waiting at most `block_seconds` for the first."""
+    """Returns id and fields of up to `count` entries after one, waiting at most `block_seconds` for the first."""
     block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
     found: Any = client.xread({key: after}, count=count, block=block)
     if isinstance(found, dict):  # RESP 3
@@ -147,5 +147,5 @@ def read_stream(client: redis.Redis, key: str, after: str, count: int | None, bl
 
 
 def write_small(client: redis.Redis, keys: RunKeys, key: str, command: str, *arguments: str | int) -> Any:
-    """A write of a few bytes to one of the run's keys, let through also when the memory of Redis is full."""
+    """Writes a few bytes to one of the run's keys, also when the memory of Redis is full."""
     return Script(client, keys, "write")(key=key, command=command, arguments=arguments)

@@ -1,1 +1,1 @@
-"""What every process of a run starts from, and what keeps it observable and lets it end in order."""
+"""Startup of every process of a run, and what keeps it observable and lets it end in order."""

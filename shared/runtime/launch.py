@@ -1,5 +1,5 @@
-"""How a role's process begins and ends: what it is handed, its log file, the command line of the roles without Ray, and
-graceful shutdown on SIGTERM (its machine is taken away) or Ctrl-C."""
+"""Start and end of a role's process: its launch data, its log file, the command line of the roles without Ray, and
+graceful shutdown on SIGTERM (preemption) or Ctrl-C."""
 
 import argparse
 import json
@@ -100,7 +100,7 @@ def rotate_in_place(path: Path) -> None:
 
 
 def role_arguments(program: str, description: str) -> argparse.ArgumentParser:
-    """The command line that all roles without Ray share."""
+    """Returns the command line parser that all roles without Ray share."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -118,7 +118,7 @@ def role_arguments(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
-    """What `role_arguments` parsed → a launch; raises `RunNotFound` with what is missing."""
+    """Returns the launch for arguments of `role_arguments`; raises `RunNotFound` with what is missing."""
     run_id = check_run_id(arguments.run)
     if arguments.redis:
         if not arguments.config or not arguments.store:
@@ -135,12 +135,12 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
 
 
 def refuse_unreachable(launch: RoleLaunch, user: RoleName) -> None:
-    """For a role that a person starts: raises `RedisUnavailable` at once where a run would wait."""
+    """Raises `RedisUnavailable` at once, for a role that a person starts; a run's own would wait."""
     connect_redis(launch.address, without_retries(parse_config(launch.config)), user).close()
 
 
 def read_services(folder: Path, run_id: str) -> tuple[Address, tuple[str, ...]]:
-    """Where a live run's services are, and its import path; without its config, which takes long to read."""
+    """Returns a live run's address and import path, without its config, which takes long to read."""
     try:
         services = json.loads((folder / SERVICES).read_text())
     except FileNotFoundError:
@@ -153,8 +153,8 @@ def shutdown_on_signal(
     request_shutdown: Callable[[], None], grace_seconds: float | None = None,
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,),
 ) -> Iterator[None]:  # fmt: skip
-    """The first signal calls `request_shutdown`; a second one, or the end of the grace, raises `KeyboardInterrupt`.
-    Call it in the main thread; afterwards the former handlers are back."""
+    """Calls `request_shutdown` at the first signal; a second one, or the end of the grace, raises `KeyboardInterrupt`.
+    For the main thread; restores the former handlers."""
     received = False
 
     def on_signal(number: int, _: Any) -> None:

@@ -21,21 +21,21 @@ _LOGGER = logging.getLogger("stagecoach.profile")
 
 
 class Profile:
-    """The timelines of one process's threads; where it is not `on`, nothing is kept and nothing written."""
+    """The timelines of one process's threads; does nothing unless it is `on`."""
 
     def __init__(self, store: ObjectStore, name: str, on: bool) -> None:
         self._store, self._name, self._on = store, name, on
         self._threads: dict[str, StageTimer] = {}
 
     def add(self, thread: str, stages: StageTimer) -> StageTimer:
-        """From now on keeps what this thread does; returns `stages`."""
+        """Records the stages of a thread; returns `stages`."""
         if self._on:
             stages.record(NEWEST)
         self._threads[thread] = stages
         return stages
 
     def write(self) -> None:
-        """Puts it into the store; a failure is logged, and nothing else depends on it."""
+        """Writes the profile to the store; logs a failure."""
         if not self._on:
             return
         try:
@@ -44,8 +44,8 @@ class Profile:
             _LOGGER.warning("the profile of %s is lost: %s", self._name, error)
 
     def _encoded(self) -> bytes:
-        """JSON: `traceEvents` (microseconds of the wall clock), and seconds by thread and stage in `otherData`."""
-        to_clock = time.time_ns() - time.perf_counter_ns()  # so that several machines' lie side by side
+        """Returns JSON: `traceEvents` (microseconds of the wall clock), and seconds by stage in `otherData`."""
+        to_clock = time.time_ns() - time.perf_counter_ns()  # so that the timelines of several machines align
         pid, seconds = os.getpid(), {}
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0,

@@ -1,4 +1,4 @@
-"""The bound on restarts: how often in a row something may end without having made progress, whatever the clock says."""
+"""The bound on consecutive restarts without progress."""
 
 from typing import Any, cast
 
@@ -13,30 +13,30 @@ Progress = tuple[int, ...]
 
 
 class RestartBound:
-    """Counts the ends in a row of something that is started again; `saw` is told how far that has come."""
+    """Counts consecutive restarts without progress; call `record_progress` when there is some."""
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed
         self._furthest: Progress | None = None
         self.progressed = False
         self.ends = 0
-        """In a row, without progress before them."""
+        """Consecutive ends without progress before them."""
 
-    def saw(self, progress: Progress) -> None:
-        """How far it has come; the first call says where it starts from. More than ever before is progress."""
+    def record_progress(self, progress: Progress) -> None:
+        """Compares with the furthest before; the first call sets where it starts from."""
         self.progressed |= self._furthest is not None and progress > self._furthest
         self._furthest = progress if self._furthest is None else max(progress, self._furthest)
 
     def ended(self) -> bool:
-        """Counts an end, unless there was progress since the last one; whether it is one too many."""
+        """Counts an end, unless there was progress since the last one; returns whether it is one too many."""
         self.ends = 0 if self.progressed else self.ends + 1
         self.progressed = False
         return self.ends > self._allowed
 
 
 def learning_progress(client: redis.Redis, run_id: str) -> Progress:
-    """Of trainer, ranks and all that the whole run needs: the log position that has been accounted for. A trainer that
-    only replays what a former one has learned, or publishes a roll back, does not move it."""
+    """Returns the progress of trainer, ranks and services: the log position that is accounted for. A trainer that only
+    replays what a former one has learned, or publishes a rollback, does not move it."""
     return id_order(Flow(client, run_id).read().committed_id)
 
 

@@ -1,4 +1,4 @@
-"""The run context of a process: the run's config and address, and the connections made from them.
+"""The run context of a process: the run's config and address, and its connections.
 
 The config never comes from Redis or the store, because it names code to import. Its hash must be the run's.
 """
@@ -32,7 +32,7 @@ class RunContext:
     checkpoints: CheckpointStore
     flow: Flow
     bodies: Bodies
-    """The fragments' bodies on `redis.shards`; connections are made when one is asked for."""
+    """The fragments' bodies on `redis.shards`, which connect on first use."""
 
     def log(self) -> ExperienceLog:
         return ExperienceLog(self.redis, self.run_id, self.bodies)
@@ -44,7 +44,7 @@ class RunContext:
     def run_id(self) -> str:
         return self.address.run_id
 
-    def tell(self, kind: str, text: str, **data: Any) -> None:
+    def emit_event(self, kind: str, text: str, **data: Any) -> None:
         """Writes an event."""
         emit(self.redis, self.run_id, kind, text, **data)
 
@@ -52,7 +52,7 @@ class RunContext:
         return self.checkpoints.description()
 
     def check_config(self, shards_may_change: bool = False) -> None:
-        """Raises `ConfigError` where this process's config is not the one that the run was started with."""
+        """Raises `ConfigError` if this process's config is not the one that the run was started with."""
         flow = self.flow.read()
         if flow.config_hash != self.config.hash():
             raise ConfigError(

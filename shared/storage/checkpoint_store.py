@@ -1,9 +1,8 @@
 """Checkpoints and sync files: their names, their bytes, and the order in which they are written and read.
 
 A checkpoint is an immutable set of objects under one name, with a manifest written last that holds their SHA-256.
-Reading goes from the pointer to the manifest to the objects, each verified. There is no lock file: each upload has a
-folder of its own below the checkpoint's, so that no late request of a replaced trainer meets the objects of a newer
-one.
+Reading goes from the pointer to the manifest to the objects, each verified. No lock file is needed: each upload has a
+folder of its own below the checkpoint's, so that no late request of a replaced trainer touches a newer one's objects.
 """
 
 from __future__ import annotations
@@ -82,15 +81,15 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def folder(self) -> str:
-        """The folder of this upload. It follows from epoch, time and contents: two trainers may come to the same
-        checkpoint, with equal or (where Redis has lost a part of the log in between) with other contents."""
+        """Folder of this upload, named by epoch, time and contents: two trainers may reach the same checkpoint, with
+        equal or (if Redis has lost a part of the log in between) other contents."""
         hashes = {name: item.sha256 for name, item in self.objects.items()}
         upload = json.dumps([self.epoch, self.created, hashes], sort_keys=True).encode()
         return f"{CHECKPOINTS}{self.name}/{hashlib.sha256(upload).hexdigest()[:16]}/"
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Of several uploads of a checkpoint, the one with the highest rank counts: that of the newest trainer."""
+        """Order of the uploads of a checkpoint, of which the highest counts: that of the newest trainer."""
         return self.epoch, self.created
 
     @property
@@ -139,8 +138,8 @@ class CheckpointStore:
     def write(self, manifest: Manifest, objects: dict[str, bytes]) -> bytes:
         """Stores a checkpoint up to and including its manifest; returns the manifest's bytes.
 
-        An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer arrives at it
-        again), and what was damaged of it is written anew. Any other stays as it is, and counts no more.
+        An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer reaches it
+        again), and its damaged objects are replaced. Any other stays in the store, and no longer counts.
         """
         data, existing = manifest.model_dump_json(indent=1).encode(), False
         with contextlib.suppress(CheckpointError):
@@ -169,18 +168,18 @@ class CheckpointStore:
         self.store.put(POINTER, pointer.model_dump_json(indent=1).encode())
 
     def write_promotion(self, promotion: Promotion | None) -> None:
-        """Sets the mark of what is deployed, or takes it away; call only after the checkpoint was verified."""
+        """Sets or removes the mark of what is deployed; call only after the checkpoint was verified."""
         if promotion is None:
             self.clear_marker(PROMOTED)
         else:
             self.store.put(PROMOTED, promotion.model_dump_json(indent=1).encode())
 
     def write_marker(self, key: str, content: dict[str, Any]) -> None:
-        """A sync file with JSON content (some stores refuse empty objects)."""
+        """Writes a sync file with JSON content (some stores refuse empty objects)."""
         self.store.put(key, json.dumps(content, indent=1).encode())
 
     def clear_marker(self, key: str) -> None:
-        """Takes a sync file away; one without content counts as missing, where the store does not delete."""
+        """Deletes a sync file, or empties it in a store that does not delete."""
         try:
             self.store.delete(key)
         except DeletionRefused:
@@ -189,19 +188,19 @@ class CheckpointStore:
     # Reading.
 
     def marker(self, key: str) -> dict[str, Any] | None:
-        """The content of a sync file, or None where it is missing; raises `CheckpointDamaged` for other bytes."""
+        """Returns the content of a sync file, or None if it is missing; raises `CheckpointDamaged`."""
         return self._sync_file(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
 
     def pointer(self) -> Pointer | None:
-        hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
+        hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints may be intact"
         return self._sync_file(POINTER, Pointer.model_validate_json, hint)
 
     def promotion(self) -> Promotion | None:
-        hint = f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
+        hint = f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint again, or clear the mark"
         return self._sync_file(PROMOTED, Promotion.model_validate_json, hint)
 
     def description(self) -> EnvironmentDescription:
-        """Agents and spaces of the run; raises `RunNotFound`, `CheckpointDamaged`, or what the store raises."""
+        """Returns agents and spaces of the run; raises `RunNotFound`, `CheckpointDamaged`, or a store error."""
         try:
             return EnvironmentDescription.from_dict(self.read_whole(ENVIRONMENT, json.loads))
         except ObjectMissing:
@@ -224,8 +223,8 @@ class CheckpointStore:
             raise CheckpointDamaged(otherwise) from None
 
     def read_whole(self, key: str, parse: Callable[[bytes], T]) -> T:
-        """What `parse` makes of the object; raises `ObjectMissing`, or the `ValueError` of `parse`. Some stores show
-        half an object before it is whole, so what cannot be parsed is read again, for some 1.5 s."""
+        """Returns the parsed object; raises `ObjectMissing`, or the `ValueError` of `parse`. Some stores show half an
+        object before it is complete, so one that cannot be parsed is read again, for some 1.5 s."""
         for pause in _READ_PAUSES_SECONDS:
             with contextlib.suppress(ValueError):
                 return parse(self.store.get(key))
@@ -233,7 +232,7 @@ class CheckpointStore:
         return parse(self.store.get(key))
 
     def marked(self, mark: str) -> str | None:
-        """The checkpoint that one of `MARKS` stands for, if any."""
+        """Returns the checkpoint that one of `MARKS` stands for, if any."""
         if mark == "promoted":
             promotion = self.promotion()
             return promotion.checkpoint if promotion else None
@@ -241,7 +240,7 @@ class CheckpointStore:
         return found
 
     def resolve(self, name: str) -> str:
-        """A checkpoint's name, from itself or from one of `MARKS`; raises `CheckpointNotFound` with those there are."""
+        """Returns the name of a checkpoint, given itself or one of `MARKS`; raises `CheckpointNotFound`."""
         found, known = self.marked(name) if name in MARKS else name, self.names()
         if found in known:
             if name == "promoted" and (promotion := self.promotion()) and promotion.checkpoint == found:
@@ -257,11 +256,11 @@ class CheckpointStore:
         raise CheckpointNotFound(f"run {self.run_id} has {what}{gone}; there are: {', '.join(known)}; or say {marks}")
 
     def preferred(self, name: str | None = None) -> str:
-        """The checkpoint of this name or mark; by default the one to deploy: promoted, else the best, else newest."""
+        """Returns the checkpoint of a name or mark; by default the promoted one, else the best, else the newest."""
         return self.resolve(name or next((mark for mark in ("promoted", "best") if self.marked(mark)), "latest"))
 
     def names(self) -> list[str]:
-        """All checkpoint folders in the store, oldest version first, complete or not."""
+        """Lists all checkpoint folders in the store, oldest version first, complete or not."""
         found = [name for name in self.store.folders(CHECKPOINTS) if checkpoint_version(name) is not None]
         return sorted(found, key=lambda name: (checkpoint_version(name) or 0, name))
 
@@ -269,16 +268,14 @@ class CheckpointStore:
         return self.read_manifest(name)[1]
 
     def read_manifest(self, name: str, sha256: str | None = None) -> tuple[bytes, Manifest]:
-        """The manifest of `name` and its bytes: with `sha256` the one with that hash, else that of the upload that
-        counts (`Manifest.rank`). A damaged one counts only where there is no other."""
+        """Returns the manifest of `name` and its bytes: with `sha256` the one with that hash, else that of the upload
+        that counts (`Manifest.rank`). Raises `CheckpointDamaged` if all are damaged."""
         found: list[tuple[bytes, Manifest]] = []
         problems: list[CheckpointDamaged] = []
         root = f"{CHECKPOINTS}{name}/"
-        for folder in (*(f"{root}{upload}/" for upload in self.store.folders(root)), root):
-            if folder == root and found:
-                break  # else it may be of format 1, which has it there
+        for upload in self.store.folders(root):
             try:
-                found.append(self._read_upload(name, folder))
+                found.append(self._read_upload(name, f"{root}{upload}/"))
             except ObjectMissing:
                 continue
             except CheckpointDamaged as error:
@@ -311,20 +308,20 @@ class CheckpointStore:
         return data, manifest
 
     def load_latest(self, only: str = "") -> Checkpoint | None:
-        """What the pointer names, the manifest verified by the pointer's hash; None before the first checkpoint."""
+        """Loads the pointer's checkpoint, verified by its hash of the manifest; None before the first checkpoint."""
         pointer = self.pointer()
         if pointer is None:
             return None
         return self.load(self.read_manifest(pointer.latest, pointer.manifest_sha256)[1], only)
 
     def load(self, checkpoint: str | Manifest, only: str | tuple[str, ...] = "") -> Checkpoint:
-        """A checkpoint by its name or manifest, every object verified; `only` restricts it to objects that end so."""
+        """Loads a checkpoint by its name or manifest, every object verified; `only` restricts it to these endings."""
         manifest = self.manifest(checkpoint) if isinstance(checkpoint, str) else checkpoint
         objects = {key: self.read_object(manifest, key) for key in manifest.objects if key.endswith(only)}
         return Checkpoint(manifest, objects)
 
     def read_object(self, manifest: Manifest, key: str) -> bytes:
-        """One object of a checkpoint, verified; raises `CheckpointDamaged`."""
+        """Returns one verified object of a checkpoint; raises `CheckpointDamaged`."""
         name, wanted = manifest.name, manifest.objects[key]
         try:
             data = self.store.get(manifest.folder + key)
@@ -337,14 +334,14 @@ class CheckpointStore:
         return data
 
     def newest_good(self) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint that verifies, and a line for each newer one that does not.
+        """Returns the newest checkpoint that verifies, and a line for each newer one that does not.
 
-        One beyond the pointer that an older trainer than the pointer's wrote came late: its experience may be in no log
-        any more. Raises `CheckpointNotFound` where there is none, `CheckpointDamaged` where none can be used.
+        A checkpoint beyond the pointer, of an older trainer than the pointer's, came late: its experience may be in no
+        log any more. Raises `CheckpointNotFound` without checkpoints, `CheckpointDamaged` if all are damaged.
         """
         problems: list[str] = []
         epoch, newest = 0, 0
-        with contextlib.suppress(CheckpointDamaged):  # the trainer makes it anew
+        with contextlib.suppress(CheckpointDamaged):  # the trainer writes it again
             if pointer := self.pointer():
                 epoch, newest = pointer.epoch, checkpoint_version(pointer.latest) or 0
         for name in reversed(self.names()):
@@ -363,7 +360,7 @@ class CheckpointStore:
         raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
 
     def delete(self, name: str) -> None:
-        """Removes a checkpoint, manifests first, so that no reader takes the rest for a whole one."""
+        """Removes a checkpoint, manifests first, so that no reader takes the rest for a complete one."""
         folder = f"{CHECKPOINTS}{name}/"
         for upload in self.store.folders(folder):
             self.store.delete(f"{folder}{upload}/{MANIFEST}")

@@ -39,9 +39,8 @@ class Segment:
 
 
 def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
-    """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`. A
-    fragment that was dropped because its body was lost has no size; one that was in quarantine says so, and a replay
-    drops it unread as well."""
+    """Returns one blob: the fragments' bytes end to end, and a header row for each. A fragment whose body was lost has
+    no size; one in quarantine is marked, so that a replay drops it unread as well."""
     rows, bodies = [], []
     for e in entries:
         size, poison = None if e.fragment is None else len(e.fragment), ["poison"] if e.quarantined else []
@@ -52,7 +51,7 @@ def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -
 
 
 def decode_segment(blob: bytes, run_id: str, segment: Segment) -> list[LogEntry]:
-    """Its entries, in order; raises `ArchiveIncomplete` for bytes that are not this segment."""
+    """Returns the entries, in order; raises `ArchiveIncomplete` for bytes that are not this segment."""
     try:
         arrays, header = tensor_blob.decode(blob)
         if (header["format"], header["run_id"]) != (FORMAT, run_id):
@@ -77,7 +76,7 @@ class Archive:
         self._read_to: str | None = None
 
     def segments(self) -> list[Segment]:
-        """All segments, in the order of the log. Two trainers may have written overlapping ones."""
+        """Lists all segments, in the order of the log. Those of two trainers may overlap."""
         matches = [_NAME.fullmatch(name) for name in self._store.folders(EXPERIENCE)]
         found = [Segment(match[1], match[2], int(match[3])) for match in matches if match]
         return sorted(found, key=lambda segment: (id_order(segment.through), id_order(segment.after)))
@@ -91,8 +90,8 @@ class Archive:
     def delete(self, segment: Segment) -> None:
         self._store.delete(segment.key)
 
-    def whole(self, segment: Segment) -> bool:
-        """Whether it can be read; a store may keep half of an upload that was cut off."""
+    def is_complete(self, segment: Segment) -> bool:
+        """Checks that a segment can be read; a store may keep half of an upload that was cut off."""
         try:
             self._decoded(segment)
         except ArchiveIncomplete:
@@ -107,9 +106,9 @@ class Archive:
         return decode_segment(blob, self._run_id, segment)
 
     def entries(self, after: str | None = None, through: str | None = None, holes: bool = False) -> Iterator[LogEntry]:
-        """The entries after one position (or the archive's first) through another, a segment in memory at a time;
-        raises `ArchiveIncomplete` for a hole (except with `holes`), or where the archive does not reach as far. A
-        segment that cannot be read does not count where others hold the same entries."""
+        """Yields the entries after one position (or the archive's first) through another, with one segment in memory;
+        raises `ArchiveIncomplete` for a hole (except with `holes`), or if the archive ends before. An unreadable
+        segment is skipped if others hold the same entries."""
         segments, damaged = self.segments(), dict[str, ArchiveIncomplete]()
         covered = after or (segments[0].after if segments else START)
         for segment in segments:
@@ -140,7 +139,7 @@ class Archive:
         )
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """Up to `count` entries after a position, as `ExperienceLog.read` returns them; it never waits."""
+        """Returns up to `count` entries after a position, like `ExperienceLog.read`; never waits."""
         if after != self._read_to:
             self._reading = self.entries(after)
         page = list(itertools.islice(self._reading, count))
@@ -149,13 +148,13 @@ class Archive:
 
 
 def read_experience(location: str | Path, endpoint_url: str | None = None) -> Iterator[Fragment]:
-    """A run's archived experience as a dataset: its fragments, in the log's order, read lazily.
+    """Reads a run's archived experience as a dataset: its fragments, in the log's order, lazily.
 
     `location` is the run's folder in the store (a path, `file://…`, or `s3://bucket/prefix/run`, credentials by the
     standard AWS chain). Each `Fragment` has a header (worker, sequence number, policy version, episodes that ended
     in it) and, per policy id, columns as described in shared/experience/fragment.py: `obs` [T, S, …], `action`,
-    `reward`, `terminated`, `truncated`, `mask`, `log_prob` [T, S] and so on. What is not a fragment is left out, with
-    a warning. Raises `ArchiveIncomplete` where there is no archive, for a hole, or for an unreadable segment.
+    `reward`, `terminated`, `truncated`, `mask`, `log_prob` [T, S] and so on. Entries that are not fragments are
+    skipped with a warning. Raises `ArchiveIncomplete` for a missing archive, a hole, or an unreadable segment.
     """
     store, run_id = open_folder(str(location), endpoint_url)
     return experience(Archive(store, run_id), str(location))
@@ -164,11 +163,11 @@ def read_experience(location: str | Path, endpoint_url: str | None = None) -> It
 def experience(
     archive: Archive, where: str, after: str | None = None, through: str | None = None
 ) -> Iterator[Fragment]:
-    """The fragments in an archive, lazily. None is an error at once: no data would hide a wrong place."""
+    """Yields the fragments in an archive; raises at once for an empty one, which may be the wrong place."""
     if not archive.segments():
         raise ArchiveIncomplete(
-            f"there is no archived experience in {where}: expected a run's folder in the store with {EXPERIENCE} in "
-            f"it, which a run with archive=all writes with each checkpoint"
+            f"{where} has no archived experience: expected a run's folder in the store with {EXPERIENCE} in it, which "
+            f"a run with archive=all writes with each checkpoint"
         )
 
     def fragments() -> Iterator[Fragment]:
@@ -178,7 +177,7 @@ def experience(
             try:
                 yield fragment.decode(entry.fragment)
             except FragmentError as error:
-                _LOGGER.warning("entry %s of %s is no fragment: %s", entry.id, entry.worker, error)
+                _LOGGER.warning("entry %s of %s is not a fragment: %s", entry.id, entry.worker, error)
 
     return fragments()
 

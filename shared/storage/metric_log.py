@@ -1,8 +1,8 @@
-"""Metrics in the store: rows in append-only segments, so that a run's curves are whole from any machine.
+"""Metrics in the store: rows in append-only segments, so that a run's curves are complete from any machine.
 
-docs/METRICS.md says how a segment's name tells its rows. What an older trainer wrote beyond the beginning of a newer
-one is left out when the stream is read, so nothing is ever written anew. Small segments are merged into larger ones,
-which cover the same rows: a crash in between leaves both, and one is read.
+docs/METRICS.md describes the names of segments. Readers skip what an older trainer wrote beyond the beginning of a
+newer one, so no row is ever rewritten. Small segments are merged into a larger one of the same rows: a crash in between
+leaves both, of which one is read.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
 TEST_ENV_STEPS, TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
-"""Of an evaluation's row: what all evaluations through it have played."""
+"""Totals of all evaluations through this row."""
 FORMAT = 1
 _FOLDER = "metrics/"
 _NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(-?\d+)(?:_(-?\d+))?")
 _MERGED = 8
-"""So many segments of one size become one of the next: n rows are written about log8(n) times."""
+"""Segments of one size that become one of the next: n rows are written about log8(n) times."""
 _LARGEST_ROWS = 1 << 16
 _VOIDED = (TRAIN, EPISODES)
-"""The streams of which a restart undoes what an older trainer wrote beyond its beginning."""
+"""Streams whose rows beyond the beginning of a newer trainer are undone."""
 _TRIES = 5
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in their order: per metric a float64 array, NaN where a row lacks it; of each row its label, or ''."""
+    """Ordered rows: a float64 array per metric, NaN for missing values; and each row's label, or ''."""
 
     columns: dict[str, Array]
     labels: list[str]
@@ -52,14 +52,14 @@ class Rows:
         return Rows({name: array[rows] for name, array in self.columns.items()}, self.labels[rows])
 
     def named(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Label and metrics of each row."""
+        """Yields label and metrics of each row."""
         lists = {name: array.tolist() for name, array in self.columns.items()}
         for index, label in enumerate(self.labels):
             yield label, {name: values[index] for name, values in lists.items() if values[index] == values[index]}
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Rows:
-        """From label and metrics of each row."""
+        """Builds rows from label and metrics of each."""
         names = dict.fromkeys(name for _, row in rows for name in row)
         columns = {name: np.array([row.get(name, np.nan) for _, row in rows], np.float64) for name in names}
         return cls(columns, [label for label, _ in rows])
@@ -84,7 +84,7 @@ class Segment:
     first: int
     last: int
     parent: int
-    """The version that the one where its trainer began was trained from: whose rows it continues."""
+    """Version whose rows it continues: the one that its trainer's first version was trained from."""
 
     def key(self, stream: str) -> str:
         name = f"{self.epoch}_{self.version}_{self.env_steps}_{self.first}_{self.last}_{self.parent}"
@@ -96,13 +96,13 @@ class Segment:
 
 
 def encode(run_id: str, stream: str, rows: Rows) -> bytes:
-    """One blob; the inverse is `decode`."""
+    """Returns one blob; the inverse is `decode`."""
     header = {"format": FORMAT, "run_id": run_id, "stream": stream, "labels": rows.labels}
     return tensor_blob.encode(rows.columns, header)
 
 
 def decode(blob: bytes, key: str) -> Rows:
-    """The rows; raises `MetricsDamaged` for bytes that are none."""
+    """Returns the rows; raises `MetricsDamaged` if the bytes are not a segment."""
     try:
         columns, header = tensor_blob.decode(blob)
         labels = [str(label) for label in header["labels"]]
@@ -121,16 +121,16 @@ class MetricStream:
         self, store: ObjectStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int,
         parent: int | None = None,
     ) -> None:  # fmt: skip
-        """Begins at this version, which was trained from `parent` (else: is continued itself), and these env steps."""
+        """Begins at this version, which was trained from `parent` (default: itself), and at these env steps."""
         self._store, self._run_id, self._stream = store, run_id, stream
         self._began, self._parent = (epoch, version, env_steps), version if parent is None else parent
         self._pending: list[tuple[str, Mapping[str, float]]] = []
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
         self._unmerged = 0
-        """Segments before this one stay as they are: one of them cannot be read."""
+        """Index of the first segment that may be merged; one before it cannot be read."""
         self._marked = epoch <= 1
-        """Whether the store knows where this trainer began, so that what older ones wrote beyond is void."""
+        """True once the store has this trainer's beginning, beyond which rows of older trainers are void."""
         self._appended = 0
 
     def append(self, row: Mapping[str, float], label: str = "") -> int:
@@ -142,11 +142,11 @@ class MetricStream:
 
     @property
     def pending(self) -> int:
-        """Rows that are not in the store yet."""
+        """Number of rows that are not in the store yet."""
         return len(self._pending)
 
     def write(self) -> None:
-        """Puts what is pending into the store, then merges segments; raises as the store does, and loses nothing."""
+        """Stores pending rows, then merges segments; raises as the store does, and loses nothing."""
         with self._lock:
             rows = list(self._pending)
         if rows:
@@ -175,7 +175,7 @@ class MetricStream:
         return segment
 
     def _to_merge(self) -> int | None:
-        """Where the last segments begin that are so many of nearly one size; None where they are not."""
+        """Returns the index of the first of the last `_MERGED` segments if they have nearly one size."""
         last = self._segments[self._unmerged :][-_MERGED:]
         rows = sum(segment.rows for segment in last)
         if len(last) < _MERGED or rows > _LARGEST_ROWS or last[0].rows > 2 * _MERGED * last[-1].rows:
@@ -184,7 +184,7 @@ class MetricStream:
 
 
 def segments(store: ObjectStore, stream: str) -> list[Segment]:
-    """All of a stream, in the order of its rows; of those that cover the same rows the longest first."""
+    """Lists the segments of a stream in the order of rows; of those that begin alike the longest first."""
     matches = [_NAME.fullmatch(name) for name in store.folders(f"{_FOLDER}{stream}/")]
     found = [Segment(*map(int, match.groups(default=match[2]))) for match in matches if match]
     return sorted(found, key=lambda segment: (segment.epoch, segment.first, -segment.last))
@@ -194,11 +194,11 @@ def read(
     store: ObjectStore, stream: str, after: tuple[int, int] = (0, -1),
     damaged: Callable[[MetricsDamaged], None] | None = None,
 ) -> Iterator[tuple[tuple[int, int], Rows]]:  # fmt: skip
-    """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
+    """Yields the rows of a stream by segment, each with epoch and number of its last row.
 
     Args:
-        after: begins behind this row of this epoch.
-        damaged: is told of segments that cannot be read, which are left out; without it they raise.
+        after: epoch and number of the row to begin behind.
+        damaged: called with the error of each unreadable segment, which is skipped; without it they raise.
 
     Raises `MetricsDamaged`, or what the store raises.
     """
@@ -244,13 +244,13 @@ def _read(
 
 
 def _cut_off(segment: Segment, found: Sequence[Segment]) -> bool:
-    """Whether a segment without its object is what a crash left of a put, and was not merged into another one."""
+    """Checks whether a segment without its object is the rest of an interrupted put, and not merged into another."""
     ours = [other for other in found if other.epoch == segment.epoch]
     return [other for other in ours if other.first <= segment.first and other.last >= segment.last] == [segment]
 
 
 def _ends(found: Sequence[Segment]) -> dict[int, tuple[float, float]]:
-    """Epoch → through which version and env steps its rows count; of those alone that the newest one continues."""
+    """Returns epoch → version and env steps through which its rows count, for the epochs that the newest continues."""
     began = {segment.epoch: segment for segment in found}
     ends, at, older = {}, (math.inf, math.inf), list(began)
     while older:
@@ -262,7 +262,7 @@ def _ends(found: Sequence[Segment]) -> dict[int, tuple[float, float]]:
 
 
 def _through(end: tuple[float, float] | None, rows: Rows) -> Rows:
-    """Without what was undone; `end` None is of a trainer whose work is not continued."""
+    """Returns the rows that were not undone: none of an abandoned trainer, whose `end` is absent."""
     if not len(rows) or end == (math.inf, math.inf):
         return rows
     version, env_steps = end or (-math.inf, -math.inf)

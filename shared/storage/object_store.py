@@ -27,7 +27,7 @@ _ACCESS = ("endpoint_url", "region", "addressing_style", "ca_file")
 
 
 class ObjectStore(Protocol):
-    """What both implementations of the store can do."""
+    """Operations of both implementations of the store."""
 
     def check(self) -> None:
         """Raises `StoreUnavailable` unless the store answers, accepts the credentials and has the bucket."""
@@ -106,7 +106,7 @@ class FileStore:
             return sorted(name for name in names if name.startswith(prefix))
 
     def _check_root(self) -> None:
-        """The folder is never made here: where it is not mounted, what was there would seem lost, not away."""
+        """Raises if the folder does not exist; never creates it, since it may not be mounted."""
         if not self._root.is_dir():
             raise StoreUnavailable(f"the store folder {self._root} is not there; create it or correct store.url")
 
@@ -127,7 +127,7 @@ class FileStore:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder; raises where a part of it cannot be read (rglob would leave that out in silence)."""
+    """Yields all files below a folder; raises if a part of it cannot be read, which rglob would skip."""
 
     def failed(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or no run yet
@@ -138,8 +138,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path, deep: bool) -> bool:
-    """Removes a folder that holds no object (any more), with what killed writers left in it; whether it is gone. With
-    `deep` the same below it, else folders below it keep it."""
+    """Removes a folder without objects, with temporary files of killed writers; returns whether it is gone. Folders in
+    it are removed with `deep`, else they keep it."""
     found = list(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
     if not all(path.name.startswith(TEMPORARY) or (deep and path.is_dir()) for path in found):
         return False
@@ -151,16 +151,16 @@ def _remove_leftovers(folder: Path, deep: bool) -> bool:
 
 
 def open_store(address: Address, config: Config) -> ObjectStore:
-    """The run's store, below `<prefix>/<run_id>/`. Nothing is contacted yet: call `check`."""
+    """Returns the run's store, below `<prefix>/<run_id>/`, without contacting it: call `check`."""
     return _open(address, config.store)
 
 
 def open_folder(
     location: str, endpoint_url: str | None = None, access: StoreConfig | None = None
 ) -> tuple[ObjectStore, str]:  # fmt: skip
-    """The store and id of a run whose folder a person names (a path, `file://…`, `s3://…`); raises `UserError`.
+    """Returns the store and id of the run in a folder (a path, `file://…`, `s3://…`); raises `UserError`.
 
-    A bucket is reached as `access` says, else as `access_at` finds.
+    `access` is how a bucket is reached, by default as `access_at` returns.
     """
     scheme, separator, rest = location.partition("://")
     if not separator or scheme == "file":
@@ -174,7 +174,7 @@ def open_folder(
 
 
 def access_at(endpoint_url: str | None) -> StoreConfig:
-    """How a bucket is reached that no config tells of: by an endpoint, and by the variables STAGECOACH__STORE__…"""
+    """Returns how to reach a bucket without a config: by an endpoint and the variables STAGECOACH__STORE__…"""
     values = {name: os.environ.get(f"STAGECOACH__STORE__{name.upper()}") for name in _ACCESS}
     values["endpoint_url"] = endpoint_url or values["endpoint_url"]
     try:

@@ -62,11 +62,11 @@ _OTHER_REGION = {
 }  # fmt: skip
 _EXPECTING = re.compile(r"expecting '([a-z0-9-]+)'")
 _QUERY = re.compile(r"\?[^\s\"']*")
-"""What follows a URL in boto3's texts and tells nothing."""
+"""Query of a URL in boto3's texts, which says nothing."""
 _LONGEST_MESSAGE = 200
 _READ_TRIES = 12
 _PROOF = {"get_object": "ETag", "put_object": "ETag", "list_objects_v2": "IsTruncated"}
-"""What every S3 server answers to these, and a web page that answers 200 in its place does not."""
+"""Fields in the reply of every S3 server, but not of a web page that replies 200."""
 _LENGTH = {"content-length", "transfer-encoding"}
 _NOT_S3 = (
     "what answers there is not an S3 server (a proxy, a web page?); check it, or correct store.url and "
@@ -167,7 +167,7 @@ class S3Store:
         where, said = self._where, _QUERY.sub("", str(error))
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             return CredentialsRefused(
-                f"{where}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+                f"{where}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
         if isinstance(error, _NO_CREDENTIALS):
             return CredentialsRefused(f"{where}: no credentials can be had ({said}); check where they come from")
@@ -187,7 +187,7 @@ class S3Store:
     def _refusal(
         self, operation: str, asked: str, key: str | None, response: Any
     ) -> StoreError | StoreUnavailable:  # fmt: skip
-        """The named error for an S3 error, by its code, or by the status of the HTTP answer."""
+        """Returns the named error for an S3 error, by its code, or by the HTTP status."""
         error, about = response.get("Error", {}), response.get("ResponseMetadata", {})
         code, status, headers = (
             str(error.get("Code") or ""),
@@ -196,7 +196,9 @@ class S3Store:
         )
         where, message = self._where, str(error.get("Message") or "").strip()[:_LONGEST_MESSAGE]
         if code == "NoSuchBucket":
-            return StoreUnavailable(f"{where}: there is no bucket {self._bucket!r}; create it or correct store.url")
+            return StoreUnavailable(
+                f"{where}: the bucket {self._bucket!r} does not exist; create it or correct store.url"
+            )
         if code in _OTHER_REGION or (status == 301 and "x-amz-bucket-region" in headers):
             expecting = _EXPECTING.search(message)
             region = headers.get("x-amz-bucket-region") or error.get("Region") or (expecting and expecting[1])
@@ -220,7 +222,7 @@ class S3Store:
         return StoreError(f"{asked} failed: {said}{', and not as an S3 server says it' if foreign else ''}")
 
     def _lacking(self, operation: str, code: str) -> str:
-        """What to do about a refusal: quotas, locks and proxies say AccessDenied at times, so the server is quoted."""
+        """Returns the remedy for a refusal: quotas, locks and proxies may say AccessDenied, so the server is quoted."""
         if code != "AccessDenied":
             return "; the credentials are not the cause, ask who runs the store"
         return f"; does the key have the right {RIGHTS[operation]} there? (docs/SECURITY.md)"
@@ -237,7 +239,7 @@ class S3Store:
             return CredentialsRefused(
                 f"{where}: the credentials have expired ({code}); renew them in the profile, token file or role that "
                 f"they come from, which is read again at each try. Those in the environment of a process cannot be "
-                f"renewed: stop the run, then `stagecoach resume` it with new ones"
+                f"renewed: stop the run, then `stagecoach resume` it with new credentials"
             )
         return CredentialsRefused(
             f"{where} refuses the credentials ({code}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -245,7 +247,7 @@ class S3Store:
 
 
 def _seconds_ahead(date: str) -> float:
-    """How far our clock is ahead of the server's, by the date of its answer; 0 where it has none."""
+    """Returns by how much our clock is ahead of the server's, from the date of its reply; 0 without one."""
     try:
         return time.time() - parsedate_to_datetime(date).timestamp()
     except ValueError:

@@ -36,7 +36,12 @@ KINDS: dict[str, tuple[str, Fault, list[tuple[str, str]], str]] = {
     "cut download": ("moto", faults.CUT_DOWNLOAD, [READ_BACK, MANIFEST_READ], "broke off|HTTP 404, and not as"),
     "hang": ("rclone", faults.HANG, [OBJECT, READ_BACK], "(?i)timeout"),
     "expired": ("moto", faults.EXPIRED, [LISTING, MOVED_POINTER], "credentials have expired"),
-    "no bucket": ("rclone", faults.NO_BUCKET, [NEW_MANIFEST, PRUNING], "there is no bucket 'stagecoach'; create it"),
+    "no bucket": (
+        "rclone",
+        faults.NO_BUCKET,
+        [NEW_MANIFEST, PRUNING],
+        "the bucket 'stagecoach' does not exist; create it",
+    ),
     "foreign page": ("moto", faults.WEB_PAGE, [READ_BACK, STATUS_FILE], "S3 server"),
 }
 """Server, fault, the requests of a checkpoint that meet it one after the other, and what `status` shall say."""

@@ -162,7 +162,7 @@ def test_ctrl_c_ends_a_followed_run_with_a_last_checkpoint(laptop: CommandLine, 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"store": {"url": "s3://nowhere"}}, "there is no bucket 'nowhere'"),
+        ({"store": {"url": "s3://nowhere"}}, "the bucket 'nowhere' does not exist"),
         ({"rollout": {"workers": 2, "num_cpus": 400}}, "400"),
     ],
 )

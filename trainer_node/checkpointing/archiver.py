@@ -54,7 +54,7 @@ class Archiver:
 
     def _whole(self, segment: Segment, trimmed: str) -> bool:
         """Returns whether a segment is complete; deletes one that was cut off, whose entries the log still has."""
-        if id_order(segment.through) <= id_order(trimmed) or self._archive.whole(segment):
+        if id_order(segment.through) <= id_order(trimmed) or self._archive.is_complete(segment):
             return True
         self._archive.delete(segment)
         return False

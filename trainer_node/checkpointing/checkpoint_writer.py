@@ -183,7 +183,7 @@ class CheckpointWriter:
         if not again:
             manifest, seconds = snapshot.checkpoint.manifest, time.monotonic() - started
             text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {seconds:.2f} s)"
-            self._role.tell("checkpoint", text, name=manifest.name, version=manifest.version)
+            self._role.emit_event("checkpoint", text, name=manifest.name, version=manifest.version)
 
     def _run_stage(self, stage: Stage, snapshot: Snapshot) -> None:
         with self.timer.during(stage.name):

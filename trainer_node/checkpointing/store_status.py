@@ -45,7 +45,7 @@ class StoreStatus:
         if outage := self._outage:
             self._outage, self._pauses = {}, growing_pauses()
             seconds, often = max(0.0, time.time() - outage["since"]), counted(outage["attempts"], "time")
-            self._role.tell("store", f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s")
+            self._role.emit_event("store", f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s")
         self.show()
         return True
 
@@ -56,7 +56,7 @@ class StoreStatus:
         _LOGGER.warning("%s fails (try %d): %s", party, attempts, error)
         self.show()
         if attempts == 1:
-            self._role.tell("store", f"{party} fails, training continues: {error}")
+            self._role.emit_event("store", f"{party} fails, training continues: {error}")
         self._pause(next(self._pauses))
 
     def show_writing(self, name: str) -> None:
@@ -68,7 +68,7 @@ class StoreStatus:
         known, self.undeleted = self.undeleted, left if problem else {}
         if problem and not known:
             _LOGGER.warning("the store does not delete: %s", problem)
-            self._role.tell("store", f"the store does not delete, and keeps more than it should: {problem}")
+            self._role.emit_event("store", f"the store does not delete, and keeps more than it should: {problem}")
         if self.undeleted != known:
             self.show()
 

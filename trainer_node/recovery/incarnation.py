@@ -46,7 +46,7 @@ class Incarnation:
         self.shutdown_requested = False
 
     def emit_event(self, text: str, kind: str = "trainer") -> None:
-        self.role.tell(kind, text)
+        self.role.emit_event(kind, text)
 
     def with_store(self, call: Callable[[], T]) -> T:
         """Returns the result of `call`; retries, as a named wait, while the store is away."""

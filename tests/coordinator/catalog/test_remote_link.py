@@ -138,7 +138,7 @@ def test_wrong_places_are_named(far: Run, servers: tuple[str, str], tmp_path: Pa
     place = f"s3://stagecoach/{far.run_id}"
     cases: list[tuple[type[Exception], str, str, str, str]] = [
         (RunNotFound, "no run at s3://stagecoach/nobody", "s3://stagecoach/nobody", "here", servers[1]),
-        (StoreUnavailable, "there is no bucket 'elsewhere'", f"s3://elsewhere/{far.run_id}", "here", servers[1]),
+        (StoreUnavailable, "the bucket 'elsewhere' does not exist", f"s3://elsewhere/{far.run_id}", "here", servers[1]),
         (StoreUnavailable, "does not answer", place, "here", "http://127.0.0.1:9"),
         (UserError, "expected a run's folder", "http://127.0.0.1/run", "here", servers[1]),
         (UserError, "is already a run of this machine", place, "there", servers[1]),

@@ -38,7 +38,7 @@ def test_examine_machine_reports_unreachable_or_missing(launch: RoleLaunch, monk
 
     assert "Redis at 127.0.0.1:9 does not answer" in problem(away(launch, redis_url="redis://127.0.0.1:9"))
     assert "http://127.0.0.1:9 does not answer" in problem(away(launch, endpoint_url="http://127.0.0.1:9"))
-    assert "there is no bucket 'nowhere'" in problem(away(launch, store_url="s3://nowhere"))
+    assert "the bucket 'nowhere' does not exist" in problem(away(launch, store_url="s3://nowhere"))
     game = minimal_config(environment={"id": "a_game_of_mine:make"}).model_dump(mode="json")
     assert "a_game_of_mine" in problem(dataclasses.replace(launch, config=game))
     dying = minimal_config(environment={"id": f"{BROKEN}:Dies", "kwargs": {"how": "crash", "at_start": True}})

@@ -19,8 +19,8 @@ from stagecoach.shared.runtime.restarts import RestartBound
 )
 def test_restart_bound_counts_ends_without_progress(allowed: int, lives: list[int], number: int | None) -> None:
     bound, given_up = RestartBound(allowed), list[bool]()
-    bound.saw((0,))
+    bound.record_progress((0,))
     for progress in lives:
-        bound.saw((progress,))
+        bound.record_progress((progress,))
         given_up.append(bound.ended())
     assert (given_up.index(True) + 1 if any(given_up) else None) == number

@@ -91,9 +91,9 @@ def test_deleted_segment_is_unlisted_and_missing_one_is_named(any_store: ObjectS
     archive = filled(any_store, (0, 2), (2, 4), (4, 6))
     first, second, third = archive.segments()
     archive.delete(first)
-    assert archive.segments() == [second, third] and archive.whole(second)
+    assert archive.segments() == [second, third] and archive.is_complete(second)
     any_store.put(third.key, any_store.get(third.key)[:99])
-    assert not archive.whole(third) and not archive.whole(first)
+    assert not archive.is_complete(third) and not archive.is_complete(first)
     reading = archive.entries()
     archive.delete(second)
     with pytest.raises(ArchiveIncomplete, match="run a-run"):
@@ -109,7 +109,7 @@ def test_read_experience_takes_every_way_to_name_a_folder(
     for location in ("a-run", "./a-run/", folder, f"file://{folder}", f"../{tmp_path.name}/a-run"):
         caplog.clear()
         assert list(read_experience(location)) == []
-        assert "entry 1-0 of worker-0 is no fragment" in caplog.text
+        assert "entry 1-0 of worker-0 is not a fragment" in caplog.text
     monkeypatch.chdir(tmp_path / "a-run")
     assert list(read_experience(".")) == []
 
@@ -121,7 +121,7 @@ def test_read_experience_uses_credentials_from_environment(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     location = f"s3://{BUCKET}/data/{unique_run_id}"
-    with pytest.raises(ArchiveIncomplete, match=f"no archived experience in {location}: expected a run's folder"):
+    with pytest.raises(ArchiveIncomplete, match=f"{location} has no archived experience: expected a run's folder"):
         read_experience(location, endpoint)
     filled(open_folder(location, endpoint)[0], (0, 1), run_id=unique_run_id)
     assert list(read_experience(location, endpoint)) == []
@@ -135,12 +135,12 @@ def test_read_experience_uses_credentials_from_environment(
 @pytest.mark.parametrize(
     ("location", "said"),
     [
-        ("nowhere", "no archived experience in nowhere: expected a run's folder in the store"),
+        ("nowhere", "nowhere has no archived experience: expected a run's folder in the store"),
         ("/no/such/folder", "the store folder /no/such is not there"),
         ("file:///no/such/folder", "the store folder /no/such is not there"),
         ("s3://only-a-bucket", "expected a run's folder"),
         ("https://host/bucket/run", "expected a run's folder"),
-        ("", "no archived experience"),
+        ("", "has no archived experience"),
     ],
 )
 def test_wrong_location_raises_at_once(

@@ -200,7 +200,7 @@ def test_folder_without_permission_is_named_with_remedy(tmp_path: Path) -> None:
         (faults.WRONG_REGION, r"in the region eu-central-1: --set store\.region=eu-central-1"),
         (faults.WRONG_REGION_IN_WORDS, r"in the region eu-central-1: --set store\.region=eu-central-1"),
         (faults.SOME_REGION, r"in another region: set store\.region, or correct store\.endpoint_url"),
-        (faults.NO_BUCKET, r"there is no bucket 'stagecoach'; create it or correct store\.url"),
+        (faults.NO_BUCKET, r"the bucket 'stagecoach' does not exist; create it or correct store\.url"),
         (7200.0, r"clock and this machine's differ \(by [67]\d{3} s; ours is behind\); set"),
         (-7200.0, r"differ \(by 7\d{3} s; ours is ahead\)"),
     ],
@@ -316,7 +316,7 @@ def test_bad_credentials_are_named_and_renewed_ones_are_read(
     store = open_store(Address(unique_run_id, "", f"s3://{BUCKET}", endpoint), minimal_config(store=QUICK))
     wrong = new_secret()
     operations: list[Callable[[], object]] = [store.check, lambda: store.put("key", b"1")]
-    for key, said in ((None, "no credentials found; set AWS_ACCESS_KEY_ID"), (wrong, "check AWS_ACCESS_KEY_ID")):
+    for key, said in ((None, "no credentials; set AWS_ACCESS_KEY_ID"), (wrong, "check AWS_ACCESS_KEY_ID")):
         if key:
             profile.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {key}\n")
         for operation in operations:
