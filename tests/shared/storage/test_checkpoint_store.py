@@ -315,15 +315,6 @@ def test_damage_is_named_and_previous_checkpoint_is_used(checkpoints: Checkpoint
         checkpoints.store.put(at(name, key), intact)
 
 
-def test_checkpoint_of_another_format_is_named(checkpoints: CheckpointStore) -> None:
-    name = publish(checkpoints, 1)
-    checkpoints.store.put(f"{CHECKPOINTS}2_Step-128.ckpt/{MANIFEST}", b'{"format": 2}')
-    checkpoints.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", b'{"format": 2}')
-    found, problems = checkpoints.newest_good()
-    assert found.manifest.name == name
-    assert problems == ["2_Step-128.ckpt has format 2; this version of Stagecoach reads format 1"]
-
-
 def test_missing_and_unreadable_checkpoints_raise_differently(checkpoints: CheckpointStore) -> None:
     assert checkpoints.load_latest() is None
     with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
