@@ -212,11 +212,8 @@ class CheckpointStore:
             ) from None
 
     def _sync_file(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
-        def parse_or_none(data: bytes) -> T | None:
-            return None if data == CLEARED else parse(data)
-
         try:
-            return self.read_whole(key, parse_or_none)
+            return self.read_whole(key, lambda data: None if data == CLEARED else parse(data))
         except ObjectMissing:
             return None
         except ValueError:
@@ -261,8 +258,7 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """Lists all checkpoint folders in the store, oldest version first, complete or not."""
-        found = [name for name in self.store.folders(CHECKPOINTS) if checkpoint_version(name) is not None]
-        return sorted(found, key=lambda name: (checkpoint_version(name) or 0, name))
+        return checkpoint_folders(self.store, CHECKPOINTS)
 
     def manifest(self, name: str) -> Manifest:
         return self.read_manifest(name)[1]
@@ -366,6 +362,12 @@ class CheckpointStore:
             self.store.delete(f"{folder}{upload}/{MANIFEST}")
         for key in self.store.keys(folder):
             self.store.delete(key)
+
+
+def checkpoint_folders(store: ObjectStore, prefix: str) -> list[str]:
+    """Lists the folders below `prefix` that are named like checkpoints, oldest version first."""
+    found = [name for name in store.folders(prefix) if checkpoint_version(name) is not None]
+    return sorted(found, key=lambda name: (checkpoint_version(name) or 0, name))
 
 
 def stored(data: bytes) -> StoredObject:

@@ -9,8 +9,7 @@ import numpy as np
 
 from stagecoach.shared.base.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.experience import tensor_blob
-from stagecoach.shared.experience.checkpoint_name import checkpoint_version
-from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, describe_objects
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_folders, describe_objects
 from stagecoach.shared.storage.object_store import ObjectStore
 
 _FOLDER = "evaluations/"
@@ -22,8 +21,7 @@ def _key(name: str) -> str:
 
 def due_evaluations(store: ObjectStore) -> list[str]:
     """Names of due evaluations, oldest version first."""
-    found = [name for name in store.folders(_FOLDER) if checkpoint_version(name) is not None]
-    return sorted(found, key=lambda name: checkpoint_version(name) or 0)
+    return checkpoint_folders(store, _FOLDER)
 
 
 def write_due_evaluation(store: ObjectStore, due: Checkpoint) -> None:

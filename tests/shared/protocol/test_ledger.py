@@ -50,18 +50,6 @@ def test_json_and_back_as_equal_text_whatever_came_first(ledger: Ledger) -> None
     assert Ledger.from_json("") == Ledger()
 
 
-def test_counts_fragments_and_transitions_by_worker_and_reason() -> None:
-    ledger = Ledger()
-    ledger.consume("a", 4)
-    ledger.consume("a", 4)
-    ledger.consume("b", 6)
-    ledger.drop("a", DropReason.STALE, 4)
-    ledger.drop("a", DropReason.LOST, 12, fragments=3)
-    assert ledger.consumed() == Count(3, 14)
-    assert ledger.of("a").dropped == {"stale": Count(1, 4), "lost": Count(3, 12)}
-    assert ledger.of("never seen").dropped == {}
-
-
 @pytest.mark.parametrize(
     ("produced", "balances"),
     [(Count(6, 24), True), (Count(7, 28), False), (Count(5, 20), False), (Count(6, 25), False)],

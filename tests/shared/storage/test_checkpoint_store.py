@@ -424,24 +424,6 @@ def test_half_written_object_is_read_again(checkpoints: CheckpointStore, monkeyp
                 assert read() == wanted
 
 
-def test_constantly_replaced_sync_files_are_read_complete(any_store: ObjectStore) -> None:
-    """rclone writes in place, so that their reader meets a file that is empty, or half there."""
-    writer, done = CheckpointStore(any_store, RUN), threading.Event()
-    writer.write_marker(FINISHED, {"n": 0})
-
-    def write() -> None:
-        for n in itertools.takewhile(lambda _: not done.is_set(), itertools.count(1)):
-            writer.write_marker(FINISHED, {"n": n, "rest": "x" * 20_000})
-
-    writing = Background(write)
-    try:
-        seen = [(CheckpointStore(any_store, RUN).marker(FINISHED) or {})["n"] for _ in range(300)]
-    finally:
-        done.set()
-    writing.result()
-    assert seen == sorted(seen)
-
-
 def load_within(checkpoints: CheckpointStore, tries: int) -> Checkpoint:
     """The newest checkpoint, whole; only what was pruned while it was read is tried again."""
     for left in reversed(range(tries)):

@@ -266,24 +266,8 @@ def test_damaged_segment_is_skipped_on_request() -> None:
     assert found == [1, 3, 4] + [9] * 20 and len(told) == 1
 
 
-def test_trainer_without_rows_voids_undone_rows() -> None:
-    trainers = Trainers(TRAIN)
-    trainers.work(4, None, False)
-    trainers.begin(2)
-    trainers.stream.write()
-    assert numbers(trainers.store, TRAIN) == [1, 2]
-
-
 def test_other_objects_beside_the_segments_are_left_alone() -> None:
     trainers = Trainers(TRAIN)
     trainers.work(2, None, False)
     trainers.store.objects |= {"metrics/train/notes/rows.safetensors": b"", "metrics/train/1_2_3/rows.safetensors": b""}
     assert numbers(trainers.store, TRAIN) == [1, 2]
-
-
-def test_rows_joined_are_the_rows_of_the_parts() -> None:
-    parts = [[("a", {"x": 1.0})], [], [("b", {"y": 2.0, "x": 3.0}), ("c", {})]]
-    joined = Rows.joined([Rows.of(part) for part in parts])
-    assert list(joined.named()) == [row for part in parts for row in part]
-    assert list(joined[1:2].named()) == [("b", {"y": 2.0, "x": 3.0})]
-    assert list(Rows.of([]).named()) == []
