@@ -25,7 +25,7 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 BOUNDS = {
     "coordinator": (0, 0, 0, 0, 0),
     "rollout_worker": (38, 49, 3, 0, 0),
-    "shared": (81, 56, 2, 0, 0),
+    "shared": (81, 55, 2, 0, 0),
     "src": (1, 1, 0, 0, 0),
     "trainer_node": (0, 0, 0, 0, 0),
     "tests": (0, 0, 0, 0, 0),

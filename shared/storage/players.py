@@ -1,4 +1,4 @@
-"""Players in a run's checkpoints: snapshots, and mean strategies made of them."""
+"""Players in a run's checkpoints: snapshots, and their mean strategies."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def mean_of(name: str, league: bytes, read: Callable[[str], bytes]) -> bytes | N
     """Returns a mean strategy as a mixture: `POLICY-mean`, or `mean` if one policy has snapshots; None for other names.
 
     Each snapshot weighs as much as its learner had played when it was taken: averaging linear in time, as in CFR+
-    (Tammelin 2014), forgets the first, hardly trained ones. `read` returns a snapshot's bytes by SHA-256. Raises
+    (Tammelin 2014), discounts the first, untrained snapshots. `read` returns a snapshot's bytes by SHA-256. Raises
     `CheckpointNotFound` for `mean` if several policies have snapshots.
     """
     taken = json.loads(league)["snapshots"]
@@ -55,7 +55,7 @@ def read_mean(checkpoints: CheckpointStore, checkpoint: str, name: str) -> bytes
 def read_player(run: Path, checkpoint: Path, player: str) -> bytes | None:
     """Reads a mean strategy of a checkpoint's folder, or a snapshot of any checkpoint of the run's folder.
 
-    Raises `CheckpointNotFound` or `CheckpointDamaged`; returns None if there is no such player.
+    Raises `CheckpointNotFound` or `CheckpointDamaged`; returns None for an unknown player.
     """
     if _is_mean(player) and (league := checkpoint / LEAGUE).is_file():
         mean = mean_of(player, league.read_bytes(), partial(_verified, checkpoint.parents[2] / SHARED_OBJECTS))
