@@ -200,6 +200,26 @@ def test_first_checkpoint_writes_ready_pointer_status_and_event(start: Start) ->
     assert [event.data for event in events] == [{"name": first, "version": 0}, {"name": second, "version": 2}]
 
 
+def test_metrics_are_stored_again_only_for_new_scores(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score that arrives during the upload is recorded before retention could prune its checkpoint."""
+    late: list[str] = []
+
+    def before(word: str, key: str) -> None:
+        if late and key.endswith(MANIFEST):
+            here.score(late.pop(), 5.0)
+
+    here = start(NEWEST_ONLY, before)
+    stored: list[str] = []
+    store = here.writer.recorder.store
+    monkeypatch.setattr(here.writer.recorder, "store", lambda: (stored.append(""), store()))
+    (first,) = here.publish(1)
+    assert len(stored) == 1
+    late.append(first)
+    (second,) = here.publish(2)
+    assert len(stored) == 3
+    assert here.checkpoints.names() == [first, second] and here.pointer().best == first
+
+
 def test_status_file_lists_kept_checkpoints(start: Start) -> None:
     here = start({"every": "1 updates", "keep_last": 2})
     _, best = here.publish(1, 2)
