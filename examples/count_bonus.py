@@ -22,9 +22,9 @@ class CountBonusConfig(DQNConfig):
     bonus: float = Field(1.0, ge=0)
     """β."""
     low: tuple[float, ...]
-    """The lowest value of each element of the observation that is told apart from lower ones."""
+    """Lowest value of each element of the observation; lower values share its cell."""
     high: tuple[float, ...]
-    """The highest."""
+    """Highest value; higher values share its cell."""
     cells: int = Field(20, ge=2)
     """Along each element."""
 
@@ -54,7 +54,7 @@ class CountBonus(DQN):
         return replace(lesson, metrics=lesson.metrics | {"train/bonus": bonus.mean()})
 
     def state(self) -> Columns:
-        """What a checkpoint keeps beside the policy and the memory."""
+        """Returns the counts in addition to the state of DQN."""
         return super().state() | {"counts": self._counts.copy()}
 
     def load_state(self, arrays: Columns) -> None:
@@ -63,7 +63,7 @@ class CountBonus(DQN):
         super().load_state({name: array for name, array in arrays.items() if name != "counts"})
 
     def _cell(self, observations: np.ndarray) -> np.ndarray:
-        """`[B, D]` → the number of each one's cell `[B]`."""
+        """Returns the cell number of each observation: `[B, D]` → `[B]`."""
         along = (observations - self._low) / (self._high - self._low) * self._cells
         places = np.clip(along.astype(np.int64), 0, self._cells - 1)
         return np.asarray(np.ravel_multi_index(tuple(places.T), (self._cells,) * len(self._low)))

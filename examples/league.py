@@ -18,7 +18,7 @@ def careful(observation: dict[str, Any], random: np.random.Generator) -> int:
 
 
 def _wins(marks: np.ndarray, square: int) -> bool:
-    """Whether these marks and one more are three in a row."""
+    """Returns whether these marks and `square` are three in a row."""
     after = marks.copy()
     after[square] = True
     board = after.reshape(3, 3)

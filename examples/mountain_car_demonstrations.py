@@ -16,7 +16,7 @@ COLUMNS = ["episode", "obs.0", "obs.1", "action", "reward", "terminated", "trunc
 
 
 def episode(environment: gymnasium.Env, number: int) -> Iterator[list[object]]:
-    """Its rows. The program gets to the top after some 120 steps, the best known policies after some 100."""
+    """Yields an episode's rows. The program needs about 120 steps to the top, the best known policies about 100."""
     observation, _ = environment.reset(seed=number)
     over = False
     while not over:

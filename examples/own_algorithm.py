@@ -1,7 +1,7 @@
-"""An algorithm of one's own, given to Stagecoach as `algorithm: own_algorithm:Reinforce`.
+"""A custom algorithm, given to Stagecoach as `algorithm: own_algorithm:Reinforce`.
 
-REINFORCE with a learned baseline (Williams 1992; Sutton and Barto 2018, section 13.4): each action is made more likely
-by how much more came after it than the baseline expected. What comes after the fragment's end, the baseline says.
+REINFORCE with a learned baseline (Williams 1992; Sutton and Barto 2018, section 13.4): the log-probability of each
+action is weighted by its return less the baseline. The baseline estimates the return beyond the fragment's end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stagecoach import (
 
 
 class ReinforceConfig(AlgorithmConfig):
-    """What may stand under `algorithm:` beside `name`, `learning_rate` and `gamma`."""
+    """Fields of `algorithm:` in addition to `name`, `learning_rate` and `gamma`."""
 
     learns_from_others = False  # its gradient holds for what its own policy acted: no `dataset`
     corrects_policy_lag = False  # and for the newest version alone: `rollout.max_policy_lag` stays 0

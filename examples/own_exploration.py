@@ -16,7 +16,7 @@ class Persistent(Exploration):
     by_slot = True  # it remembers something of each slot, and so sees all of them in each step
 
     def __init__(self, repeats: int, epsilon: float) -> None:
-        """Made anew for each fragment; `epsilon` is the schedule's value."""
+        """Created for each fragment; `epsilon` is the schedule's value."""
         self._repeats, self._epsilon = repeats, epsilon
         self._left, self._held = torch.zeros(()), torch.zeros((), dtype=torch.int64)
 
@@ -34,7 +34,7 @@ class Persistent(Exploration):
 
 
 class Recent(ReplayBuffer):
-    """Of some transitions that are drawn uniformly, the newest one is learned from."""
+    """Draws `of` transitions uniformly and learns from the newest of them."""
 
     def __init__(self, *sizes: Any, of: int = 2) -> None:
         super().__init__(*sizes)
