@@ -209,9 +209,13 @@ def test_metrics_are_stored_again_only_for_new_scores(start: Start, monkeypatch:
             here.score(late.pop(), 5.0)
 
     here = start(NEWEST_ONLY, before)
-    stored: list[str] = []
-    store = here.writer.recorder.store
-    monkeypatch.setattr(here.writer.recorder, "store", lambda: (stored.append(""), store()))
+    store, stored = here.writer.recorder.store, list[str]()
+
+    def counted() -> None:
+        stored.append("")
+        store()
+
+    monkeypatch.setattr(here.writer.recorder, "store", counted)
     (first,) = here.publish(1)
     assert len(stored) == 1
     late.append(first)
