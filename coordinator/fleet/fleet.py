@@ -53,7 +53,7 @@ class FleetSupervisor:
     """
 
     def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
-        self._redis, self._run_id, self._head = context.redis, context.run_id, head
+        self._redis, self._run_id, self._head, self._generation = context.redis, context.run_id, head, head.generation
         self._make_fleet = partial(Fleet, context, launch, head, grows)
         self._bound = RestartBound(context.config.rollout.restarts_allowed)
         self._bound.record_progress(learning_progress(self._redis, self._run_id))
@@ -68,13 +68,13 @@ class FleetSupervisor:
             except Exception as error:
                 if abandon.is_set():
                     return RunEnd("abandoned")
-                if not self._head.lost(notice=True):
+                if not self._head.lost(self._generation, notice=True):
                     raise
                 self._fleet = None
                 self._restart_ray(error)
 
     def kill(self) -> None:
-        if self._fleet is not None and not self._head.lost():
+        if self._fleet is not None and not self._head.lost(self._generation):
             self._fleet.kill()
 
     def _restart_ray(self, error: Exception) -> None:
@@ -86,9 +86,9 @@ class FleetSupervisor:
         _LOGGER.warning("%s; starting it again", text)
         emit(self._redis, self._run_id, "service", f"{text}; it is started again, with new roles")
         try:
-            self._head.start_again()
+            self._generation = self._head.start_again(self._generation)
         except StagecoachError as failed:
-            if not self._head.lost():
+            if not self._head.lost(self._generation):
                 raise
             _LOGGER.warning("Ray does not start again: %s", failed)
 
@@ -97,7 +97,8 @@ class Fleet:
     """All actors of one run. `run` is the coordinator's loop, `reconcile` one turn of it."""
 
     def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
-        self._config, self._launch, self._head = context.config, launch, head
+        self._config, self._launch = context.config, launch
+        self._head, self._generation = head, head.generation
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
         self._cluster = ClusterView(context.config, grows, head.embedded)
         self._scaling = Scaling(context, os.cpu_count() if context.config.ray.address == "embedded" else None)
@@ -126,7 +127,7 @@ class Fleet:
                 if abandon.is_set():
                     self.kill()
                     return RunEnd("abandoned")
-                if self._head.lost():
+                if self._head.lost(self._generation):
                     raise RayLost(self._head.failure)
                 self.reconcile()
             self.close()
@@ -212,7 +213,7 @@ class Fleet:
                 _LOGGER.error("%s failed: %s", member.name, caught)
                 self._handle_error(member, cause(caught))
             except ray.exceptions.RayError as caught:
-                if self._head.lost(notice=True):
+                if self._head.lost(self._generation, notice=True):
                     raise RayLost(self._head.failure) from caught
                 self._restart_after_failure(member, self._death(member, caught), died=True)
 

@@ -16,7 +16,7 @@ from stagecoach.coordinator.lifecycle.inline import InlineRoles
 from stagecoach.coordinator.lifecycle.preparation import record_failure
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
-from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
@@ -81,9 +81,9 @@ class Coordinator:
         try:
             # Services: embedded ones are children of this process; Ray starts first, since it takes longest
             _LOGGER.info("starting services")
-            ray_head = None if inline else RayHead(config, logs)
+            ray_head = None if inline else hold_ray(config, logs)
             if ray_head is not None:
-                running.callback(ray_head.stop)
+                running.callback(ray_head.release)
             address, services = _start_services(folder, config, logs, running)
             self._context = context = open_run_context(config, address, "coordinator")
             running.callback(context.redis.close)

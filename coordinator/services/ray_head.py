@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -49,84 +49,39 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayHead:
-    """One run's hold on this process's Ray. A Ray that other code has already joined is used as it is."""
+    """This process's Ray: an embedded head, which it launches, or an existing cluster.
 
-    def __init__(self, config: Config, logs: Path) -> None:
-        global _driver
-        with _STARTING:
-            if _driver is None and not (ray_internals.imported() and sys.modules["ray"].is_initialized()):
-                _driver = _Driver(config, logs)
-            self._driver = _driver
-            if _driver is not None:
-                _driver.admit(self, config.ray.address)
-                self._generation = _driver.generation
-
-    @property
-    def embedded(self) -> bool:
-        """True if this process started it: one machine, and a GCS that may die during a call."""
-        return self._driver is not None and self._driver.head is not None
-
-    @property
-    def failure(self) -> str:
-        """Description of how Ray was lost."""
-        return _DIED if self._driver is None else self._driver.failure
-
-    def lost(self, notice: bool = False) -> bool:
-        """Returns whether embedded Ray has died; `notice` also detects that a part of it has just died."""
-        driver = self._driver
-        return driver is not None and (driver.generation != self._generation or driver.lost(notice))
-
-    def start_again(self) -> None:
-        """Leaves the dead Ray and joins a new one; raises `ServiceError` or `UserError`."""
-        assert self._driver is not None
-        self._generation = self._driver.start_again(self, self._generation)
-
-    def wait(self) -> None:
-        """Waits until embedded Ray serves; raises `ServiceError`."""
-        if self._driver is not None:
-            self._driver.wait()
-
-    def connect(self) -> None:
-        """Makes this process a driver; raises `UserError` if it cannot join."""
-        if self._driver is not None:
-            self._driver.connect()
-
-    def stop(self) -> None:
-        """Releases Ray. The last run of this process disconnects and stops an embedded Ray, whose logs move to the
-        folder of the run that launched it."""
-        global _driver
-        with _STARTING:
-            if self._driver is not None and self._driver.dismiss(self):
-                _driver = None
-
-
-class _Driver:
-    """This process as the driver of a Ray, which is launched (if embedded) and joined for its first run.
-
-    A process drives one Ray at a time: its runs share it, and the last run to end leaves it.
+    A process drives one Ray at a time: its runs share it, and the last run to end leaves it (`hold_ray`, `release`). A
+    Ray that other code has already joined is used as it is.
     """
 
     def __init__(self, config: Config, logs: Path) -> None:
         self._logs, self._address, self._cpus = logs, config.ray.address, config.ray.num_cpus
         self._silent_seconds = config.rollout.service_silent_seconds
         self._unwatch = threading.Event()
-        self._joined = False
+        self._foreign = ray_internals.imported() and sys.modules["ray"].is_initialized()
+        self._joined = self._foreign
         self._changed = threading.Condition(threading.RLock())
-        self._users, self._leaving = set[RayHead](), set[RayHead]()
+        self._users, self._leaving = 0, 0
+        """Number of runs, and of those that wait for this Ray's replacement."""
         self.generation = 0
         """Number of Rays that died before this one."""
         self.failure = _DIED
+        """Description of how Ray was lost."""
         ray_internals.outlive_ray()
         # unused here, and a driver that leaves a dead Ray would wait for both
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
-        self.head = self._launch() if config.ray.address == "embedded" else None
+        self._service = self._launch() if self._address == "embedded" and not self._foreign else None
+
+    @property
+    def embedded(self) -> bool:
+        """True if this process started it: one machine, and a GCS that may die during a call."""
+        return self._service is not None
 
     def _launch(self) -> RayService:
         os.environ["RAY_AUTH_MODE"] = "token"
-        token = os.environ.setdefault(
-            "RAY_AUTH_TOKEN", new_secret() + new_secret()
-        )  # shared by all runs of this process
+        token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # of all runs of this process
         cpus = self._cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
         launch = partial(RayService, self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
         if threading.current_thread() is threading.main_thread():
@@ -144,40 +99,42 @@ class _Driver:
         threading.Thread(target=keep, name="ray-keeper", daemon=True).start()
         return launched.result()
 
-    def admit(self, user: RayHead, address: str) -> None:
-        """Adds a user; raises `UserError` if the run needs another Ray."""
+    def admit(self, address: str) -> None:
+        """Adds a run; raises `UserError` if it needs another Ray."""
         if address != self._address:
             raise UserError(
                 f"ray.address={address}: another run of this process uses ray.address={self._address}, and a process "
                 f"joins one Ray at a time; start this run in another process"
             )
         with self._changed:
-            self._users.add(user)
+            self._users += 1
 
-    def dismiss(self, user: RayHead) -> bool:
-        """Removes a user; leaves Ray and returns True if that was the last one."""
-        with self._changed:
-            if user not in self._users:  # removed before
-                return False
-            self._users.discard(user)
-            self._leaving.discard(user)
+    def release(self) -> None:
+        """Removes a run. The last one disconnects and stops an embedded Ray, whose logs move to the folder of the run
+        that launched it."""
+        global _head
+        with _STARTING, self._changed:
+            self._users -= 1
             self._changed.notify_all()
             if self._users:
-                return False
+                return
+            _head = None
             self._unwatch.set()
-            if ray_internals.imported():
+            if ray_internals.imported() and not self._foreign:
                 _leave()
-            if self.head is not None:
-                self.head.stop()
-            return True
+            if self._service is not None:
+                self._service.stop()
 
-    def lost(self, notice: bool) -> bool:
-        if self.head is None:
+    def lost(self, generation: int, notice: bool = False) -> bool:
+        """Returns whether the embedded Ray of this generation has died; `notice` also detects a part's recent death."""
+        if self.generation != generation:
+            return True
+        if self._service is None:
             return False
         # without /proc, only the head's own exit shows it
         patience = (_NOTICE_SECONDS if self.parts() is None else _SETTLE_SECONDS) if notice else 0.0
         deadline = time.monotonic() + patience
-        while self.head.alive and (not notice or (parts := self.parts()) is None or parts.keys() >= _PARTS):
+        while self._service.alive and (not notice or (parts := self.parts()) is None or parts.keys() >= _PARTS):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.05)
@@ -185,8 +142,8 @@ class _Driver:
 
     def parts(self) -> dict[str, int] | None:
         """Name → process id of Ray's running parts; None without /proc."""
-        assert self.head is not None
-        pid = self.head.process.pid
+        assert self._service is not None
+        pid = self._service.process.pid
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except OSError:
@@ -202,72 +159,78 @@ class _Driver:
         while not stop.wait(_WATCH_SECONDS):
             parts = self.parts() or {}
             if gone := [path for path in sockets if not path.exists()]:
-                self.failure = f"Ray's folder was removed ({gone[0]} is missing)"
-                _LOGGER.warning("%s; it is ended", self.failure)
-                for pid in parts.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                self._end(parts.values(), f"Ray's folder was removed ({gone[0]} is missing)")
                 return
             for name, pid in parts.items():
                 if name not in places or silences[name].ask(partial(_ask_server, *places[name]), pid):
                     continue
                 if (seconds := silences[name].seconds) >= self._silent_seconds and not stop.is_set():
-                    self.failure = (
-                        f"Ray hung (no reply from its {name} for {seconds:.0f} s, rollout.service_silent_seconds)"
-                    )
-                    _LOGGER.warning("%s; it is ended", self.failure)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    silent = f"no reply from its {name} for {seconds:.0f} s, rollout.service_silent_seconds"
+                    self._end([pid], f"Ray hung ({silent})")
                     return
 
-    def start_again(self, user: RayHead, generation: int) -> int:
-        """Replaces the Ray of this generation once all users have left it; returns the new generation."""
+    def _end(self, pids: Iterable[int], failure: str) -> None:
+        self.failure = failure
+        _LOGGER.warning("%s; it is ended", failure)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def start_again(self, generation: int) -> int:
+        """Replaces the Ray of this generation once all runs have left it; returns the new generation.
+
+        Raises `ServiceError` or `UserError`.
+        """
         with self._changed:
-            self._leaving.add(user)
+            self._leaving += 1
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._leaving >= self._users or self.generation != generation, _LEAVE_SECONDS
-            )  # Ray crashes if it is left while another thread uses it
-            if self.generation == generation:
-                self._replace()
-                self.generation += 1
-                self._leaving.clear()
+            try:
+                self._changed.wait_for(
+                    lambda: self._leaving >= self._users or self.generation != generation, _LEAVE_SECONDS
+                )  # Ray crashes if it is left while another thread uses it
+                if self.generation == generation:
+                    self._replace()
+                    self.generation += 1
+            finally:
+                self._leaving -= 1
             return self.generation
 
     def _replace(self) -> None:
-        assert self.head is not None
+        assert self._service is not None
         self._unwatch.set()
         leaving = threading.Thread(target=_leave, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
             raise ServiceError(f"Ray died, and its driver did not disconnect within {_LEAVE_SECONDS:g} s")
-        self.head.stop()
+        self._service.stop()
         self.failure, self._joined = _DIED, False
-        self.head = self._launch()
+        self._service = self._launch()
         self.wait()
         self.connect()
 
     def wait(self) -> None:
+        """Waits until embedded Ray serves; raises `ServiceError`."""
         with self._changed:
-            if self.head is not None and not self._joined:
+            if self._service is not None and not self._joined:
                 _ray()
-                self.head.wait()
+                self._service.wait()
                 _LOGGER.info("Ray serves")
 
     def connect(self) -> None:
+        """Makes this process a driver; raises `UserError` if it cannot join."""
         with self._changed:
             if not self._joined:
                 self._join()
                 self._joined = True
 
     def _join(self) -> None:
-        head = self.head
+        service = self._service
         # prints would garble the live view
         ray_internals.redirect_prints(lambda line: _LOGGER.warning("Ray: %s", line))
-        join(self._address if head is None else head.address, job_config=ray_internals.job_config())
-        if head is not None:
-            (node,), (host, _, port) = _ray().nodes(), head.address.rpartition(":")
+        join(self._address if service is None else service.address, job_config=ray_internals.job_config())
+        if service is not None:
+            (node,), (host, _, port) = _ray().nodes(), service.address.rpartition(":")
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
             self._unwatch = threading.Event()
             named = (Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName"))
@@ -277,7 +240,16 @@ class _Driver:
 
 
 _STARTING = threading.Lock()
-_driver: _Driver | None = None
+_head: RayHead | None = None
+
+
+def hold_ray(config: Config, logs: Path) -> RayHead:
+    """Returns this process's Ray for one more run, launched for the first; raises `UserError` or `ServiceError`."""
+    global _head
+    with _STARTING:
+        _head = _head or RayHead(config, logs)
+        _head.admit(config.ray.address)
+        return _head
 
 
 def join(address: str, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 
 from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.coordinator.services.ray_head import hold_ray
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.flow_control import Flow
@@ -35,11 +35,11 @@ FOR_EVER = {"updates": 10**6}
 @pytest.fixture(scope="module", autouse=True)
 def _ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Ray for all tests of this module; a run that starts in a process which is connected uses that one."""
-    head = RayHead(minimal_config(), tmp_path_factory.mktemp("ray"))
+    head = hold_ray(minimal_config(), tmp_path_factory.mktemp("ray"))
     head.wait()
     head.connect()
     yield
-    head.stop()
+    head.release()
 
 
 @pytest.fixture

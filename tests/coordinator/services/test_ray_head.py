@@ -13,20 +13,20 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 DIES = """
 import gc, os, shutil, signal, sys, threading, time
 from pathlib import Path
-from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.coordinator.services.ray_head import hold_ray
 from tests.conftest import minimal_config
 
-head = RayHead(minimal_config(), Path(sys.argv[1]))
+head = hold_ray(minimal_config(), Path(sys.argv[1]))
 head.wait()
 head.connect()
 import ray
 
 references = [ray.put(number) for number in range(1000)]
 if sys.argv[2] == "killed":
-    os.kill(head._driver.parts()["gcs_server"], signal.SIGKILL)
+    os.kill(head.parts()["gcs_server"], signal.SIGKILL)
 else:
     shutil.rmtree(Path(ray.nodes()[0]["RayletSocketName"]).parents[3])
-while not head.lost():
+while not head.lost(0):
     time.sleep(0.1)
 fate, joined = head.failure, threading.Event()
 
@@ -40,11 +40,11 @@ def collect():  # as a former fleet is freed: by the collector, in whichever thr
 
 
 threading.Thread(target=collect, daemon=True).start()
-head.start_again()
+head.start_again(0)
 joined.set()
 print(fate, file=sys.stderr)
 print("joined", ray.get(ray.put("another one")), gc.isenabled(), flush=True)
-head.stop()
+head.release()
 """
 
 
@@ -87,7 +87,7 @@ first, second = *runs, start("second")
 learns(first, 3)
 learns(second, 3)
 if sys.argv[2] == "dies":
-    os.kill(ray_head._driver.parts()["gcs_server"], signal.SIGKILL)
+    os.kill(ray_head._head.parts()["gcs_server"], signal.SIGKILL)
     learns(first, 50)
     learns(second, 50)
 first.stop()
