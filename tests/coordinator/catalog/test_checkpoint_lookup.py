@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import yaml
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable
+from stagecoach.shared.config.run_config import Config
 from tests.conftest import minimal_config
 from tests.support.environments import games
 from tests.support.environments.small import MODULE
 from tests.support.processes.command_line import Stagecoach, check_refused, contents
 
 LAST = "4_Step-256.ckpt"
+MakeConfig = Callable[..., Config]
 
 
 @pytest.fixture
@@ -105,14 +108,11 @@ class Lines(gym.Env[Any, Any]):
         return np.full((16, 16, 3), 9 * self.steps, np.uint8)
 
 
-def test_evaluate_records_episodes_when_environment_is_rebuilt(tmp_path: Path) -> None:
+def test_evaluate_records_episodes_when_environment_is_rebuilt(config: MakeConfig, tmp_path: Path) -> None:
     pytest.importorskip("moviepy")
     drawn = {"parameters": {"length": {"choice": [2, 3, 4, 5]}}, "parameters_by": "rebuild"}
-    config = minimal_config(
-        runs_dir=str(tmp_path / "runs"), environment={"id": f"{__name__}:Lines"} | drawn, evaluation={"episodes": 0},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2},
-    )  # fmt: skip
-    assert Run.start(config, "a", inline=True).wait(120).reason == "exhausted"
+    made = config(environment={"id": f"{__name__}:Lines"} | drawn, evaluation={"episodes": 0})
+    assert Run.start(made, "a", inline=True).wait(120).reason == "exhausted"
     for episodes in (4, 3):
         found = evaluate("a", tmp_path / "runs", episodes, tmp_path / "videos")
         assert sorted(found.videos) == sorted((tmp_path / "videos").iterdir()) and len(found.videos) == episodes
@@ -122,13 +122,10 @@ def test_evaluate_records_episodes_when_environment_is_rebuilt(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["Painted", "PaintedInTurns"])
-def test_each_episode_of_several_agents_becomes_a_video(tmp_path: Path, name: str) -> None:
+def test_each_episode_of_several_agents_becomes_a_video(config: MakeConfig, tmp_path: Path, name: str) -> None:
     pytest.importorskip("moviepy")
-    config = minimal_config(
-        runs_dir=str(tmp_path / "runs"), environment={"api": "pettingzoo", "id": f"{games.MODULE}:{name}"},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, evaluation={"episodes": 1},
-    )  # fmt: skip
-    assert Run.start(config, "a", inline=True).wait(120).reason == "exhausted"
+    made = config(environment={"api": "pettingzoo", "id": f"{games.MODULE}:{name}"})
+    assert Run.start(made, "a", inline=True).wait(120).reason == "exhausted"
     found = evaluate("a", tmp_path / "runs", 2, tmp_path / "videos")
     assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
     assert len(found.videos) == 2

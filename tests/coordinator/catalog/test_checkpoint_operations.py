@@ -25,6 +25,7 @@ from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
+from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.deployment.deployed_policy import load_policy
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy
@@ -248,9 +249,7 @@ def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStor
     assert checkpoints.preferred() == NAME
 
 
-def test_promote_and_prune_race_has_one_winner(
-    files: CheckpointStore,
-) -> None:
+def test_promote_and_prune_race_has_one_winner(files: CheckpointStore) -> None:
     """Between any two steps of the pruning, and the pruning between any two steps of the promotion."""
     rule, pointer = CheckpointConfig(keep_last=1), files.pointer()
     assert pointer is not None
@@ -304,9 +303,7 @@ def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: Checkp
     assert prune_checkpoints(checkpoints, rule, dry_run=False) == []
 
 
-def test_interrupted_prune_is_completed_by_next(
-    files: CheckpointStore,
-) -> None:
+def test_interrupted_prune_is_completed_by_next(files: CheckpointStore) -> None:
     rule, whole, pointer = CheckpointConfig(keep_last=1), listing(files), files.pointer()
     assert pointer is not None
     for step in range(100):
@@ -324,9 +321,7 @@ def test_interrupted_prune_is_completed_by_next(
     assert step > 10, "each write and each removal was tried"
 
 
-def test_prune_refuses_damaged_newest_checkpoint_or_mark(
-    files: CheckpointStore,
-) -> None:
+def test_prune_refuses_damaged_newest_checkpoint_or_mark(files: CheckpointStore) -> None:
     whole = listing(files)
     for key in (*(key_of(files, NAMES[-1], key) for key in (STATE, MANIFEST)), POINTER, PROMOTED):
         files.store.put(key, b"garbage")
@@ -379,14 +374,11 @@ def test_failed_export_leaves_nothing(ended_run: Run, files: CheckpointStore, tm
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(180)
-def test_live_run_is_verified_promoted_and_exported_during_prune(tmp_path: Path) -> None:
-    config = minimal_config(
-        runs_dir=str(tmp_path / "runs"), checkpoint={"every": "2 updates", "keep_last": 4},
-        stop_at={"updates": 10**6}, evaluation={"episodes": 1},
-    )  # fmt: skip
-    run = Run.start(config, "a", inline=True)
+def test_live_run_is_verified_promoted_and_exported_during_prune(config: Callable[..., Config], tmp_path: Path) -> None:
+    made = config(checkpoint={"every": "2 updates", "keep_last": 4}, stop_at={"updates": 10**6})
+    run = Run.start(made, "a", inline=True)
     try:
-        other = Run.attach("a", config.runs_dir)
+        other = Run.attach("a", made.runs_dir)
         until(run, lambda status: status.version >= 6)
         promoted = other.promote("latest")
         for _ in range(10):
@@ -404,7 +396,7 @@ def test_live_run_is_verified_promoted_and_exported_during_prune(tmp_path: Path)
         run.stop()
     assert run.wait(60).reason == "stopped"
     assert {verdict.state for verdict in other.verify()} == {"ok"}
-    again = Run.resume("a", config.runs_dir, (f"stop_at.updates={run.status().updates + 4}",), inline=True)
+    again = Run.resume("a", made.runs_dir, (f"stop_at.updates={run.status().updates + 4}",), inline=True)
     assert again.wait(60).reason == "exhausted"
     assert again.checkpoint_store().preferred() == promoted, "any restart keeps it"
     left = {promoted, *(again.checkpoint_store().marked(mark) for mark in ("latest", "best"))}
