@@ -26,8 +26,6 @@ from stagecoach.shared.storage.shared_objects import read_shared_object, write_s
 from stagecoach.trainer_node.state.snapshot import POLICY
 
 _POLICY_FILE = "policy.safetensors"
-
-
 Players = Mapping[str, bytes]
 """Bytes of `league.fixed` by SHA-256, read once: the source may be a live run, whose newest checkpoint changes."""
 NO_PLAYERS: Players = MappingProxyType({})

@@ -61,8 +61,6 @@ class Continuation:
 
 
 EXACTLY = Continuation()
-
-
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 

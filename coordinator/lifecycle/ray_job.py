@@ -290,13 +290,9 @@ class JobCoordinator:
 
 
 def submit_and_follow(
-    folder: RunFolder,
-    config: Config,
-    sent: Submission,
-    jobs: JobServer,
-    once: tuple[str, ...] = (),
+    folder: RunFolder, config: Config, sent: Submission, jobs: JobServer, once: tuple[str, ...] = (),
     replace: bool = False,
-) -> JobCoordinator:
+) -> JobCoordinator:  # fmt: skip
     """Submits the run's job and waits until it trains.
 
     Follows the run's last job if that may still start; with `replace`, waits for its end instead. `once` are arguments

@@ -58,10 +58,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             check_algorithm(config, policy_id, algorithm)
             algorithm_class(algorithm)
             make_exploration(algorithm.acting, Counters())
-        except (
-            ConfigError,
-            ValueError,
-        ) as error:  # custom algorithms: built-in ones are checked when the config is read
+        except (ConfigError, ValueError) as error:  # of custom algorithms: built-in ones were checked earlier
             raise ConfigError(in_its_place(config, policy_id, str(error))) from None
     if inline and config.trainer.ranks > 1:
         raise ConfigError(

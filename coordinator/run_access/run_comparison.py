@@ -90,15 +90,11 @@ def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
         fields = {name: value for name, value in config_fields(run).items() if name not in _NOT_OF_A_GROUP}
-        same = next(
-            (
-                members
-                for known, members in groups
-                if known == fields and run.config.seed not in {member.config.seed for member in members}
-            ),
-            None,
-        )
-        same.append(run) if same is not None else groups.append((fields, [run]))
+        alike = (members for known, members in groups if known == fields)
+        group = next((group for group in alike if run.config.seed not in [other.config.seed for other in group]), None)
+        if group is None:
+            groups.append((fields, group := []))
+        group.append(run)
     return [members for _, members in groups]
 
 
