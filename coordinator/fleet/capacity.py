@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 
 from stagecoach.coordinator.catalog.status import NO_BOUND, WorkerCapacity
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
@@ -24,6 +25,7 @@ from stagecoach.trainer_node.distributed.leader import rank_id
 
 Resources = Mapping[str, float]
 _SMALL = 1e-6
+_CONFIG_ARGUMENT = "--autoscaling-config="
 _ASK_SECONDS = 30.0
 _REFRESH_SECONDS = 2.0
 _PLACED_SECONDS = 20.0
@@ -61,8 +63,8 @@ class ClusterView:
     embedded Ray while that dies hangs, and is ended by Ray a minute later.
     """
 
-    def __init__(self, config: Config, grows: bool, embedded: bool) -> None:
-        self._config, self._grows, self._embedded = config, grows, embedded
+    def __init__(self, config: Config, added_machines: float, embedded: bool) -> None:
+        self._config, self._added_machines, self._embedded = config, added_machines, embedded
         self._next_refresh = 0.0
         self.trainer_node: str | None = ray.get_runtime_context().get_node_id() if embedded else None
         self.most_workers = NO_BOUND
@@ -75,7 +77,7 @@ class ClusterView:
         self._next_refresh = float("inf") if self._embedded else time.monotonic() + _REFRESH_SECONDS
         if not self._embedded:
             self.trainer_node = nodes_of({"trainer": trainer})["trainer"] or self.trainer_node
-        found = worker_capacity(self._config, self._grows, self.trainer_node)
+        found = worker_capacity(self._config, self._added_machines, self.trainer_node)
         self.most_workers = found.most
         return found
 
@@ -93,8 +95,11 @@ class ClusterView:
             self.unplaced += [name for name, node in nodes_of(silent).items() if node is None]
 
 
-def worker_capacity(config: Config, grows: bool, trainer_node: str | None = None) -> WorkerCapacity:
-    """Capacity of the joined cluster; `trainer_node` is the trainer's node, once known."""
+def worker_capacity(config: Config, added_machines: float, trainer_node: str | None = None) -> WorkerCapacity:
+    """Capacity of the joined cluster; `trainer_node` is the trainer's node, once known.
+
+    `added_machines` is the autoscaler's limit (`autoscaler_limit`).
+    """
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}
     roles = {"the trainer": needs(trainer_options(config))}
@@ -110,7 +115,7 @@ def worker_capacity(config: Config, grows: bool, trainer_node: str | None = None
         what, there = "embedded Ray", f"{there} by count, on {counted(os.cpu_count() or 1, 'core')}"
     taken = ", ".join(f"{name} takes {_amounts(need)}" for name, need in roles.items() if need)
     text = f"{what} ({counted(len(machines), 'machine')}, {there}; {taken})"
-    return WorkerCapacity(now, grows, _amounts(worker), text)
+    return WorkerCapacity(now, len(machines) - 1 < added_machines, _amounts(worker), text)
 
 
 def fit(machines: Sequence[Resources], roles: Sequence[Resources], worker: Resources, trainer: int | None) -> int:
@@ -144,27 +149,30 @@ def _times(machine: Resources, need: Resources) -> int:
     return max(0, min(fits, default=NO_BOUND)) if machine else 0
 
 
-def check_capacity(config: Config, grows: bool) -> None:
+def check_capacity(config: Config, added_machines: float) -> None:
     """Rejects a start with more workers than ever fit; raises `UserError`."""
     more = "raise ray.num_cpus" if config.ray.address == "embedded" else "add machines"
-    worker_capacity(config, grows).refuse(config.rollout.workers, "--set rollout.workers=", more)
+    worker_capacity(config, added_machines).refuse(config.rollout.workers, "--set rollout.workers=", more)
 
 
-def has_autoscaler(config: Config) -> bool:
-    """Returns whether an autoscaler may add machines, as far as the head's machine shows (Ray does not record it)."""
+def autoscaler_limit(config: Config) -> float:
+    """Number of machines besides the head that the cluster's autoscaler may start; 0 without one, or infinite.
+
+    Ray does not record it, so a call on the head's machine reads the config of the autoscaler's monitor there.
+    """
     if config.ray.address == "embedded":
-        return False
+        return 0
     options = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}, "max_retries": 0}
-    asked: Any = ray.remote(runs_autoscaler).options(**options).remote(ray.get_runtime_context().gcs_address)
+    asked: Any = ray.remote(read_autoscaler_limit).options(**options).remote(ray.get_runtime_context().gcs_address)
     try:
-        return bool(ray.get(asked, timeout=_ASK_SECONDS))
+        return float(ray.get(asked, timeout=_ASK_SECONDS))
     except ray.exceptions.GetTimeoutError:  # a busy head
         ray.cancel(asked, force=True)
-        return True
+        return math.inf
 
 
-def runs_autoscaler(gcs_address: str, processes: Path = Path("/proc")) -> bool:
-    """Runs on the head: returns whether this cluster's monitor has a config, or runs in another container (KubeRay).
+def read_autoscaler_limit(gcs_address: str, processes: Path = Path("/proc")) -> float:
+    """Runs on the head. KubeRay's monitor is in another container, so its limit is unknown: infinite.
 
     Monitors of other clusters may be visible, too (containers, network namespaces).
     """
@@ -172,8 +180,10 @@ def runs_autoscaler(gcs_address: str, processes: Path = Path("/proc")) -> bool:
         with suppress(OSError):  # it has ended
             arguments = command.read_bytes().decode(errors="replace").split("\0")
             if f"--gcs-address={gcs_address}" in arguments and any(one.endswith(MONITORS) for one in arguments):
-                return any(one.startswith("--autoscaling-config=") for one in arguments)
-    return "KUBERNETES_SERVICE_HOST" in os.environ
+                paths = [one.removeprefix(_CONFIG_ARGUMENT) for one in arguments if one.startswith(_CONFIG_ARGUMENT)]
+                cluster = yaml.safe_load(Path(paths[0]).expanduser().read_text()) if paths else {}
+                return int(cluster.get("max_workers", 0))
+    return math.inf if "KUBERNETES_SERVICE_HOST" in os.environ else 0
 
 
 def _amounts(need: Resources) -> str:

@@ -52,9 +52,9 @@ class FleetSupervisor:
     The roles of the dead Ray end with it; new roles continue from the newest checkpoint and the log.
     """
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, added_machines: float) -> None:
         self._redis, self._run_id, self._head, self._generation = context.redis, context.run_id, head, head.generation
-        self._make_fleet = partial(Fleet, context, launch, head, grows)
+        self._make_fleet = partial(Fleet, context, launch, head, added_machines)
         self._bound = RestartBound(context.config.rollout.restarts_allowed)
         self._bound.record_progress(learning_progress(self._redis, self._run_id))
         self._fleet: Fleet | None = self._make_fleet()
@@ -96,11 +96,11 @@ class FleetSupervisor:
 class Fleet:
     """All actors of one run. `run` is the coordinator's loop, `reconcile` one turn of it."""
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, grows: bool) -> None:
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, added_machines: float) -> None:
         self._config, self._launch = context.config, launch
         self._head, self._generation = head, head.generation
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
-        self._cluster = ClusterView(context.config, grows, head.embedded)
+        self._cluster = ClusterView(context.config, added_machines, head.embedded)
         self._scaling = Scaling(context, os.cpu_count() if context.config.ray.address == "embedded" else None)
         self._waits_for: str | None = None
         """The service that is away, as the roles say."""

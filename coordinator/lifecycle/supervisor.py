@@ -97,7 +97,7 @@ class Coordinator:
                 ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            grows = ray_head is not None and _join(ray_head, launch, config)
+            added_machines = 0.0 if ray_head is None else _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
             # no threads before: one could take a signal while Ray, during join, has its own handler
             self._restarter = Restarter(services, shared_logs, context, self.abandon)
@@ -119,7 +119,7 @@ class Coordinator:
             else:
                 from stagecoach.coordinator.fleet.fleet import FleetSupervisor
 
-                fleet = FleetSupervisor(context, launch, ray_head, grows)
+                fleet = FleetSupervisor(context, launch, ray_head, added_machines)
                 running.callback(fleet.kill)
                 supervise = fleet.run
             running.callback(folder.forget_services)  # runs first at the end: readers then use the store
@@ -187,14 +187,14 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     return address, services
 
 
-def _join(head: RayHead, launch: RoleLaunch, config: Config) -> bool:
-    """Joins Ray and checks its machines and capacity; returns whether an autoscaler may add machines."""
+def _join(head: RayHead, launch: RoleLaunch, config: Config) -> float:
+    """Joins Ray and checks its machines and capacity; returns its autoscaler's limit."""
     from stagecoach.coordinator.diagnostics.preflight import check_machines
-    from stagecoach.coordinator.fleet.capacity import check_capacity, has_autoscaler
+    from stagecoach.coordinator.fleet.capacity import autoscaler_limit, check_capacity
 
     head.connect()
     _LOGGER.info("Ray is joined")
     if config.ray.address != "embedded":  # embedded: this machine, which was checked already
         check_machines(launch)
-    check_capacity(config, grows := has_autoscaler(config))
-    return grows
+    check_capacity(config, limit := autoscaler_limit(config))
+    return limit

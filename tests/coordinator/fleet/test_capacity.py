@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.coordinator.catalog.status import WorkerCapacity, check_order
-from stagecoach.coordinator.fleet.capacity import fit, runs_autoscaler
+from stagecoach.coordinator.fleet.capacity import fit, read_autoscaler_limit
 from stagecoach.shared.base.errors import UserError
 
 CPU1, CPU4, GPU = {"CPU": 1.0}, {"CPU": 4.0}, {"CPU": 1.0, "GPU": 0.25}
@@ -73,29 +74,28 @@ def test_capacity_is_that_of_best_placement(
 
 
 @pytest.mark.parametrize("version", ["_private", "v2"])
-def test_autoscaler_is_found_by_its_monitor(tmp_path: Path, version: str) -> None:
+def test_autoscaler_limit_is_that_of_its_monitor(tmp_path: Path, version: str) -> None:
     """Starts a process that looks like Ray's monitor, since a real one needs a cluster launcher."""
-    monitor = tmp_path / "ray" / "autoscaler" / version / "monitor.py"
+    monitor, cluster = tmp_path / "ray" / "autoscaler" / version / "monitor.py", tmp_path / "cluster.yaml"
     monitor.parent.mkdir(parents=True)
     monitor.write_text("import sys; print('up', flush=True); sys.stdin.read()")
-    for number, (config, expected) in enumerate(
-        (("--autoscaling-config=/cluster.yaml", True), ("--logs-dir=/", False))
-    ):
-        arguments = [sys.executable, str(monitor), config, "--gcs-address=a:1"]
+    cluster.write_text("max_workers: 5")
+    for number, (argument, expected) in enumerate(((f"--autoscaling-config={cluster}", 5), ("--logs-dir=/", 0))):
+        arguments = [sys.executable, str(monitor), argument, "--gcs-address=a:1"]
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdin is not None
             process.stdout.readline()
             processes = tmp_path / str(number)
             processes.mkdir()
             (processes / str(process.pid)).symlink_to(f"/proc/{process.pid}")
-            assert runs_autoscaler("a:1", processes) == expected
-            assert not runs_autoscaler("b:1", processes), "another cluster's"
+            assert read_autoscaler_limit("a:1", processes) == expected
+            assert read_autoscaler_limit("b:1", processes) == 0, "another cluster's"
             process.stdin.close()
 
 
-def test_autoscaler_of_kubernetes_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoscaler_limit_is_infinite_on_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert runs_autoscaler("a:1", tmp_path)
+    assert read_autoscaler_limit("a:1", tmp_path) == math.inf
 
 
 def test_capacity_refuses_with_number_that_fits() -> None:

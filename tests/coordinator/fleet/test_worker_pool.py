@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from stagecoach.coordinator.fleet.capacity import has_autoscaler, worker_capacity
+from stagecoach.coordinator.fleet.capacity import autoscaler_limit, worker_capacity
 from stagecoach.coordinator.fleet.worker_pool import Places
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import new_secret
@@ -86,8 +86,10 @@ def test_placement_spreads_packs_and_outlives_machine(cluster: Cluster, tmp_path
         "rollout": {"workers": 3, "num_cpus": 1, "fragment_steps": 8, "fragments_per_update": 2},
         "evaluation": {"episodes": 1, "num_cpus": 0}, "stop_at": {"updates": 10**6},
     }  # fmt: skip
-    assert not has_autoscaler(minimal_config(**sections | SERVICES))
-    worker_capacity(minimal_config(**sections), True).refuse(1000, "", "")
+    assert autoscaler_limit(minimal_config(**sections | SERVICES)) == 0
+    worker_capacity(minimal_config(**sections), 3).refuse(1000, "", "")  # one more machine may come
+    with pytest.raises(UserError, match="has room for 9"):
+        worker_capacity(minimal_config(**sections), 2).refuse(1000, "", "")
     with pytest.raises(UserError, match="has room for 9"):
         Run.start(minimal_config(**sections | {"rollout": sections["rollout"] | {"workers": 10}}), "a")
     with ExitStack() as running:
