@@ -25,7 +25,7 @@ from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thr
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.printable import complain, printable
-from stagecoach.shared.base.process import handle, tell_of_exits
+from stagecoach.shared.base.process import handle, report_exits
 from stagecoach.shared.runtime.launch import LOGS
 
 _HISTORY = 10
@@ -52,7 +52,7 @@ def in_one_process(inline: bool) -> Iterator[None]:
     if not inline:
         yield
         return
-    traced, former = faulthandler.is_enabled(), tell_of_exits(report_exit)
+    traced, former = faulthandler.is_enabled(), report_exits(report_exit)
     if not traced:
         faulthandler.enable(all_threads=False)  # only the crashed one
     try:

@@ -21,7 +21,7 @@ from stagecoach.coordinator.services.embedded import spawn
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
 from stagecoach.shared.base import errors
 from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserError
-from stagecoach.shared.base.process import child_environment, last_words
+from stagecoach.shared.base.process import child_environment, exit_diagnostics
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 
@@ -140,7 +140,7 @@ def _trial(lines: list[dict[str, Any]], code: int, said: str, deadline: float) -
         remedy = "find out why it does not return, or give it more time"
         problems.append(Problem(FATAL, f"{doing} hangs{at}", f"a call that returns within {deadline:g} s", remedy))
     else:
-        words = last_words(said)
+        words = exit_diagnostics(said)
         how = signal.Signals(-code).name if code < 0 else words.how or f"exit code {code}"
         if code == -signal.SIGKILL and lines:
             how = "SIGKILL (from outside; perhaps its memory ran out)"

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from stagecoach.coordinator.services.ray_internals import process_of
-from stagecoach.shared.base.process import LastWords, last_words
+from stagecoach.shared.base.process import ExitDiagnostics, exit_diagnostics
 from stagecoach.shared.protocol.heartbeat import Beat, growing_pauses
 from stagecoach.shared.runtime.restarts import Progress, RestartBound
 
@@ -114,7 +114,7 @@ def cause(error: Exception) -> Exception:
     return getattr(error, "cause", None) or error
 
 
-def how_it_died(error: ray.exceptions.RayError) -> tuple[str, LastWords]:
+def how_it_died(error: ray.exceptions.RayError) -> tuple[str, ExitDiagnostics]:
     """Describes how an actor's process ended, with its last output if available here.
 
     Ray's error alone knows which process it was. The logs of processes on other machines stay there.
@@ -123,17 +123,18 @@ def how_it_died(error: ray.exceptions.RayError) -> tuple[str, LastWords]:
     pid, address = _PID.search(said), _ADDRESS.search(said)
     who = f"its process ({f'pid {pid[1]}' if pid else 'no pid'} on {address[1] if address else 'an unknown machine'})"
     if _NODE.search(said):
-        return f"{who} went with its machine", LastWords(None, ())
+        return f"{who} went with its machine", ExitDiagnostics(None, ())
     if pid is None:
-        return f"{who} has died", LastWords(None, ())
+        return f"{who} has died", ExitDiagnostics(None, ())
     context: Any = ray.get_runtime_context()
     logs = Path(context.get_temp_dir(), context.get_session_name(), "logs").glob(f"worker-*-{pid[1]}.err")
     path = max(logs, key=lambda path: path.stat().st_mtime, default=None)
     if path is None:
-        return f"{who} has died; its last words are in Ray's logs there, worker-*-{pid[1]}.err", LastWords(None, ())
+        output = f"its output is in Ray's logs there, worker-*-{pid[1]}.err"
+        return f"{who} has died; {output}", ExitDiagnostics(None, ())
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        words = last_words(file.read().decode(errors="replace"))
+        words = exit_diagnostics(file.read().decode(errors="replace"))
     if words.how is None:
         return f"{who} was killed without a message (by a person, or by the kernel because memory ran out?)", words
     how = f"ended with {words.how}" if words.how.startswith("exit") else f"was ended by {words.how}"

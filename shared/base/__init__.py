@@ -1,1 +1,1 @@
-"""What every other package stands on: errors, printable text, addresses, processes. Imports nothing of Stagecoach."""
+"""Foundations of every other package: errors, printable text, addresses, processes. Imports nothing of Stagecoach."""

@@ -1,4 +1,4 @@
-"""Where a run's services are, and the credentials for them.
+"""Addresses of a run's services, and the credentials for them.
 
 Credentials come from the environment, from files that it names (mounted secrets), or, for embedded services, from a
 file that only its owner may read. Each role may have its own for Redis: STAGECOACH_WORKER_REDIS_PASSWORD, say, comes
@@ -21,12 +21,12 @@ _DATABASE = re.compile(r"(?:/[0-9]*)?")
 _OPTION = re.compile(r"[a-z_]+")
 
 RoleName = Literal["worker", "evaluator", "trainer", "coordinator", "viewer"]
-"""Who connects to Redis; `deploy/users.acl` has a user for each. A viewer only looks (`status`, `watch`)."""
+"""Roles that connect to Redis; `deploy/users.acl` has a user for each. A viewer only reads (`status`, `watch`)."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run's services are. Holds no secret; `credentials_file` names the file that does."""
+    """Addresses of a run's services. Holds no secret; `credentials_file` names the file that does."""
 
     run_id: str
     redis_url: str
@@ -34,7 +34,7 @@ class Address:
     endpoint_url: str | None = None
     credentials_file: str | None = None
     store_folder: str | None = None
-    """Where the embedded S3 server, which leaves it to the kernel when to write, keeps its buckets on this machine."""
+    """Folder of the embedded S3 server's buckets on this machine; the server itself does not sync its files."""
     redis_folder: str | None = None
 
 
@@ -45,8 +45,8 @@ class Credentials:
 
 
 def credentials(address: Address, role: RoleName | None = None) -> Credentials:
-    """From the credentials file of embedded services, else from the environment: the role's own, else those for all
-    roles. A viewer may use those of the coordinator. Raises `ConfigError`."""
+    """Returns those in the credentials file of embedded services, else those in the environment: the role's own, else
+    those for all roles. A viewer may use those of the coordinator. Raises `ConfigError`."""
     stored = _stored(address)
     if "redis_password" in stored:  # user and password come from the file together
         return Credentials(stored.get("redis_username"), stored["redis_password"])
@@ -84,7 +84,7 @@ def _secret(variable: str) -> str | None:
 
 
 def redis_place(url: str) -> str:
-    """`host:port/db` of a Redis address: what tells one server's contents from another's."""
+    """Returns `host:port/db` of a Redis address, which identifies its contents."""
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
 

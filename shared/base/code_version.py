@@ -11,13 +11,13 @@ from stagecoach.shared.base.process import child_environment
 SOURCE = PACKAGE.parents[1]
 """The checkout, if the package is in one."""
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
-"""The environment variable that tells code without an installation which version it is."""
+"""Environment variable with the version of code that runs without an installation."""
 
 
 @functools.cache
 def code_version() -> str:
-    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`. Code that
-    traveled to a cluster is told what it is (`CODE_VERSION`)."""
+    """Returns the installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`.
+    Code that was copied to a cluster has it in `CODE_VERSION`."""
     if told := os.environ.get(CODE_VERSION):
         return told
     version = importlib.metadata.version("stagecoach-rl")

@@ -1,7 +1,7 @@
 """The named errors of Stagecoach.
 
-Every message says what was found, what was expected and what to do. `UserError` and its children are mistakes of the
-user (exit code 2); everything else that derives from `StagecoachError` has another cause (exit code 1).
+Every message states the value, the expectation and the remedy. `UserError` and its children are mistakes of the user
+(exit code 2); everything else that derives from `StagecoachError` has another cause (exit code 1).
 """
 
 import re
@@ -16,8 +16,8 @@ _OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(PACKAGE))}/")
 
 
 def headline(error: BaseException) -> str:
-    """What an error says, in one line, for reasons, events and tables; the rest, a traceback mostly, is for the log.
-    Named errors speak for themselves; of others the type is told, too. Notes that were added say where, what to do."""
+    """Returns an error as one line for reasons, events and tables: its first line, with its type unless it is a named
+    error, and its notes."""
     first = next(iter(str(error).strip().splitlines()), "")
     if not (isinstance(error, StagecoachError) and first):
         first = f"{type(error).__name__}: {first}" if first else type(error).__name__
@@ -25,7 +25,7 @@ def headline(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
+    """Returns ` (at FILE:LINE)`, the innermost line of the user's code that raised `error`; else nothing."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)
     return f" (at {frame.filename}:{frame.lineno})" if frame else ""
@@ -36,7 +36,7 @@ class StagecoachError(Exception):
 
 
 class UserError(StagecoachError):
-    """What was asked for cannot be done as asked; the message says what to change."""
+    """The request cannot be fulfilled; the message says what to change."""
 
 
 class ConfigError(UserError):
@@ -60,7 +60,7 @@ class UnsupportedSpace(UserError):
 
 
 class EnvironmentUnusable(UserError):
-    """The environment cannot be made at all: unknown id, failing factory, missing package."""
+    """The environment cannot be created at all: unknown id, failing factory, missing package."""
 
 
 class OtherApi(EnvironmentUnusable):
@@ -92,7 +92,7 @@ class StoreUnavailable(UserError):
 
 
 class CredentialsRefused(StoreUnavailable):
-    """The store refuses the credentials, or there are none; new ones may be there at the next try."""
+    """The store refuses the credentials, or has none; the next attempt may have new credentials."""
 
 
 class OperationRefused(StoreUnavailable):
@@ -112,7 +112,7 @@ class ObjectMissing(StoreError):
 
 
 class DropReason(StrEnum):
-    """Why a fragment is dropped; each has an account in the ledger."""
+    """Reason for dropping a fragment; each has an account in the ledger."""
 
     UNDECODABLE = "undecodable"
     CORRUPT = "corrupt"
@@ -130,7 +130,7 @@ class DropReason(StrEnum):
 
 
 class FragmentError(StagecoachError):
-    """Bytes that are not a valid fragment (or another blob); `detail` says what was found."""
+    """Bytes that are not a valid fragment (or another blob); `detail` describes them."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -142,7 +142,7 @@ class CheckpointError(StagecoachError):
 
 
 class CheckpointNotFound(CheckpointError, UserError):
-    """There is no checkpoint (of this name)."""
+    """The checkpoint does not exist."""
 
 
 class CheckpointDamaged(CheckpointError):
@@ -158,7 +158,7 @@ class SharedObjectUnusable(StagecoachError):
 
 
 class ArchiveIncomplete(UserError):
-    """The archive lacks a part of the log that was asked for, or holds something else in its place."""
+    """The archive lacks a requested part of the log, or holds something else in its place."""
 
 
 class MetricsDamaged(UserError):

@@ -1,4 +1,4 @@
-"""How a role or a run has ended: a failure's kind decides the exit code, its words are for people."""
+"""Ends of a role or a run: a failure's kind decides the exit code, its text is for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusabl
 
 class FailureKind(StrEnum):
     ENVIRONMENT = "environment"
-    """The user's environment cannot be made, raised, hangs, ended its process, or returned what cannot be used."""
+    """The user's environment cannot be created, raised, hangs, ended its process, or returned unusable values."""
     OTHER = "other"
 
 
@@ -19,7 +19,7 @@ class RoleEnd(StrEnum):
     STOPPING = "stopping"
     DRAINED = "drained"
     PREEMPTED = "preempted"
-    """It was asked to end (SIGTERM, Ctrl-C); its place is to be filled by a new process."""
+    """The process got SIGTERM or Ctrl-C; a new one replaces it."""
     TERMINATED = "terminated"
     OUTGROWN = "outgrew its memory limit"
     SUPERSEDED = "superseded by a newer incarnation"
@@ -28,7 +28,7 @@ class RoleEnd(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a role has failed; `detail` is one line."""
+    """Failure of a role; `detail` is one line."""
 
     kind: FailureKind
     detail: str
@@ -50,13 +50,13 @@ class EndReason(StrEnum):
 
 
 def reason_in_words(reason: str) -> str:
-    """The reason of a run's end, or of a role's, as people are told it; files and `--json` have the word itself."""
+    """Returns the reason of a run's or a role's end for people; files and `--json` have the word itself."""
     return "completed, it has reached stop_at" if reason == EndReason.EXHAUSTED else reason
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Why a run has ended: an `EndReason`, or `failed: ` and what has failed."""
+    """End of a run; `reason` is an `EndReason`, or `failed: ` and the failure."""
 
     reason: str
     failure: FailureKind | None = None

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO
 
 TEMPORARY = ".partial-"
-"""How the names of files begin that are being written, or that a killed writer left."""
+"""Prefix of files that are being written, or that a killed writer left."""
 _REASONS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _SPARE_BYTES = 64 << 10
-"""For the folders and names of what is written."""
+"""Reserve for the file system's own metadata."""
 
 
 @contextmanager
@@ -45,14 +45,14 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def unwritten(reason: str, place: str) -> str:
-    """What to do where something cannot write at `place` for this reason, as the kernel or Redis names it."""
+    """Returns the remedy for a write error at `place`; `reason` is the kernel's or Redis's text."""
     if reason in _REASONS:
         return f"its disk is full ({reason}): make room in the file system of {place}"
     return f"it cannot write to its disk ({reason}): check the file system of {place}"
 
 
 def lacks_room(folder: Path, needed_bytes: int) -> str | None:
-    """The same for a folder of this machine that has no room for so many bytes; None elsewhere."""
+    """Returns the remedy if this machine's `folder` has no space for so many bytes; None otherwise."""
     try:
         found = os.statvfs(folder)
     except OSError:

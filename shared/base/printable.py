@@ -1,4 +1,4 @@
-"""Text from outside, made printable for every log, event, metric and screen.
+"""Conversion of text from outside to printable text for every log, event, metric and screen.
 
 Environments, workers and servers choose names and error texts, which may hold control characters that a terminal obeys
 or lone surrogates. A malformed entry of another process is left out and named in the log once; it ends neither a role
@@ -43,7 +43,7 @@ def printable(text: object, most: int | None = None, lines: bool = False) -> str
 
 
 def printable_data(data: Any) -> Any:
-    """Plain data (as JSON has it) with all its texts, names included, made printable."""
+    """Returns plain data (as JSON has it) with printable texts and names."""
     if isinstance(data, str):
         return printable(data)
     if isinstance(data, dict):
@@ -54,7 +54,7 @@ def printable_data(data: Any) -> Any:
 
 
 _NAMED = 4
-"""So many returns, of agents or policies, stand behind their sum."""
+"""Number of returns, of agents or policies, that are shown after their sum."""
 
 
 def counted(number: int | None, noun: str) -> str:
@@ -95,7 +95,7 @@ def each_in_words(policies: Mapping[str, Any], agents: Mapping[str, Any]) -> str
 
 
 def success_in_words(scores: Mapping[str, Any]) -> str:
-    """` (90 % successful)`, to stand behind a score; nothing where the episodes do not tell."""
+    """Returns ` (90 % successful)`, to follow a score; empty if the success rate is unknown."""
     rate = scores.get("success_rate")
     return "" if rate is None else f" ({100 * rate:.0f} % successful)"
 
@@ -112,15 +112,15 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record), lines=True).replace("\n", "\n    ")
 
 
-def foreign(adapter: TypeAdapter[T], text: bytes, what: str, **beside: Any) -> T | None:
-    """The JSON object `text`, with the fields `beside` it, as the adapter's type; None where it is none. `what` names
-    it for people, such as `the heartbeat of worker:3`. All texts become printable, all numbers are finite."""
+def foreign(adapter: TypeAdapter[T], text: bytes, what: str, **more: Any) -> T | None:
+    """Parses a JSON object, with `more` fields, as the adapter's type; None if it is malformed. `what` names it for
+    people, such as `the heartbeat of worker:3`. All texts become printable, all numbers are finite."""
     try:
         loaded = json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
         data = printable_data(loaded)
         if not isinstance(data, dict):
             raise ValueError("it is not a JSON object")
-        return adapter.validate_python({**data, **beside})
+        return adapter.validate_python({**data, **more})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         left_out(what, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
@@ -141,7 +141,7 @@ def left_out(what: str, why: object) -> None:
 
 
 def unnamed() -> int:
-    """How many malformed entries this process has left out without naming them."""
+    """Returns the number of malformed entries that this process has left out without naming them."""
     return max(0, len(_told) - _MOST_NAMED)
 
 

@@ -1,10 +1,9 @@
-"""A process of a run: child processes, memory, and the last words of one that ended.
+"""A process of a run: child processes, memory, and the diagnostics of one that ended.
 
-**Children** are started whole or not at all, end with their parent (also when that is killed), and get no secrets that
-are not theirs. **Memory**: the garbage collector would scan PyTorch's many objects again and again, a fifth of a role's
-start; and by default glibc asks the kernel for each large array anew, which takes several times as long as copying it.
-**Last words**: Ray drops its processes' exit codes, so a crash is read from the standard error, and an `os._exit`,
-which runs no handler at all, says there who called it.
+**Children** end with their parent, also if that is killed, and get only the secrets that they need. **Memory**: the
+garbage collector would scan PyTorch's many objects repeatedly, a fifth of a role's start, and glibc requests each large
+array from the kernel, which takes several times as long as copying it. **Exits**: Ray drops its processes' exit codes,
+so a crash is read from the standard error, where an `os._exit` reports its caller.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ _SIGNAL = re.compile(r"^\*\*\* (SIG[A-Z]+) received", re.MULTILINE)
 _FATAL = "Fatal Python error: "
 _LOCKED = re.compile(r"^Timeout \((\d+:\d\d:\d\d)[.\d]*\)!\n(.*)", re.MULTILINE | re.DOTALL)
 _THREAD = re.compile(r"^(?:Current thread|Thread) \w+.*\n", re.MULTILINE)
-"""Of a stack that the fault handler writes; the main thread's is the last."""
+"""Head of each thread's stack from the fault handler; the main thread's is the last."""
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Floating point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
@@ -145,8 +144,8 @@ def signals_after() -> Iterator[None]:
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], object]:
-    """To be called in the child: on Linux the kernel then sends it this signal when the thread that started it ends.
-    What can fail (or hang, in a child that was forked beside other threads) is done here, in the parent."""
+    """Returns a function to call in the child: on Linux the kernel then sends it this signal when the thread that
+    started it ends. The library is loaded here, in the parent, since loading may hang in a forked child."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -154,22 +153,22 @@ def end_with_parent(number: signal.Signals) -> Callable[[], object]:
 
 
 def child_environment(*needs: Secrets, **given: str) -> dict[str, str]:
-    """This process's environment for a child: without secrets except those that it needs; and what it is given."""
+    """Returns this process's environment for a child, without secrets except those that it needs, and with `given`."""
     hidden = [pattern for kind, pattern in _SECRETS.items() if kind not in needs]
     kept = [name for name in os.environ if name not in _OWN and not any(each.fullmatch(name) for each in hidden)]
     return {name: os.environ[name] for name in kept} | given
 
 
 def forget_secrets(*kept: Secrets) -> None:
-    """For a child that another library started: what it starts itself does not inherit the secrets."""
+    """Removes secrets from this process's environment, so that its children do not inherit them."""
     for name in os.environ.keys() - child_environment(*kept).keys():
         del os.environ[name]
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """For the imports of a command: as `at_rest`, and Ctrl-C ends the process at once, since nothing has been started
-    and some modules would not survive an exception."""
+    """Runs a command's imports like `at_rest`; Ctrl-C ends the process at once, since nothing has been started and some
+    modules would not survive an exception."""
 
     def interrupted(*_: object) -> None:
         os.write(2, b"Interrupted.\n")
@@ -181,7 +180,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_rest() -> Iterator[None]:
-    """For the imports of a process: the collector does nothing meanwhile, and never looks at what is there then."""
+    """Disables the garbage collector for a process's imports, and exempts their objects from it afterwards."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -193,7 +192,7 @@ def at_rest() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Tells this process's allocator to keep what is freed; False where it is not glibc's."""
+    """Makes this process's allocator keep freed memory; returns False unless it is glibc's."""
     if not sys.platform.startswith("linux"):
         return False
     with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt
@@ -202,33 +201,32 @@ def keep_freed_memory() -> bool:
     return False
 
 
-class LastWords(NamedTuple):
-    """How a process ended by itself, and the end of its standard error."""
+class ExitDiagnostics(NamedTuple):
+    """Cause of a process's end, and the last lines of its standard error."""
 
     how: str | None
-    """`exit code 3`, `SIGSEGV`, a call that kept Python's lock; None where it did not say: it was killed, or native
-    code ended it."""
+    """`exit code 3`, `SIGSEGV`, a call that kept Python's lock; None if it was killed, or native code ended it."""
     lines: tuple[str, ...]
 
 
-def tell_of_exits(last_orders: Callable[[int], int] = lambda status: status) -> Callable[[int], NoReturn]:
-    """From now on an `os._exit` of this process (not of one that it forks) says who called it. `last_orders` is given
-    the exit code, and returns the one that the process ends with. Returns the former `os._exit`."""
+def report_exits(on_exit: Callable[[int], int] = lambda status: status) -> Callable[[int], NoReturn]:
+    """Makes `os._exit` in this process (not in forks) print its caller. `on_exit` maps its exit code to the final one.
+    Returns the former `os._exit`."""
     end, own = os._exit, os.getpid()
 
-    def exit_and_tell(status: int) -> NoReturn:
+    def exit_with_report(status: int) -> NoReturn:
         if os.getpid() == own:
             frames = "".join(traceback.format_stack(sys._getframe(1), limit=_LINES // 2))
             print(f"os._exit({status}) ends this process, called from\n{frames}", file=sys.stderr, flush=True)
-            status = last_orders(status)
+            status = on_exit(status)
         end(status)
 
-    os._exit = exit_and_tell
+    os._exit = exit_with_report
     return end
 
 
-def last_words(said: str) -> LastWords:
-    """From the end of a standard error: what was said before the end, and the innermost frames of a crash or exit."""
+def exit_diagnostics(said: str) -> ExitDiagnostics:
+    """Extracts the last messages, and the innermost frames of a crash or exit, from the end of a standard error."""
     exited, signals, (before, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
     lines, locked = _told(said)[-_LINES:], _LOCKED.search(said)
     if locked:
@@ -242,7 +240,7 @@ def last_words(said: str) -> LastWords:
     how = next(iter(signals[-1:]), named) or (f"exit code {exited[-1]}" if exited else None)
     if locked:
         how = f"its watchdog: one call kept Python's lock for {locked[1]}"
-    return LastWords(how, tuple(line[: _LONGEST // _LINES] for line in lines))
+    return ExitDiagnostics(how, tuple(line[: _LONGEST // _LINES] for line in lines))
 
 
 def _told(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Where a thread's time goes: at any moment it is in one stage, and inner stages interrupt outer ones.
+"""Times of a thread by stage: a thread is in one stage at a time, and an inner stage interrupts the outer one.
 
-`status` shows it through the heartbeat, and `shared/runtime/profile.py` writes it as a timeline.
+`status` shows them through the heartbeat, and `shared/runtime/profile.py` writes them as a timeline.
 """
 
 from __future__ import annotations

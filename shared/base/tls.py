@@ -41,7 +41,7 @@ def check_files(
 
 
 def cause(said: str, section: str) -> str | None:
-    """What is wrong with the TLS of Redis (`redis`) or the store, and what to do, from OpenSSL's words; else None."""
+    """Returns the defect and the remedy behind OpenSSL's text about Redis (`redis`) or the store; None if unknown."""
     words, (url, plain) = _SAID.search(said), _URLS[section]
     for pattern, text in _CAUSES:
         if re.search(pattern, said, re.IGNORECASE):
@@ -50,7 +50,7 @@ def cause(said: str, section: str) -> str | None:
 
 
 def speaks_tls(host: str, port: int) -> bool:
-    """Whether what listens there shakes hands; nothing that it says is trusted."""
+    """Returns whether the server completes a TLS handshake; its certificate is not verified."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -61,7 +61,7 @@ def speaks_tls(host: str, port: int) -> bool:
 
 
 def speaks_plain_redis(host: str, port: int) -> bool:
-    """Whether what listens there answers a PING without TLS."""
+    """Returns whether the server answers a PING without TLS."""
     try:
         with socket.create_connection((host, port), timeout=_PROBE_SECONDS) as plain:
             plain.sendall(b"PING\r\n")

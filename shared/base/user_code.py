@@ -1,7 +1,7 @@
-"""Code that a run is made of: the user's own modules, optional packages, and Stagecoach itself with its version.
+"""Imports of the user's own modules and of optional packages.
 
-The user's modules come after everything that is installed, so that none of them takes the place of a library that
-Stagecoach needs.
+The user's modules come after everything that is installed, so that none of them replaces a library that Stagecoach
+needs.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from stagecoach.shared.base.errors import ConfigError, UserError, place
 
 Made = TypeVar("Made")
 IMPORT_PATH = "import_path.json"
-"""In a run's folder: the folders of the user's own modules, as they were when the run was made."""
+"""File in a run's folder with the folders of the user's own modules at the start of the run."""
 EXTRAS = {
     "cluster": ("ray[default]",),
     "pettingzoo": ("pettingzoo",),
@@ -91,20 +91,16 @@ def import_class(path: str, field: str, base: type[Made]) -> type[Made]:
 
 
 def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
-    """An object of a user's class that derives from `base`; raises `ConfigError` where that cannot be."""
-    found = import_object(path, field, kind="Class")
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(
-            f"{field}={path}: expected a class that derives from stagecoach.{base.__name__}, found {found!r}"
-        )
+    """Creates an object of the subclass of `base` that `module:Class` names; raises `ConfigError`."""
+    own = import_class(path, field, base)
     try:
-        return found(*arguments, **kwargs)
+        return own(*arguments, **kwargs)
     except Exception as failed:
-        raise ConfigError(f"{field}={path} cannot be made with {kwargs}: it {raised(failed)}") from failed
+        raise ConfigError(f"{field}={path} cannot be created with {kwargs}: it {raised(failed)}") from failed
 
 
 def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
-    """Why it cannot be called so; empty where it can, and for what is not written in Python and does not tell."""
+    """Returns why `function` does not accept these arguments; empty if it does, or has no signature to inspect."""
     try:
         inspect.signature(function).bind(*arguments, **kwargs)
     except TypeError as error:
@@ -115,5 +111,5 @@ def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """What the user's code has raised, and where."""
+    """Returns the type, text and place of an error in the user's code."""
     return f"raised {type(error).__name__}: {with_extra(str(error))}{place(error)}"

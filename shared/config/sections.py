@@ -129,7 +129,7 @@ class TrainerConfig(Section):
     """PyTorch threads of the trainer: fixed, for bit-equal replay. A resume cannot change it."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matrix products (`torch.set_float32_matmul_precision`): below `highest`, some hardware
-    rounds their factors. On a CPU, `medium` made SAC a third faster with layers of 256, a sixth slower with 64. A
+    rounds their factors. On a CPU, `medium` was a third faster for SAC with layers of 256, a sixth slower with 64. A
     resume cannot change it."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of networks in training (autocast); weights, losses, the optimizer and acting stay float32. On a CPU
@@ -354,8 +354,8 @@ class ConfigFields(Section):
     league: LeagueConfig | None = None
     """League: agents that play current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     folds: dict[FoldName, Annotated[FoldConfig, BY_PATH]] = {}
-    """Folds of your own by name. Each observes all episodes in log order, and decides environment parameters of
-    the next ones, exact over resume and replay (docs/CURRICULUM.md). A plain string is a class without arguments."""
+    """Folds of your own by name. Each observes all episodes in log order, and decides environment parameters of later
+    episodes, exact over resume and replay (docs/CURRICULUM.md). A plain string is a class without arguments."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
@@ -367,7 +367,7 @@ class ConfigFields(Section):
     """Source of the initial weights and observation statistics: a run (its promoted checkpoint, else its best),
     `RUN/CHECKPOINT`, or a checkpoint's folder. RUN may be `s3://bucket/prefix/RUN`, accessed like this run's store;
     `#POLICY` selects a policy there, or a snapshot of its league. With the same algorithm, critics, temperature and
-    reward statistics are loaded too; counters and optimizers start anew. An event reports what was loaded."""
+    reward statistics are loaded too; counters and optimizers start fresh. An event reports what was loaded."""
     heatup: HeatupField = HeatupConfig()
     """Warm-up at the start; `heatup: 1000 env_steps` sets its `duration`."""
     trainer: TrainerConfig = TrainerConfig()

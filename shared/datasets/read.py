@@ -166,7 +166,7 @@ class _Cells:
     def text(self, name: str) -> tuple[str, ...]:
         if name not in self._columns:
             raise DatasetError(
-                f"{self.where} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
+                f"{self.where} has no column {name}, which the run's spaces need, only {', '.join(self._columns)}"
             )
         self.unread.discard(name)
         return self._columns[name]
@@ -304,7 +304,7 @@ class _Group:
         if found is None or hasattr(found, "keys"):
             has = ", ".join(self._node) if hasattr(self._node, "keys") else "an array"
             kind = "is a group" if found is not None else "is missing"
-            raise DatasetError(f"{self.where}: {name} {kind}, expected an array as the run's spaces say; found {has}")
+            raise DatasetError(f"{self.where}: {name} {kind}, expected an array for the run's spaces, found {has}")
         return np.asarray(found[()])
 
     def rows(self, name: str) -> Array:

@@ -192,8 +192,8 @@ def as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
     beyond = leaf.beyond(chosen)
     if beyond.any():
         raise DatasetError(
-            f"{name} holds {values[beyond].flat[0]} in row {_row(beyond)}, which is no choice of the run's space; "
-            f"expected {leaf.nvec} choices from {leaf.start or 0}; is it another environment's?"
+            f"{name} holds {values[beyond].flat[0]} in row {_row(beyond)}, expected one of {leaf.nvec} choices from "
+            f"{leaf.start or 0}; is the dataset from another environment?"
         )
     return chosen
 

@@ -42,17 +42,17 @@ _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a policy makes of an observation, or of `[B]` of them; None is what it does not know."""
+    """A policy's estimates for an observation, or for `[B]` of them; None if unknown."""
 
     value: Any = None
-    """The discounted return that it predicts, `[B]`, in the units of the rewards that were learned from; a Q network's
-    is that of its best choice. None of policies whose critics stay with the trainer (SAC, TD3) or see a whole team."""
+    """Predicted discounted return `[B]`, in units of the learned rewards; a Q network's is that of its best choice.
+    None for policies whose critics stay with the trainer (SAC, TD3) or observe a whole team."""
     action_values: Array | None = None
-    """Of a Q network, `[B, A]`: the value of each choice, about −1e9 where it is illegal."""
+    """Values of each choice `[B, A]` of a Q network, about −1e9 for illegal choices."""
     probabilities: Array | None = None
-    """`[B, sum of choices]`: how probable each option is to be drawn, choices side by side as in an action mask."""
+    """Probabilities of the options `[B, sum of choices]`, in the order of an action mask."""
     log_prob: Any = None
-    """`[B]`: of the actions that were asked about, natural logarithm (of the density, of boxes)."""
+    """Log-probabilities `[B]` of the given actions (log-densities for boxes)."""
 
 
 class DeployedPolicy:
@@ -67,8 +67,8 @@ class DeployedPolicy:
 
     @property
     def state(self) -> Array | None:
-        """A core's hidden state `[B, state_size]` (an LSTM's outputs, then its cells) after what was acted on in these
-        episodes; None where they begin, or without a core. What was read may be set again, to continue from there."""
+        """Hidden state of the core `[B, state_size]` (an LSTM's outputs, then its cells) in the current episodes; None
+        at their start, or without a core. Set it to continue from an earlier state."""
         return None if self._state is None else self._state.numpy().copy()
 
     @state.setter
@@ -93,18 +93,17 @@ class DeployedPolicy:
 
     @torch.inference_mode()
     def act(self, observation: Any, *, greedy: bool = True, action_mask: Any = None) -> Any:
-        """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw. With
-        a core, observations are those of one episode in their order; call `reset` before the next one.
+        """Returns an action for one observation, nested like the space: the most probable one, or (greedy=False) a
+        sample. With a core, pass the observations of one episode in order, and call `reset` before the next one.
 
-        `action_mask` `[choices]` says which are legal, where the environment told that in `info`, or in place of the
-        observation's own."""
+        `action_mask` `[choices]` marks legal choices; it replaces the observation's own."""
         one, mask = self._as_batch(observation, action_mask)
         return _in_each(self.act_batch(one, greedy=greedy, action_mask=mask), lambda leaf: leaf[0])
 
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True, action_mask: Any = None) -> Any:
-        """Actions for a batch: every array of the nested observation, and `action_mask` `[B, choices]`, has the batch
-        axis first. With a core, each row of the batch is an episode of its own, and stays in its place (`reset`)."""
+        """Returns actions for a batch: every array of the nested observation, and `action_mask` `[B, choices]`, has the
+        batch axis first. With a core, each row is an episode of its own, and keeps its place (`reset`)."""
         tensors, state = self._inputs(observations, action_mask)
         params, after = self._step(tensors, state)
         self._state = after if self._policy.state_size else None
@@ -114,8 +113,8 @@ class DeployedPolicy:
         return self._policy.spaces.action.to_environment(chosen)
 
     def inspect(self, observation: Any, *, action: Any = None, action_mask: Any = None) -> Inspection:
-        """Values, probabilities and (of an `action`, in the environment's terms) its log-probability for one
-        observation. It does not act: a core's state stays as it is."""
+        """Returns values, probabilities and the log-probability of `action` (in the environment's terms) for one
+        observation. Does not act: a core's state stays as it is."""
         one, mask = self._as_batch(observation, action_mask)
         asked = None if action is None else _in_each(action, lambda leaf: np.asarray(leaf)[None])
         found = asdict(self.inspect_batch(one, actions=asked, action_mask=mask))
@@ -123,7 +122,7 @@ class DeployedPolicy:
 
     @torch.inference_mode()
     def inspect_batch(self, observations: Any, *, actions: Any = None, action_mask: Any = None) -> Inspection:
-        """As `inspect`, for a batch as `act_batch` takes it."""
+        """Returns what `inspect` does, for a batch like that of `act_batch`."""
         tensors, state = self._inputs(observations, action_mask)
         params, _ = self._step(tensors, state)
         found, distribution = self._estimates(tensors, state), self._policy.distribution
@@ -134,7 +133,7 @@ class DeployedPolicy:
         return Inspection(**{name: tensor.numpy() for name, tensor in found.items() if tensor.numel()})
 
     def _step(self, observations: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        """What actions are drawn from, and the state after."""
+        """Returns the parameters of the action distribution, and the next state."""
         return self._policy.step(observations, state)
 
     def _estimates(self, observations: dict[str, Tensor], state: Tensor) -> dict[str, Tensor]:
@@ -150,7 +149,7 @@ class DeployedPolicy:
         except (TypeError, ValueError, LookupError, OverflowError):
             fits = False
         if not fits:
-            raise UserError(f"an action is {spec}, one for each observation; found {printable(actions, 200)}")
+            raise UserError(f"an action must be {spec}, one per observation, found {printable(actions, 200)}")
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
 
     def _as_batch(self, observation: Any, mask: Any) -> tuple[Any, Any]:
@@ -176,7 +175,7 @@ class DeployedPolicy:
         return tensors, state
 
     def _with_mask(self, observations: Any, action_mask: Any) -> Any:
-        """With the mask beside what it goes with, as rollout_worker/environments/action_masks.py puts it there."""
+        """Adds the mask to the observation, as rollout_worker/environments/action_masks.py does."""
         masked = bool(self._observation.mask_columns)
         if action_mask is not None and not masked:
             raise UserError("this policy has no action mask; leave action_mask out")
@@ -216,13 +215,13 @@ class DeployedPolicy:
 
     def _no_observation(self, found: Any) -> UserError:
         return UserError(
-            f"an observation is {self._observation} (act_batch: with a batch axis first); found {printable(found, 200)}"
+            f"an observation must be {self._observation} (act_batch: batch axis first), found {printable(found, 200)}"
         )
 
 
 class DeployedMixture(DeployedPolicy):
-    """Mean strategy: in each row of the batch one of its policies is drawn, acts to the end of the episode,
-    and another one is drawn after `reset`. What `inspect` returns is of those that were drawn."""
+    """Mean strategy: draws one of its policies for each row of the batch, and another after `reset`. The policy acts
+    until the episode ends. `inspect` returns the estimates of the drawn policies."""
 
     def __init__(self, members: Sequence[tuple[Policy, int]], weights: Sequence[float], seed: int = 0) -> None:
         super().__init__(members[0][0], max(version for _, version in members), seed)
@@ -241,7 +240,7 @@ class DeployedMixture(DeployedPolicy):
             self._drawn = self._drawn.masked_fill(torch.as_tensor(np.asarray(over, np.bool_)), -1)
 
     def _by_member(self, rows: int, ask: Callable[[Policy, Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What each row's member answers for its rows."""
+        """Returns the answers of each row's member."""
         drawn = torch.full((rows,), -1) if self._drawn is None else self._drawn
         if len(drawn) != rows:
             raise UserError(f"{rows} observations, but {len(drawn)} episodes run; call reset() first")
@@ -281,21 +280,20 @@ def _deployed(data: bytes) -> DeployedPolicy:
 def load_policy(
     checkpoint: str | Path | bytes, policy_id: str = "default", *, trust_config: bool = False
 ) -> DeployedPolicy:  # fmt: skip
-    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
+    """Loads the policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
     A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
-    newest; there `policy_id` may also be a snapshot of its players, or what the name of only one
-    begins with, or `mean`, their mean strategy (`POLICY-mean` where several policies have snapshots);
-    FOLDER#ID says both. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were
-    altered.
+    newest. There `policy_id` may also be a snapshot of its players (its id, or an unambiguous prefix of it), or `mean`,
+    their mean strategy (`POLICY-mean` if several policies have snapshots). FOLDER#ID gives both. Raises
+    `CheckpointNotFound`, or `CheckpointDamaged` for altered bytes.
 
-    The class of a network of your own is imported as the run's config names it: from the folder of a run that this
-    machine made, elsewhere only with `trust_config`.
+    The class of a custom network is imported from the run's config if this machine started the run, otherwise only
+    with `trust_config`.
     """
     if isinstance(checkpoint, bytes):
         return _deployed(checkpoint)
     if not isinstance(checkpoint, str | Path):
-        raise UserError(f"load_policy takes {_TAKEN}; found {printable(repr(checkpoint), 100)}")
+        raise UserError(f"load_policy takes {_TAKEN}, not {printable(repr(checkpoint), 100)}")
     path = Path(str(checkpoint).removeprefix("file://")).expanduser()
     if "#" in path.name and not path.exists():
         folder, _, policy_id = str(path).rpartition("#")
@@ -319,7 +317,7 @@ def _import_algorithms(path: Path, trusted: bool) -> None:
     if named and not trusted and not any(folder.glob(f"s3/*/{folder.name}")):  # of a run that this machine made
         raise UserError(
             f"{folder / CONFIG} comes from an exported folder or from another machine, and its network needs {named} "
-            f"imported and run; if you trust it, give trust_config=True"
+            f"imported and run; pass trust_config=True if you trust it"
         )
     if (own := folder / IMPORT_PATH).is_file():
         extend_imports(json.loads(own.read_text()))
@@ -345,7 +343,7 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
 
 
 def _elsewhere(asked: str, path: Path) -> str:
-    """What to do where the checkpoints are not files of this machine, or may not be."""
+    """Returns the remedy if the checkpoints may not be files of this machine."""
     if not path.exists() and "/" not in asked:
         return f"; of a run of this machine give its folder, runs/{asked}"
     if "://" in asked or (path / "config.yaml").is_file():
@@ -354,7 +352,7 @@ def _elsewhere(asked: str, path: Path) -> str:
 
 
 def _preferred(run: Path) -> Path:
-    """As `CheckpointStore.preferred`, without what a store needs; what is promoted are those very bytes."""
+    """Returns the upload of the promoted, best or newest checkpoint, as `CheckpointStore.preferred` does."""
     try:
         if (run / PROMOTED).is_file() and (data := (run / PROMOTED).read_bytes()) != CLEARED:
             promotion = Promotion.model_validate_json(data)
@@ -370,8 +368,8 @@ def _preferred(run: Path) -> Path:
 
 
 def _upload(folder: Path, promoted: str | None = None) -> Path:
-    """The folder of an upload within a checkpoint's: the promoted one, else the one that counts (`Manifest.rank`).
-    Itself where it holds none: it may be an upload's. Raises `CheckpointDamaged` where none is the one asked for."""
+    """Returns the folder of the promoted upload of a checkpoint, else of its highest rank (`Manifest.rank`); without
+    manifests the folder itself. Raises `CheckpointDamaged` if no upload matches."""
     manifests, ranks = list(folder.glob(f"*/{MANIFEST}")), {}
     for path in manifests:
         data = path.read_bytes()

@@ -1,1 +1,1 @@
-"""What experience is made of: fragments, spaces, columns, counters."""
+"""Experience as data: fragments, spaces, columns, counters."""

@@ -10,17 +10,17 @@ CheckpointName = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
 
 
 def checkpoint_name(version: int, env_steps: int) -> str:
-    """`12_Step-24576.ckpt`: policy version and env steps trained on."""
+    """Returns `12_Step-24576.ckpt`: policy version and env steps trained on."""
     return f"{version}_Step-{env_steps}.ckpt"
 
 
 def checkpoint_version(name: str) -> int | None:
-    """The policy version in a checkpoint's name; None for any other folder."""
+    """Returns the policy version in a checkpoint's name; None for any other folder."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def checkpoint_env_steps(name: str) -> int:
-    """The env steps in a checkpoint's name; 0 for any other folder."""
+    """Returns the env steps in a checkpoint's name; 0 for any other folder."""
     match = _NAME.fullmatch(name)
     return int(match[2]) if match else 0

@@ -1,8 +1,8 @@
 """Smaller columns for images: each stacked frame once, and optional compression. Lossless, and driven by the data.
 
-Stacked frames: in `[T, S, k, …]` an observation usually repeats k−1 frames of the one before. Where it does, only its
-newest frame is kept; where it does not (a reset), the whole stack. Likewise of the last observations of episodes,
-`final_obs…`, which repeat frames of the observation before them. All of it is verified while encoding.
+Stacked frames: in `[T, S, k, …]` an observation usually repeats k−1 frames of the previous one. Then only its newest
+frame is kept; otherwise (a reset) the whole stack. The last observations of episodes, `final_obs…`, likewise repeat
+frames of the observation before them. Encoding verifies each repetition.
 """
 
 import math
@@ -23,7 +23,7 @@ _FRAMES, _FIRST, _WHOLE, _WHERE, _NEWEST = "#frames", "#first", "#whole", "#wher
 
 
 def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
-    """Columns to send, and the layout that `unpack` needs; only byte images are changed."""
+    """Returns the columns to send, and the layout that `unpack` needs; changes only byte images."""
     packed = dict(columns)
     layout: Layout = {}
     for name, array in columns.items():
@@ -42,8 +42,8 @@ def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
 
 
 def unpack(packed: Columns, layout: Layout, most_bytes: int = MAX_UNPACKED_BYTES) -> Columns:
-    """The inverse of `pack`; raises `ValueError` or `KeyError` where the parts do not fit, and before it unpacks more
-    than `most_bytes`."""
+    """Inverts `pack`; raises `ValueError` or `KeyError` for parts that do not fit, or before unpacking more than
+    `most_bytes`."""
     columns = dict(packed)
     shapes = [how["shape"] for how in layout.values() if "codec" in how]
     if any(type(length) is not int or length < 0 for shape in shapes for length in shape):
@@ -79,7 +79,7 @@ def _split_stack(name: str, array: Array) -> Columns:
 
 
 def _split_finals(name: str, columns: Columns, packed: Columns, layout: Layout) -> None:
-    """Of the last observations that go with the stacks `name`, keeps the newest frames where all others are there."""
+    """Keeps only the newest frames of the final observations of `name`, if its stacks have all others."""
     final, index = _finals_of(name)
     if final not in columns or not len(columns[final]):
         return
@@ -99,7 +99,7 @@ def _join_finals(name: str, stacks: str, columns: Columns) -> Array:
 
 
 def _finals_of(name: str) -> tuple[str, str]:
-    """The columns of the last observations that go with `policy/obs…`, and of their places."""
+    """Returns the names of the final observations' column for `policy/obs…`, and of their index."""
     policy, _, column = name.partition("/")
     return f"{policy}/final_{column}", f"{policy}/final_index"
 

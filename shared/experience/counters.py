@@ -2,7 +2,7 @@
 
 The trainer alone counts, per phase and from the log: an *env step* is one step of one environment (whatever the number
 of agents in it), an *episode* one finished episode, an *update* one learning update, a *gradient step* one step of an
-optimizer within it, as the algorithm tells (`train/gradient_steps`).
+optimizer within it, as reported by the algorithm (`train/gradient_steps`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 class Phase(StrEnum):
-    """What the acting is for. TEST happens in the evaluator only and never reaches the log."""
+    """Purpose of acting. TEST happens in the evaluator only and never reaches the log."""
 
     HEATUP = "heatup"
     TRAIN = "train"
@@ -47,7 +47,7 @@ class PhaseCounters:
 
     @property
     def env_steps(self) -> int:
-        """Of all phases."""
+        """Env steps of all phases."""
         return self.heatup.env_steps + self.train.env_steps
 
     def as_dict(self) -> dict[str, dict[str, int]]:
@@ -72,12 +72,12 @@ class Duration:
         return counters.get(self.unit) >= self.amount
 
     def index(self, counters: Counters) -> int:
-        """How many whole durations fit into `counters` (0 for an empty duration)."""
+        """Returns the number of whole durations in `counters` (0 for an empty duration)."""
         return counters.get(self.unit) // self.amount if self.amount else 0
 
 
 def parse_duration(value: object) -> object:
-    """`"10 updates"` → `Duration(10, "updates")`; anything else is rejected with the expected form."""
+    """Parses `"10 updates"` as `Duration(10, "updates")`; raises `ValueError` with the expected form."""
     if isinstance(value, Duration):
         return value
     match = re.fullmatch(rf"\s*([\d_]+)\s+({'|'.join(UNITS)})\s*", value) if isinstance(value, str) else None

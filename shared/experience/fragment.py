@@ -1,7 +1,7 @@
 """The fragment, the unit that travels: T steps × N environments from one worker, acted by one policy version.
 
-Encode and decode are a pair; `check` compares what arrived with the run. Whatever is wrong raises `FragmentError`
-with the ledger's word for it, so that a fragment is dropped and counted, never skipped in silence.
+`encode` and `decode` are a pair; `check` compares a fragment with the run. Any defect raises `FragmentError` with the
+ledger's reason, so that the fragment is dropped and counted, never silently skipped.
 
 Columns, per policy id, with S slots (environments × agents of that policy):
 
@@ -10,22 +10,22 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `obs…` | T × S × … | as the space says |
 | `action…` | T × S × … | as the space says (float32 for boxes) |
 | `reward` | T × S | float32 |
-| `log_prob` | T × S | float32: of the action as it was acted, for boxes a density; NaN where it is not known |
+| `log_prob` | T × S | float32: of the action at acting time, for boxes a density; NaN if unknown |
 | `terminated`, `truncated`, `mask` | T × S | bool; `mask` is false where an agent was absent |
 | `bootstrap_obs…` | S × … | observation after the last step |
-| `final_obs…` | M × … | true last observation of each episode that ended (terminated: where it is known) |
+| `final_obs…` | M × … | true last observation of each episode that ended (terminated: if it is known) |
 | `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
-| `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
-| `info/NAME` | T × S | float32: numbers of the step's `info`, NaN where it has none (`environment.info_columns`) |
+| `state_in` | S × state size | float32: hidden state of a policy with a core before the first step; absent for others |
+| `info/NAME` | T × S | float32: numbers of the step's `info`, NaN if missing (`environment.info_columns`) |
 
-Where agents act in turns, row k of a slot is the k-th of its turns whose outcome came within the fragment, and the row
-after the last one, whose `mask` is false, has what it observes in its next turn.
+If agents act in turns, row k of a slot is its k-th turn whose outcome came within the fragment. The row after the last
+one, whose `mask` is false, has the observation of its next turn.
 
-Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
-or that nobody acted.
+The state within the fragment follows from the columns: it is reset to zero after each step that ended an episode, or
+that no agent acted.
 
-Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
-truncated as well. Rows that hold nothing are left out on the wire (`_leave_out`).
+The last observation of a terminated episode has value 0, even if the step was truncated as well. Empty rows are left
+out on the wire (`_leave_out`).
 """
 
 import math
@@ -47,7 +47,7 @@ STATE = "state_in"
 INFO = "info/"
 _schema = partial(FragmentError, DropReason.SCHEMA)
 _MOST = 1 << 53
-"""The largest count in a header: up to here a float, which metrics are, holds every whole number."""
+"""Largest count in a header: metrics are floats, which hold every whole number up to it."""
 _Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
 _Size = Annotated[int, Field(ge=1, le=_MOST, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
@@ -59,64 +59,64 @@ _Value = (
 )
 _LATER = {"match", "parameters", "lessons"}
 _DENSE = 0.9
-"""Share of the rows above which all of them travel."""
+"""Share of nonempty rows above which all rows are sent."""
 LARGEST = 1e12
-"""The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
-3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
+"""Largest magnitude of a number to learn from. The square of a sum over a million steps stays within float32 (3.4e38);
+beyond that, one number makes all weights NaN."""
 LARGEST_SHOWN = 1e30
-"""The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
+"""Largest magnitude of an episode's numbers (its return, the environment's own), which are only shown and averaged."""
 
 
 @dataclass(frozen=True)
 class MatchRecord:
-    """Who played an episode against whom, and how it ended."""
+    """Players and outcome of an episode."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     learner: str
     side: _Count
-    """The learner's."""
+    """Side of the learner."""
     players: tuple[str, ...]
     """Player id per side."""
     outcome: tuple[Annotated[float, Field(ge=0, le=1)], ...]
-    """Per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
+    """Outcome per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
     forfeit: str = ""
-    """`PLAYER: why`, a line for each player that lost by forfeit."""
+    """`PLAYER: reason`, a line for each player that lost by forfeit."""
 
     @property
     def forfeited(self) -> dict[str, str]:
-        """Player → why it lost by forfeit."""
+        """Players that lost by forfeit, with the reason."""
         lines = (line.partition(": ") for line in self.forfeit.splitlines())
         return {player: why for player, _, why in lines if player in self.players}
 
     def result(self, mine: int, other: int | None = None) -> float:
-        """1 for a win, 0.5 for a draw, 0 for a loss of side `mine` against another, by default the best of them."""
+        """Returns 1 for a win of side `mine`, 0.5 for a draw, 0 for a loss, by default against the best other side."""
         best = max(self.outcome[:mine] + self.outcome[mine + 1 :]) if other is None else self.outcome[other]
         return 0.5 + 0.5 * ((self.outcome[mine] > best) - (self.outcome[mine] < best))
 
 
 @dataclass
 class EpisodeRecord:
-    """One episode that ended in a fragment. (Not frozen: that makes it three times as slow to make.)"""
+    """One episode that ended in a fragment. (Not frozen, which would triple the time to create it.)"""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     episode_return: _Number
     """Undiscounted sum of rewards, over all agents."""
     length: _Size
     success: Annotated[bool, Field(strict=True)] | None = None
-    """The environment's `is_success` or `success`, where it tells."""
+    """The environment's `is_success` or `success`, if it reports one."""
     agent_returns: dict[str, _Number] = field(default_factory=dict)
-    """Per agent, where there is more than one."""
+    """Returns of each agent, if there are several."""
     metrics: dict[str, _Number] = field(default_factory=dict)
-    """Numbers that the environment put into its last `info`."""
+    """Numbers in the environment's last `info`."""
     match: MatchRecord | None = None
-    """Of an episode in which players opposed each other."""
+    """Match, if players opposed each other."""
     parameters: dict[str, _Value] = field(default_factory=dict)
-    """What the worker drew for it (`environment.parameters`)."""
+    """Values drawn by the worker (`environment.parameters`)."""
     lessons: dict[str, _Count] = field(default_factory=dict)
-    """The lessons that they were drawn in, by entry of `environment.parameters`."""
+    """Lessons of these values, by entry of `environment.parameters`."""
 
     def returns_by_player(self, description: EnvironmentDescription) -> dict[str, float]:
-        """Returns what each policy's agents gained together; in a match, each player on all of its sides."""
+        """Returns the summed returns of each policy's agents; in a match, of each player on all of its sides."""
         players, found = self.match.players if self.match is not None else (), dict[str, float]()
         seated = {agent: player for side, player in zip(description.sides, players, strict=False) for agent in side}
         for agent, its in self.agent_returns.items():
@@ -125,14 +125,14 @@ class EpisodeRecord:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """For JSON. What came later is left out where it is empty: then the bytes are what they always were."""
+        """Returns data for JSON, without optional parts that are empty."""
         data = vars(self) | {"match": self.match and vars(self.match)}
         return {name: value for name, value in data.items() if value or name not in _LATER}
 
 
 @dataclass(frozen=True)
 class FragmentHeader:
-    """Who made the fragment, in which order, with which policy."""
+    """Origin of a fragment: worker, sequence number and policy versions."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     run_id: str
@@ -146,10 +146,10 @@ class FragmentHeader:
     episodes: tuple[EpisodeRecord, ...] = ()
     acting_seconds: Annotated[float, Field(ge=0, le=LARGEST, strict=True)] = 0.0
     life: str = "0.0"
-    """Which line of episodes it continues: a successor that takes them up has its predecessor's, and after a fragment
-    that is not in the log it is another one."""
+    """Identifies the sequence of episodes: a successor that resumes them keeps it, and a fragment that is missing from
+    the log starts another one."""
     history: str = ""
-    """Of the policy version: after a loss, its number may be given to other weights."""
+    """Identifies the policy version's weights: after a loss, its number may get other weights."""
     wire_version: int = WIRE_VERSION
 
     @property
@@ -158,7 +158,7 @@ class FragmentHeader:
 
     @property
     def version(self) -> int:
-        """The oldest policy version that acted."""
+        """Oldest policy version that acted."""
         return min(self.policy_versions.values())
 
 
@@ -167,18 +167,18 @@ _HEADER = TypeAdapter(FragmentHeader)
 
 @dataclass(frozen=True)
 class Fragment:
-    """A header and, per policy id, the columns above."""
+    """A header and the columns above by policy id."""
 
     header: FragmentHeader
     columns: dict[str, Columns]
     position: str = ""
-    """Of its entry, where it was read from the log; no part of its bytes."""
+    """Position of its entry, if it was read from the log; not part of its bytes."""
     pushed_at: int | None = None
-    """The policy version that was on the board when it was pushed, where that is known; no part of its bytes."""
+    """Policy version on the board when it was pushed, if known; not part of its bytes."""
 
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
-    """One safetensors blob; the same fragment always gives the same bytes."""
+    """Returns one safetensors blob; the same fragment always gives the same bytes."""
     flat = {f"{policy}/{name}": array for policy, its in fragment.columns.items() for name, array in its.items()}
     sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
@@ -188,8 +188,8 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
 
 
 def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
-    """Keeps of `flat` (policy/column) only the rows of `kept_rows` `[K, …]`, where many hold nothing: no agent was
-    there, or an opponent acted. Returns the columns of which rows are left out: those whose others are all zero."""
+    """Reduces columns of `flat` (policy/column) to the rows of `kept_rows` `[K, …]` if many others are empty (no agent,
+    or an opponent acted). Returns the reduced columns: those whose other rows are all zero."""
     kept = kept_rows(columns)
     if kept.mean() > _DENSE:
         return []
@@ -207,14 +207,14 @@ def _put_back(columns: Columns, names: Sequence[str], most_bytes: int) -> None:
         shape = (*kept.shape, *columns[name].shape[1:])
         if math.prod(shape) * columns[name].itemsize > most_bytes:
             raise ValueError(f"{name} would have the shape {shape}, expected at most {most_bytes} bytes")
-        whole = np.zeros(shape, columns[name].dtype)
-        whole[kept] = columns[name]
-        columns[name] = whole
+        rows = np.zeros(shape, columns[name].dtype)
+        rows[kept] = columns[name]
+        columns[name] = rows
 
 
 def decode(blob: bytes, most_bytes: int = column_codec.MAX_UNPACKED_BYTES) -> Fragment:
-    """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …), and before
-    anything is unpacked to more than `most_bytes` (see `expected_bytes`)."""
+    """Returns the fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …),
+    also before unpacking more than `most_bytes` (see `expected_bytes`)."""
     packed, header = tensor_blob.decode(blob)
     if (found := header.get("wire_version")) != WIRE_VERSION:
         raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {WIRE_VERSION}")
@@ -246,8 +246,8 @@ def check(
     fragment: Fragment, run_id: str, description: EnvironmentDescription,
     state_sizes: Mapping[str, int] | None = None, *, by_log_prob: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
-    those of recurrent policies; `by_log_prob`: the policies whose `log_prob` must be known, since they learn by it."""
+    """Rejects a fragment that does not fit the run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes`
+    are those of recurrent policies; `by_log_prob` are the policies whose algorithm needs `log_prob`."""
     header, policies = fragment.header, set(description.policies)
     if header.run_id != run_id:
         raise FragmentError(DropReason.FOREIGN_RUN, f"fragment of run {header.run_id!r} in the log of {run_id!r}")
@@ -269,7 +269,7 @@ def check(
 def expected_columns(
     spaces: PolicySpaces, steps: int, slots: int, state_size: int = 0, info_columns: Sequence[str] = ()
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Column → shape (−1 for any) and dtype of one policy's part of a fragment."""
+    """Returns shape (−1 for any) and dtype by column of one policy's part of a fragment."""
     flags = {name: ((steps, slots), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask")}
     told = (INFO + name for name in info_columns)
     numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob", *told)}
@@ -290,7 +290,7 @@ def expected_columns(
 def expected_bytes(
     description: EnvironmentDescription, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None
 ) -> int:
-    """The most that a fragment of this shape takes unpacked, with parts of stacked frames beside the whole."""
+    """Returns the maximum size of an unpacked fragment of this shape, including the parts of stacked frames."""
     found = 0
     for policy_id, spaces in description.policies.items():
         slots, state_size = num_envs * description.slots(policy_id), (state_sizes or {}).get(policy_id, 0)
@@ -303,7 +303,7 @@ def expected_bytes(
 
 
 def kept_rows(columns: Columns) -> Array:
-    """`[T, S]`: the rows to learn from: those that were acted, and in turns what follows the last of them."""
+    """Returns the rows to learn from `[T, S]`: those with an action, and with turns the row after the last of them."""
     there, *over = (columns[name].astype(np.bool_) for name in ("mask", "terminated", "truncated"))
     goes_on = there & ~(over[0] | over[1])
     kept = there.copy()
@@ -312,7 +312,7 @@ def kept_rows(columns: Columns) -> Array:
 
 
 def holdable(name: str, array: Array) -> bool:
-    """Whether all numbers in a column are finite; a `log_prob` or a number of the `info` may be NaN."""
+    """Returns whether all numbers in a column are finite; a `log_prob` or a number of the `info` may be NaN."""
     may_be_unknown = name == "log_prob" or name.startswith(INFO)
     return array.dtype.kind != "f" or bool((np.isfinite(array) | (np.isnan(array) & may_be_unknown)).all())
 

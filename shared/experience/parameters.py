@@ -1,7 +1,7 @@
-"""An episode's parameters: what a worker draws for its environment from the table that came with the policy version.
+"""An episode's parameters, which a worker draws for its environment from the table of the policy version.
 
-A draw is a pure function of the table and the episode's place in its seed lineage: a successor of a dead worker draws
-the same again. What was drawn stands in the episode's record, and the table changes only by folding those in log order
+A draw is a pure function of the table and the episode's place in its seed lineage, so that a successor of a dead worker
+draws the same. The episode's record has the values, and the table changes only by folding records in log order
 (trainer_node/learning/fold.py).
 """
 
@@ -18,19 +18,19 @@ from stagecoach.shared.experience.spaces import PlainData
 Value = bool | int | float | str
 SamplerKind = Literal["value", "integers", "uniform", "gaussian", "log_uniform", "choice", "multi_range", "levels"]
 _STREAM = 0x706172616D
-"""Sets these random numbers apart from all others that follow from the same seed."""
+"""Separates these random numbers from others of the same seed."""
 
 
 @dataclass(frozen=True)
 class Sampler(PlainData):
-    """How one parameter is drawn."""
+    """Distribution of one parameter."""
 
     kind: SamplerKind
     numbers: tuple[float, ...] = ()
-    """`integers`, `uniform`, `log_uniform`: the bounds; `gaussian`: mean and standard deviation; `multi_range`: bounds
-    in pairs, of which one is drawn by its width; `levels`: each level's weight."""
+    """`integers`, `uniform`, `log_uniform`: the bounds; `gaussian`: mean and standard deviation; `multi_range`: pairs
+    of bounds, drawn by width; `levels`: each level's weight."""
     choices: tuple[Value, ...] = ()
-    """`value`: the only one; `choice`: each alike."""
+    """`value`: a single value; `choice`: equally likely values."""
 
     def draw(self, random: np.random.Generator) -> Value:
         match self.kind:
@@ -59,14 +59,14 @@ class Sampler(PlainData):
 
 @dataclass(frozen=True)
 class ParameterTable(PlainData):
-    """What is drawn from, by parameter, as it is published with a policy version."""
+    """Samplers by parameter, published with a policy version."""
 
     samplers: dict[str, Sampler]
     lessons: dict[str, int] = field(default_factory=dict)
-    """Entry of `environment.parameters` that has lessons → which of them it is in, from 0."""
+    """Entry of `environment.parameters` with lessons → its current lesson, from 0."""
 
     def draw(self, seed: int) -> dict[str, Value]:
-        """Parameter → value for the episode of this seed. Each is drawn for itself: another one changes nothing."""
+        """Returns the values by parameter for the episode of this seed; each is independent of the others."""
         return {
             name: sampler.draw(np.random.default_rng([seed, _STREAM, zlib.crc32(name.encode())]))
             for name, sampler in self.samplers.items()
@@ -74,14 +74,14 @@ class ParameterTable(PlainData):
 
 
 def joined(tables: Sequence[ParameterTable]) -> ParameterTable:
-    """Returns all of them as one; of a parameter that several have, the last one counts."""
+    """Merges tables; a later one takes precedence."""
     samplers = {name: sampler for table in tables for name, sampler in table.samplers.items()}
     return ParameterTable(samplers, {name: lesson for table in tables for name, lesson in table.lessons.items()})
 
 
 @dataclass(frozen=True)
 class Drawn(PlainData):
-    """An episode's parameters, and the lessons that they were drawn in."""
+    """An episode's parameters, and their lessons."""
 
     values: Mapping[str, Value]
     lessons: Mapping[str, int]

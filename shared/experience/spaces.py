@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 Columns = dict[str, Array]
 LeafKind = Literal["box", "discrete", "multi_discrete", "multi_binary"]
 STATE = "state()"
-"""Where an observation has what only critics see (`SpaceSpec.own`); no key of an environment's."""
+"""Key of an observation's part for critics (`SpaceSpec.own`); not a key of any environment."""
 _Bound = Annotated[float, PlainSerializer(lambda side: side if math.isfinite(side) else str(side))]
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -27,12 +27,12 @@ class PlainData:
     """A dataclass that travels as JSON."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, which has no number for an infinite bound: that becomes text."""
+        """Returns plain data for JSON; infinite bounds become text."""
         return dict(_adapter(type(self)).dump_python(self, mode="json"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `as_dict`; raises `ValueError` for other data."""
+        """Inverts `as_dict`; raises `ValueError` for other data."""
         return cast(Self, _adapter(cls).validate_python(data))
 
 
@@ -41,19 +41,19 @@ class Leaf:
     """One array of a space, without batch axes."""
 
     path: str
-    """Where it is nested, joined by dots; empty for a space that is a single leaf."""
+    """Path in the nested space, joined by dots; empty for a space that is a single leaf."""
     kind: LeafKind
     shape: tuple[int, ...]
     dtype: str
     nvec: tuple[int, ...] = ()
     """Number of choices: one entry for discrete, one per element for multi_discrete and multi_binary (all 2)."""
     start: tuple[int, ...] = ()
-    """Smallest choice, one per entry of `nvec`; columns hold choices counted from 0."""
+    """Smallest choice, one per entry of `nvec`; columns hold choices from 0."""
     low: tuple[_Bound, ...] = ()
     """Box bounds, flattened; a single number stands for all elements."""
     high: tuple[_Bound, ...] = ()
     mask: bool = False
-    """Of an observation: it says which actions are legal (shared/policies/masks.py), and no network sees it."""
+    """Action mask in an observation (shared/policies/masks.py), which no network observes."""
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Leaf:
 
     @property
     def column_dtype(self) -> np.dtype[Any]:
-        """The dtype that its column travels in: counted choices are int64."""
+        """Dtype of its column: choices are int64."""
         return np.dtype(np.int64) if self.kind != "box" else np.dtype(self.dtype)
 
     def bounds(self, dtype: npt.DTypeLike = np.float32) -> tuple[Array, Array]:
@@ -80,28 +80,28 @@ class Leaf:
         return np.asarray(self.start or (0,) * len(self.nvec), np.int64).reshape(self.shape)
 
     def own_terms(self, column: Array) -> Array:
-        """A column `[…, shape]` as the environment has it: choices from their smallest one on, in the space's dtype."""
+        """Returns a column `[…, shape]` in the environment's terms: choices from `start`, in the space's dtype."""
         return (column + self.starts() if any(self.start) else column).astype(self.dtype, copy=False)
 
     def counted(self, array: npt.ArrayLike) -> Array:
-        """The inverse of `own_terms`: choices from 0, in the dtype that the column travels in."""
+        """Inverts `own_terms`: choices from 0, in the column's dtype."""
         column = np.asarray(array, self.column_dtype)
         return column - self.starts() if any(self.start) else column
 
     def beyond(self, choices: Array) -> Array:
-        """Which choices, counted from 0, do not exist: true or false for each."""
+        """Returns true for each choice, counted from 0, that does not exist."""
         return (choices < 0) | (choices >= np.reshape(self.nvec, self.shape))
 
     def column(self, prefix: str) -> str:
-        """Name of its column: `obs`, or `obs.camera` when nested."""
+        """Returns the name of its column: `obs`, or `obs.camera` when nested."""
         return f"{prefix}.{self.path}" if self.path else prefix
 
 
-def _whole(numbers: Array) -> bool:
-    """Whether floats are whole numbers; all else is not looked at."""
+def _integral(numbers: Array) -> bool:
+    """Returns whether floats are whole numbers; true for other types."""
     if numbers.dtype.kind != "f":
         return True
-    with np.errstate(invalid="ignore"):  # of what is no int64
+    with np.errstate(invalid="ignore"):  # beyond int64
         return bool((numbers.astype(np.int64) == numbers).all())
 
 
@@ -126,18 +126,18 @@ class SpaceSpec(PlainData):
 
     @property
     def choices(self) -> int:
-        """How many options all its choices have together: a mask has a number for each."""
+        """Number of options of all its choices; an action mask has an element for each."""
         return sum(sum(leaf.nvec) for leaf in self.leaves)
 
     def flatten(self, prefix: str, value: Any) -> Columns:
-        """Nested (batched) value → columns; choices from 0. Raises `ValueError` for fractions and text, and what
-        NumPy does."""
+        """Returns a nested (batched) value as columns, with choices from 0. Raises `ValueError` for fractions and text,
+        and NumPy's errors."""
         columns: Columns = {}
         for leaf, part in self._parts(self.structure, value):
             if (given := np.asarray(part)).dtype.kind in "SU":
-                raise ValueError(f"{part!r} is text, and no number of a {leaf.kind} space")
-            if leaf.nvec and not _whole(given):
-                raise ValueError(f"{given.tolist()} is none of a {leaf.kind} space's choices")
+                raise ValueError(f"{part!r} is text, expected numbers of a {leaf.kind} space")
+            if leaf.nvec and not _integral(given):
+                raise ValueError(f"{given.tolist()} is not a choice of a {leaf.kind} space")
             columns[leaf.column(prefix)] = leaf.counted(part)
         return columns
 
@@ -152,7 +152,7 @@ class SpaceSpec(PlainData):
                 yield from self._parts(below, item)
 
     def nest(self, prefix: str, columns: Mapping[str, Array], structure: Any = None) -> Any:
-        """Columns → nested (batched) value in the environment's own terms; the inverse of `flatten`."""
+        """Inverts `flatten`: returns a nested (batched) value in the environment's own terms."""
         structure = self.structure if structure is None else structure
         if isinstance(structure, int):
             leaf = self.leaves[structure]
@@ -162,7 +162,7 @@ class SpaceSpec(PlainData):
         return tuple(self.nest(prefix, columns, below) for below in structure["tuple"])
 
     def to_environment(self, columns: Columns) -> Any:
-        """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
+        """Returns action columns as the environment's action: boxes clipped to their bounds, nested like the space."""
         bounded = dict(columns)
         for leaf in self.leaves:
             if leaf.kind == "box":  # in the space's own dtype: the float32 nearest to a float64 bound may be beyond it
@@ -178,21 +178,20 @@ class SpaceSpec(PlainData):
 
     @property
     def own(self) -> "SpaceSpec":
-        """Of an observation: what its agent acts on, without the state that its critic sees
-        (`critic_observes: state`), which is the second of a pair, and has the last leaves."""
+        """The agent's part of an observation, without the critic's state (`critic_observes: state`), the second of a
+        pair, which has the last leaves."""
         leaves = tuple(leaf for leaf in self.leaves if not leaf.path.startswith(STATE))
         return self if leaves == self.leaves else SpaceSpec(leaves, self.structure["tuple"][0])
 
     @property
     def state(self) -> "SpaceSpec | None":
-        """Of an observation: the environment's state that only its critic sees; None without `critic_observes:
-        state`."""
+        """The environment's state in an observation, for its critic; None without `critic_observes: state`."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.path.startswith(f"{STATE}.seen"))
         return SpaceSpec(leaves, {"tuple": list(range(len(leaves)))}) if leaves else None
 
     @property
     def mask_columns(self) -> tuple[str, ...]:
-        """The columns of `obs` that say which actions are legal."""
+        """Columns of `obs` that are action masks."""
         return tuple(leaf.column("obs") for leaf in self.leaves if leaf.mask)
 
 
@@ -203,11 +202,11 @@ class PolicySpaces(PlainData):
 
     @property
     def acting(self) -> "PolicySpaces":
-        """Without what its critic alone sees: equal for all that can act in each other's place."""
+        """Spaces without the critic's state: equal for policies that can replace each other."""
         return PolicySpaces(self.observation.own, self.action)
 
     def without_legal(self, observations: Mapping[str, Array]) -> Array:
-        """`[B]`: in which of the observations `[B, …]` the mask leaves some choice without a legal option."""
+        """Returns `[B]`: true for observations `[B, …]` whose mask leaves some choice without a legal option."""
         masks = [observations[name] for name in self.observation.mask_columns]
         legal = np.concatenate([mask.reshape(len(mask), math.prod(mask.shape[1:])) for mask in masks], axis=1) > 0
         sizes = [options for leaf in self.action.leaves for options in leaf.nvec]
@@ -217,36 +216,36 @@ class PolicySpaces(PlainData):
 
 @dataclass(frozen=True)
 class EnvironmentDescription(PlainData):
-    """The environment as data: which agents act, with which policy, in which spaces. Stored with the run."""
+    """The environment as data: agents, their policies and spaces. Stored with the run."""
 
     agents: dict[str, str]
     """Agent → policy id, in slot order."""
     policies: dict[str, PolicySpaces]
     info_columns: tuple[str, ...] = ()
-    """The numbers of each step's `info` that travel with the experience (`environment.info_columns`)."""
+    """Numbers of each step's `info` in the experience (`environment.info_columns`)."""
     in_turns: bool = False
-    """Whether one agent acts after another (PettingZoo's AEC), and a step is one turn."""
+    """Agents act one after another (PettingZoo's AEC), and a step is one turn."""
     seats: dict[str, str] = field(default_factory=dict)
-    """Where players take the seats of agents: policy that learns → the policy whose agents' seats it takes."""
+    """Learning policy of a league → policy whose agents' seats it takes."""
     sides: tuple[tuple[str, ...], ...] = ()
-    """There, the agents of each side; a side has one player."""
+    """Agents of each side of a league; a side has one player."""
 
     @property
     def seated(self) -> tuple[str, ...]:
-        """The policies that agents are mapped to: an environment's slots are theirs."""
+        """Policies with agents, which own the environment's slots."""
         return tuple(policy_id for policy_id in self.policies if policy_id in self.agents.values())
 
     def of(self, policy_ids: Iterable[str]) -> "EnvironmentDescription":
-        """The same with these policies alone."""
+        """Returns the description with only these policies."""
         return replace(self, policies={policy_id: self.policies[policy_id] for policy_id in policy_ids})
 
     def slots(self, policy_id: str) -> int:
-        """Agents per environment that act with this policy, or in whose seats it may act."""
+        """Returns the number of agents per environment with this policy, or in whose seats it may act."""
         seat = self.seats.get(policy_id, policy_id)
         return sum(1 for mapped in self.agents.values() if mapped == seat)
 
     def fragment_bytes(self, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None) -> int:
-        """About how many bytes of observations, actions and state a fragment of `steps` × `num_envs` holds."""
+        """Estimates the bytes of observations, actions and state in a fragment of `steps` × `num_envs`."""
         per_env, state = 0, 0
         for policy_id, spaces in self.policies.items():
             leaves = (*spaces.observation.leaves, *spaces.action.leaves)

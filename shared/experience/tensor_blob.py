@@ -2,8 +2,8 @@
 
 Fragments, policy versions and checkpoint objects are all this. Layout: a safetensors file whose metadata has the one
 key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the whole blob with
-zeros in their place, so that an altered name, shape or dtype is found as well. (One key, because safetensors writes
-several in random order, and equal contents must be equal bytes.)
+zeros in their place, so that it covers names, shapes and dtypes as well. (One key, since safetensors writes several in
+random order, and equal contents must be equal bytes.)
 """
 
 import json
@@ -27,7 +27,7 @@ _MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, Rec
 
 
 def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
-    """One blob; the same arrays and header always give the same bytes."""
+    """Returns one blob; the same arrays and header always give the same bytes."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     blob = safetensors.numpy.save(contiguous, metadata={_KEY: f"{_NO_HASH} {text}"})
@@ -37,12 +37,12 @@ def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
 
 
 def header(blob: bytes) -> dict[str, Any]:
-    """The header alone, whose hash is not compared; raises `FragmentError` (`undecodable`)."""
+    """Returns the header without verifying the hash; raises `FragmentError` (`undecodable`)."""
     return _opening(blob)[2]
 
 
 def _opening(blob: bytes) -> tuple[str, int, dict[str, Any]]:
-    """The hash that the blob names, where its arrays begin, and the header."""
+    """Returns the blob's hash, the offset of its arrays, and the header."""
     try:
         (length,) = _LENGTH.unpack_from(blob)
         body = _LENGTH.size + length
@@ -56,7 +56,7 @@ def _opening(blob: bytes) -> tuple[str, int, dict[str, Any]]:
 
 
 def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
-    """The arrays (read-only) and the header; raises `FragmentError` (`undecodable`, `corrupt`)."""
+    """Returns the arrays (read-only) and the header; raises `FragmentError` (`undecodable`, `corrupt`)."""
     expected, body, header = _opening(blob)
     try:
         place = _place_of_digits(blob, body)

@@ -19,7 +19,7 @@ from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.base.local_disk import unwritten
 from stagecoach.shared.base.printable import PrintableFormatter, printable
-from stagecoach.shared.base.process import handling, tell_of_exits
+from stagecoach.shared.base.process import handling, report_exits
 from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.loading import load_config, parse_config
 from stagecoach.shared.protocol.keys import check_run_id
@@ -45,7 +45,7 @@ class RoleLaunch:
         """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""
         extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
-        tell_of_exits()
+        report_exits()
         _LOGGER.info("%s begins", name)
         kind = name.partition("-")[0]
         user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes

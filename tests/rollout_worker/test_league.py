@@ -202,7 +202,7 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
     [
         ("raises", "ValueError: no move comes to mind"),
         ("takes_too_many", "its action 7 is none of the space"),
-        ("takes_half", "ValueError: 0.5 is none of a discrete space's choices"),
+        ("takes_half", "ValueError: 0.5 is not a choice of a discrete space"),
         ("cheats", "its action [2] is illegal"),
         ("says_nothing", "it returned None"),
         ("complains", f"ValueError: {'x' * 188}… (812 more characters)"),

@@ -16,7 +16,7 @@ import pytest
 
 from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
 from stagecoach.shared.base.failure import FailureKind
-from stagecoach.shared.base.process import last_words
+from stagecoach.shared.base.process import exit_diagnostics
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Heartbeat, Wait, poll, read_heartbeats
 from stagecoach.shared.protocol.ledger import read_accounting
@@ -100,7 +100,7 @@ def test_watchdog_ends_process_that_holds_gil(run_worker: RunWorker, tmp_path: P
     config = minimal_config(environment=environment, rollout={"silent_seconds": 10.5})
     _, done = run_worker(config)
     assert done.returncode == 1, done
-    words = last_words(done.stderr)
+    words = exit_diagnostics(done.stderr)
     assert words.how == "its watchdog: one call kept Python's lock for 0:00:08", done.stderr
     assert "in hang" in words.lines[-4], words
 

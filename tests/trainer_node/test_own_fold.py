@@ -42,12 +42,12 @@ def test_own_fold_resumes_and_replays_exactly(new_game: NewGame) -> None:
 
 def test_own_fold_is_refused_when_it_does_not_fit() -> None:
     config = config_of({"parameter": "length"})
-    with pytest.raises(ConfigError, match=r"AdaptiveDifficulty cannot be made with {.*}: it raised TypeError: .*'low'"):
+    with pytest.raises(ConfigError, match=r"AdaptiveDifficulty cannot be created with {.*}: it raised TypeError: .*'low'"):
         check_description(config, describe_environment(config))
     with pytest.raises(ConfigError, match="choose another name"):
         minimal_config(folds={"league": "own_fold:AdaptiveDifficulty"})
     config = minimal_config(folds={"difficulty": "collections:Counter"})
-    with pytest.raises(ConfigError, match=r"expected a class that derives from stagecoach\.Fold"):
+    with pytest.raises(ConfigError, match=r"expected a subclass of stagecoach\.Fold"):
         check_description(config, describe_environment(config))
 
 
@@ -58,7 +58,7 @@ def test_error_in_own_fold_names_class_and_kwargs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     config = minimal_config(folds={"difficulty": {"path": "broken_fold:Broken", "kwargs": {"low": 1}}})
     expected = (
-        r"folds.difficulty.path=broken_fold:Broken cannot be made with {'low': 1}: it raised ValueError: too low.*:3"
+        r"folds.difficulty.path=broken_fold:Broken cannot be created with {'low': 1}: it raised ValueError: too low.*:3"
     )
     for use in (check_description, make_learner):  # `stagecoach doctor` and `validate`; the trainer
         with pytest.raises(ConfigError, match=expected) as refused:

@@ -31,7 +31,7 @@ from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import pick
 from stagecoach.shared.base.errors import OtherApi, StagecoachError, UserError
 from stagecoach.shared.base.printable import counted
-from stagecoach.shared.base.process import tell_of_exits
+from stagecoach.shared.base.process import report_exits
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import RunPolicyConfig
@@ -332,7 +332,7 @@ def main() -> None:
     os.dup2(2, 1)
     faulthandler.enable()
     end = os._exit
-    tell_of_exits()
+    report_exits()
 
     def tell(line: dict[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")

@@ -78,7 +78,7 @@ class OwnAlgorithm(AlgorithmConfig):
     model_config = ConfigDict(extra="allow")
 
     def resolved(self) -> AlgorithmConfig:
-        """Returns the section as the class's `Config`; raises `ConfigError` if there is none."""
+        """Returns the section as the class's `Config`; raises `ConfigError` without one."""
         section = getattr(import_object(self.name, "algorithm.name", kind="Class"), "Config", None)
         if not (isinstance(section, type) and issubclass(section, AlgorithmConfig)):
             raise ConfigError(

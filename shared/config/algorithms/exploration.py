@@ -88,7 +88,7 @@ class OrnsteinUhlenbeckNoise(Section):
 
 
 class ParameterNoise(Section):
-    """Perturbs the network's weights, anew in each episode (Plappert et al. 2018): one network per environment."""
+    """Perturbs the network's weights in each episode (Plappert et al. 2018): one network per environment."""
 
     kind: Literal["parameter_noise"] = "parameter_noise"
     sigma: ScheduleField = Schedule(start=0.05)

@@ -52,7 +52,7 @@ class OptionsConfig(Section):
     def _named_once(self) -> Self:
         for field, values in (("rewards", self.names), ("lengths", [str(length) for length in self.lengths])):
             if twice := sorted({value for value in values if values.count(value) > 1}):
-                raise ValueError(f"{field}: found {twice[0]!r} more than once; name each option and length once")
+                raise ValueError(f"{field}: {twice[0]!r} occurs more than once; name each option and length once")
         return self
 
 

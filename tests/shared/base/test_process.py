@@ -12,12 +12,12 @@ import threading
 
 import pytest
 
-from stagecoach.shared.base.process import at_rest, handling, last_words
+from stagecoach.shared.base.process import at_rest, exit_diagnostics, handling
 from tests.support.environments.small import StartsAChild
 
 BEGIN = (
     "import faulthandler, os, sys; from stagecoach.shared.base import process as p; "
-    "faulthandler.enable(); p.tell_of_exits()"
+    "faulthandler.enable(); p.report_exits()"
 )
 
 
@@ -39,7 +39,7 @@ BEGIN = (
 )  # fmt: skip
 def test_exit_diagnostics_name_cause_and_place(code: str, how: str | None, words: str) -> None:
     ended = subprocess.run([sys.executable, "-c", f"{BEGIN}\n{code}"], stderr=subprocess.PIPE, text=True)
-    found = last_words(ended.stderr)
+    found = exit_diagnostics(ended.stderr)
     assert found.how == how and words in "\n".join(found.lines)
 
 
@@ -47,7 +47,7 @@ def test_exit_diagnostics_keep_innermost_frames() -> None:
     frames = "\n".join(f'  File "f{number}.py", line 1 in f{number}' for number in range(50))
     crash = f"Fatal Python error: Bus error\n\n{frames}"
     text = f":job_id:01000000\n*** SIGBUS received at time=1 on cpu 1 ***\nPC: @ 0x1\n{crash}"
-    found = last_words(text)
+    found = exit_diagnostics(text)
     assert (found.how, found.lines[0]) == ("SIGBUS", "Fatal Python error: Bus error")
     assert 'File "f0.py"' in found.lines[1] and "f49.py" not in "".join(found.lines)
 

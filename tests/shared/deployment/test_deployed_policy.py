@@ -118,15 +118,19 @@ def test_run_folder_selects_promoted_best_or_newest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("space", "observation", "said"),
     [
-        ("box", "abc", r"an observation is an array of shape \(3,\) and dtype float32 .*; found \['abc'\]"),
-        ("box", [1, [2], 3], r"an observation is an array of shape \(3,\) and dtype float32 .*; found \[1, \[2\], 3\]"),
+        ("box", "abc", r"an observation must be an array of shape \(3,\) and dtype float32 .*, found \['abc'\]"),
+        (
+            "box",
+            [1, [2], 3],
+            r"an observation must be an array of shape \(3,\) and dtype float32 .*, found \[1, \[2\], 3\]",
+        ),
         ("box", [0.0, np.nan, 0.0], "observation: expected finite numbers, found NaN or infinity"),
         ("box", [0.0, 1.0], r"observation: expected the shape \(3,\), found \(2,\)"),
         ("discrete", 3, r"observation: expected choices from -2 to 2, found \[3\]"),
-        ("discrete", None, r"an observation is an array of shape \(\) and dtype int64 .*; found \[None\]"),
-        ("dict", {"joints": [0] * 4}, r"an observation is \{'camera': an array of shape \(8, 8, 3\).* 'mode': an"),
-        ("dict", [1], r"an observation is \{'camera': .*\[1\]"),
-        ("tuple", (0,), r"an observation is \(an array of shape \(\) and dtype int64, \{'x': .*\}\) .*; found \("),
+        ("discrete", None, r"an observation must be an array of shape \(\) and dtype int64 .*, found \[None\]"),
+        ("dict", {"joints": [0] * 4}, r"an observation must be \{'camera': an array of shape \(8, 8, 3\).* 'mode': an"),
+        ("dict", [1], r"an observation must be \{'camera': .*\[1\]"),
+        ("tuple", (0,), r"an observation must be \(an array of shape \(\) and dtype int64, \{'x': .*\}\) .*, found \("),
     ],
 )
 def test_invalid_observation_error_shows_expected_form(space: str, observation: Any, said: str) -> None:
@@ -140,7 +144,7 @@ def test_batch_parts_have_equal_length() -> None:
     policy = load_policy(policy_bytes("dict"))
     batch = {name: np.asarray(part)[None] for name, part in observe("dict").items()}
     policy.act_batch(batch)
-    with pytest.raises(UserError, match=r"an observation is .* with a batch axis first"):
+    with pytest.raises(UserError, match=r"an observation must be .* batch axis first"):
         policy.act_batch(batch | {"joints": np.repeat(batch["joints"], 2, axis=0)})
 
 
@@ -211,7 +215,7 @@ def test_deployed_policy_reports_value_and_probabilities(action: str) -> None:
     assert seen.action_values is None
     if action == "box":
         assert seen.probabilities is None
-        with pytest.raises(UserError, match=r"an action is .* one for each observation; found"):
+        with pytest.raises(UserError, match=r"an action must be .* one per observation, found"):
             policy.inspect(observations[0], action=[1.0])
         return
     assert seen.probabilities is not None

@@ -143,5 +143,5 @@ def test_fragment_bytes_equal_size_of_columns() -> None:
 @pytest.mark.parametrize("space", [spaces.Discrete(9), spaces.MultiDiscrete([9]), spaces.Box(0, 9, (1,))])
 @pytest.mark.parametrize("value", ["7", b"7", ["7"]])
 def test_flatten_rejects_text(space: gym.Space[Any], value: Any) -> None:
-    with pytest.raises(ValueError, match="is text, and no number of a"):
+    with pytest.raises(ValueError, match="is text, expected numbers of a"):
         describe_space(space).flatten("action", value)
