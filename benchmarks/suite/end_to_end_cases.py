@@ -40,8 +40,8 @@ class Case:
     @property
     def memory(self) -> int:
         """Transitions of a full replay buffer; 0 where there is none."""
-        memory = getattr(self.config.algorithm, "replay_buffer", None)
-        return 0 if memory is None else int(memory.capacity)
+        memory = self.config.algorithm.replay
+        return 0 if memory is None else memory.capacity
 
     @property
     def settings(self) -> dict[str, Any]:

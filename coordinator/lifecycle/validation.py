@@ -81,7 +81,7 @@ def check_description(config: Config, description: EnvironmentDescription) -> No
     """Builds the policies once for the environment's spaces; raises `UnsupportedSpace` or `ConfigError`."""
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
-        replay_buffer = getattr(config.algorithm_of(policy_id), "replay_buffer", None)
+        replay_buffer = config.algorithm_of(policy_id).replay
         if isinstance(replay_buffer, OwnReplay):
             make_replay_buffer(replay_buffer.model_copy(update={"capacity": 1}), description.policies[policy_id], 1, 1)
     own_folds(config)

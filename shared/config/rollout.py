@@ -98,6 +98,12 @@ class HeatupConfig(Section):
     acting: Literal["random", "policy"] = "random"
     """`random`: uniformly random actions. `policy`: the initial network with the algorithm's initial exploration."""
 
+    @model_validator(mode="after")
+    def _counts_acting(self) -> Self:
+        if self.duration.unit not in ("env_steps", "episodes") and self.duration.amount:
+            raise ValueError(f"duration={str(self.duration)!r}: warm-up has no updates; use env_steps or episodes")
+        return self
+
 
 HeatupField = Annotated[HeatupConfig, short_for("duration", str, Duration)]
 """The section, or its duration alone."""

@@ -401,8 +401,7 @@ class ConfigFields(Section):
         """The league's learners by name: by default every trainable policy, in the seats of its own agents."""
         if self.league is None or self.league.learners:
             return dict(self.league.learners) if self.league else {}
-        trainable = (name for name, policy in self.policies.items() if getattr(policy, "trainable", True))
-        return {name: LearnerConfig(policy=name) for name in trainable}
+        return {name: LearnerConfig(policy=name) for name, policy in self.policies.items() if policy.trainable}
 
     def policy_of(self, agent: str) -> str:
         """Returns the policy id of `agent`; raises `KeyError` if nothing maps it."""

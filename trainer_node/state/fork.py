@@ -172,7 +172,7 @@ def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: So
             taken += beside
         except (KeyError, ValueError) as error:
             anew = [f"{' and '.join(beside)} ({error})", *anew] if beside else anew
-    if getattr(section, "reward_signals", None) is not None:
+    if section.signals is not None:
         anew.append("reward signals")
     if policy_id in learner.rewards:
         try:

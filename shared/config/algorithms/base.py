@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, Sampling
+from stagecoach.shared.config.algorithms.replay_buffer import MemorySection
 from stagecoach.shared.config.algorithms.reward_signals import RewardSignalsConfig
 from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section
 from stagecoach.shared.config.schema.validation import validated
@@ -62,9 +63,25 @@ class AlgorithmConfig(Section):
         """Raises `ValueError` if a custom algorithm cannot learn in this run, a `Config`."""
 
     @property
+    def replay(self) -> MemorySection | None:
+        """Replay buffer; None without one."""
+        return None
+
+    @property
+    def cloning(self) -> CloningConfig | None:
+        """Behavioral cloning in addition to the algorithm; None without it."""
+        return None
+
+    @property
+    def signals(self) -> RewardSignalsConfig | None:
+        """Reward signals; None without them."""
+        return None
+
+    @property
     def imitating(self) -> tuple[str, ...]:
         """Names of the fields that learn from the run's demonstrations."""
-        return ()
+        gail = self.signals is not None and self.signals.gail is not None
+        return ("behavioral_cloning",) * (self.cloning is not None) + ("reward_signals.gail",) * gail
 
     def resolved(self) -> AlgorithmConfig:
         """Returns the section with its own type; imports a custom algorithm."""
@@ -120,9 +137,8 @@ class Cloning(AlgorithmConfig):
     """`{strength: {kind: linear, start: 0.5, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well."""
 
     @property
-    def imitating(self) -> tuple[str, ...]:
-        """Cloning, if it is configured."""
-        return super().imitating + (() if self.behavioral_cloning is None else ("behavioral_cloning",))
+    def cloning(self) -> CloningConfig | None:
+        return self.behavioral_cloning
 
 
 class Signals(Cloning):
@@ -132,7 +148,5 @@ class Signals(Cloning):
     """Intrinsic and imitation rewards in addition to the environment's; none by default."""
 
     @property
-    def imitating(self) -> tuple[str, ...]:
-        """Cloning and GAIL, if they are configured."""
-        gail = self.reward_signals is not None and self.reward_signals.gail is not None
-        return super().imitating + (("reward_signals.gail",) if gail else ())
+    def signals(self) -> RewardSignalsConfig | None:
+        return self.reward_signals

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, Signals
 from stagecoach.shared.config.algorithms.exploration import GaussianNoise, NoiseField, Sampling
-from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField, UniformReplay
+from stagecoach.shared.config.algorithms.replay_buffer import MemorySection, ReplayBufferField, UniformReplay
 from stagecoach.shared.config.schema.section import ScheduleField
 
 LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}
@@ -39,6 +39,10 @@ class OffPolicyConfig(AlgorithmConfig):
     """Maximum norm of the gradients; null for none."""
     adam_epsilon: float = Field(1e-8, gt=0)
     """Adam's ε."""
+
+    @property
+    def replay(self) -> MemorySection:
+        return self.replay_buffer
 
 
 class ActorConfig(Signals, OffPolicyConfig):

@@ -1,8 +1,8 @@
 """The section of the environment."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stagecoach.shared.config.environments.hierarchy import HierarchyConfig
 from stagecoach.shared.config.environments.parameters import ParameterField
@@ -79,3 +79,27 @@ class EnvironmentConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} more than once; expected each name once")
         return names
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> Self:
+        for field, given, remedy in (
+            (f"wrappers={[wrapper.path for wrapper in self.wrappers]}", self.wrappers, ""),
+            ("action_mask=info", self.action_mask == "info", ", or an environment that observes its action_mask"),
+            ("hierarchy" if self.hierarchy else "api=pettingzoo", self.several_agents, ""),
+            (
+                f"parameters_by={self.parameters_by}",
+                self.parameters and self.parameters_by != "options",
+                ", or parameters_by=options",
+            ),
+        ):
+            if given and self.vectorization == "native":
+                why = "whose environment holds all copies at once"
+                raise ValueError(f"{field} with vectorization=native, {why}; use sync or async{remedy}")
+        if self.parameters and self.id.startswith("envpool:"):
+            raise ValueError("parameters: not supported by EnvPool; use sync or async Gymnasium environments")
+        if self.api != "pettingzoo" and self.episode_ends != "all":
+            raise ValueError(
+                f"episode_ends={self.episode_ends} with api={self.api}: it is for episodes of several agents; leave it "
+                f"out, or set api=pettingzoo"
+            )
+        return self

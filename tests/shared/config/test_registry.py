@@ -92,7 +92,7 @@ def test_policy_network_follows_its_algorithm() -> None:
         ({"initialize_from": ""}, "initialize_from"),
         ({"b": {"reward_clip": [1, -1]}}, r"policies.b: reward_clip=\[1.0, -1.0\] makes all rewards the same number"),
         ({"policies": {"all": {}}, "agents": {}}, "policies: 'all' is not a valid policy id"),
-        ({"environment": {"id": "X", "episode_ends": "any"}}, "episode_ends=any with environment.api=gymnasium"),
+        ({"environment": {"id": "X", "episode_ends": "any"}}, "episode_ends=any with api=gymnasium"),
         ({"environment": {"id": "X", "episode_ends": "some"}}, "episode_ends: expected 'all' or 'any', found 'some'"),
         ({"agents": {"*": "c"}}, r"agents.\*='c' names no policy"),
     ],

@@ -110,8 +110,8 @@ class OffPolicy(PolicyLearner):
         steps, slots = setting.fragment_steps, setting.slots
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
         self.replay_fragments = self.replay_buffer.fragments
-        self.cloning = Cloning(getattr(config, "behavioral_cloning", None), policy, setting)
-        self.signals = ReplayedSignals(policy, getattr(config, "reward_signals", None), config, setting)
+        self.cloning = Cloning(config.cloning, policy, setting)
+        self.signals = ReplayedSignals(policy, config.signals, config, setting)
         self.parts["signals/"] = self.signals
         self.beside_policy: dict[str, str] = {}
         """The `parts` that another run may start from: word → prefix of the names."""
