@@ -1,1 +1,1 @@
-"""What two processes must agree on: formats, protocol, configuration and policies."""
+"""Agreements between processes: formats, protocol, configuration and policies."""

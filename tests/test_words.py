@@ -24,8 +24,8 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 
 BOUNDS = {
     "coordinator": (0, 0, 0, 0, 0),
-    "rollout_worker": (38, 49, 3, 0, 0),
-    "shared": (81, 55, 2, 0, 0),
+    "rollout_worker": (35, 48, 3, 0, 0),
+    "shared": (0, 0, 0, 0, 0),
     "src": (1, 1, 0, 0, 0),
     "trainer_node": (0, 0, 0, 0, 0),
     "tests": (0, 0, 0, 0, 0),
