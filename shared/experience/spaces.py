@@ -226,9 +226,9 @@ class EnvironmentDescription(PlainData):
     in_turns: bool = False
     """Agents act one after another (PettingZoo's AEC), and a step is one turn."""
     seats: dict[str, str] = field(default_factory=dict)
-    """Learning policy of a league → policy whose agents' seats it takes."""
+    """Learning policy → policy whose agents' seats it takes."""
     sides: tuple[tuple[str, ...], ...] = ()
-    """Agents of each side of a league; a side has one player."""
+    """Agents of each opposing side; a side has one player."""
 
     @property
     def seated(self) -> tuple[str, ...]:
