@@ -136,7 +136,7 @@ def test_missing_success_is_reported_once() -> None:
         told(made, 0, 1.0)
     (line,) = made.drain_events()
     assert line.startswith(
-        "environment.parameters.length: lesson 0 is measured by success, and the environment told none"
+        "environment.parameters.length: lesson 0 is measured by success, and the environment reported none"
     )
 
 

@@ -88,7 +88,7 @@ def test_adam_refuses_state_of_another_network() -> None:
 
 def test_trainer_does_not_import_pytorch_compiler() -> None:
     code = (
-        "import sys, torch; from trainer_node.learning.building_blocks.optimization import Adam\n"
+        "import sys, torch; from stagecoach.trainer_node.learning.building_blocks.optimization import Adam\n"
         "layer = torch.nn.Linear(2, 2); adam = Adam(layer.parameters(), 1e-5)\n"
         "layer(torch.ones(1, 2)).sum().backward(); adam.step(1e-3)\n"
         "sys.exit('torch._dynamo' in sys.modules)"
