@@ -151,7 +151,7 @@ def test_infinite_weights_fail_run_and_are_never_stored(
     new_game: NewGame,
 ) -> None:
     game = new_game(small(algorithm={"minibatch_size": 32, "epochs": 2, "learning_rate": 1e30}))
-    with pytest.raises(WeightsNotFinite, match=r"weights of default infinite or NaN.*learning_rate") as caught:
+    with pytest.raises(WeightsNotFinite, match=r"left infinite or NaN weights in default.*learning_rate") as caught:
         game.finish()
     game.trainer.incarnation.fail(caught.value)
     content = game.finished()
