@@ -69,6 +69,15 @@ def acted(
     return columns
 
 
+def fill_masked_rows(columns: Columns, seed: int, scale: float = 1e6) -> None:
+    """Fills the rows in which no agent acts with garbage."""
+    gone, random = ~columns["mask"], np.random.default_rng(seed)
+    assert gone.sum() > 3
+    for name in ("obs", "reward", "log_prob"):
+        columns[name][gone] = random.normal(size=columns[name][gone].shape) * scale
+    columns["action"][gone] = seed
+
+
 def random_fragment(
     policy: Policy, seed: int, steps: int = 4, slots: int = 3, *, terminated: float = 0.1, truncated: float = 0.1
 ) -> Experience:

@@ -1,4 +1,4 @@
-"""DQN: ensembles and their masks, how often it learns, priorities, projections; losses are in against_others."""
+"""DQN: ensembles and their masks, how often it learns, priorities; losses are in against_others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.serialization import state_arrays
-from stagecoach.trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence, project
+from stagecoach.trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence
 from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from tests.support.learning.algorithms import make_dqn, move_apart
 from tests.support.learning.experience import minibatch
@@ -51,9 +51,7 @@ def test_ensemble_loss_is_mean_of_heads_on_their_own_data(fields: dict[str, Any]
     torch.testing.assert_close(lesson.metrics["train/disagreement"], values.std(dim=0, correction=0).mean())
 
 
-def test_head_learns_from_the_same_share_of_transitions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_head_learns_from_the_same_share_of_transitions(monkeypatch: pytest.MonkeyPatch) -> None:
     dqn = make_dqn(heads=3, bootstrap_share=0.5, capacity=3 * STEPS * SLOTS)
     seen: dict[int, set[tuple[float, ...]]] = {}
     learn = dqn.learn
@@ -163,18 +161,6 @@ def test_bootstrap_masks_differ_by_head_and_not_by_batch(share: float) -> None:
 
 
 # Distributions; C51's loss, of projections and cross-entropies, is compared with TorchRL's
-
-
-def test_c51_projection_shifts_atoms_and_clamps_to_support() -> None:
-    support, share = torch.linspace(-1.0, 1.0, 5), torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2]])
-    for reward, discount, expected in (
-        (0.5, 1.0, [0.0, 0.1, 0.2, 0.3, 0.4]),
-        (9.0, 1.0, [0.0, 0.0, 0.0, 0.0, 1.0]),
-        (0.0, 0.0, [0.0, 0.0, 1.0, 0.0, 0.0]),
-        (0.1, 0.5, [0.0, 0.14, 0.46, 0.36, 0.04]),
-    ):
-        found = project(share, torch.tensor([reward]), torch.tensor([discount]), support)
-        torch.testing.assert_close(found, torch.tensor([expected]))
 
 
 def test_divergence_is_cross_entropy_minus_entropy_of_target() -> None:

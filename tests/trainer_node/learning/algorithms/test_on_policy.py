@@ -10,9 +10,9 @@ import torch
 
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns
-from tests.support.learning.algorithms import ON_POLICY, make, weights
+from tests.support.learning.algorithms import ON_POLICY, bits, make, weights
 from tests.support.learning.cases import ON_POLICY_FIELDS
-from tests.support.learning.experience import acted, received
+from tests.support.learning.experience import acted, fill_masked_rows, received
 from tests.support.runs.game import NewGame, balanced, small
 
 every = pytest.mark.parametrize("name", ON_POLICY)
@@ -28,9 +28,7 @@ def normalizing(name: str, core: str = "none", **fields: Any) -> Any:
 
 
 @every
-def test_updates_repeat_and_shuffle_by_seed_and_number(
-    name: str,
-) -> None:
+def test_updates_repeat_and_shuffle_by_seed_and_number(name: str) -> None:
     def after(noise: int, first: int) -> dict[str, bytes]:
         torch.manual_seed(noise)
         algorithm = normalizing(name)
@@ -71,13 +69,9 @@ def test_masked_rows_are_ignored(name: str, core: str) -> None:
     for garbage in (0, 1):
         algorithm = normalizing(name, core)
         columns = acted(algorithm.policy, 5, absent=True)
-        gone, random = ~columns["mask"], np.random.default_rng(garbage)
-        assert gone.sum() > 3
-        for column in ("obs", "reward", "log_prob"):
-            columns[column][gone] = random.normal(size=columns[column][gone].shape) * (10.0 if core != "none" else 1e6)
-        columns["action"][gone] = garbage
+        fill_masked_rows(columns, garbage, 1e6 if core == "none" else 10.0)
         metrics = algorithm.update(received(columns), Counters())
-        found.append((metrics, weights(algorithm), {key: item.tobytes() for key, item in algorithm.state().items()}))
+        found.append((metrics, bits(algorithm)))
     assert found[0] == found[1]
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.critic import MASK, NUMBER, ValueScale
@@ -21,7 +20,7 @@ from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY, SEEN, bits, make, weights
 from tests.support.learning.cases import team
-from tests.support.learning.experience import acted, received, update_batch
+from tests.support.learning.experience import acted, fill_masked_rows, received, update_batch
 from tests.support.learning.slow_returns import Case
 
 AGENTS = 3
@@ -113,11 +112,7 @@ def test_masked_rows_are_ignored(name: str, normalize: bool) -> None:
     for garbage in (0, 1):
         algorithm = of_a_team(name, normalize_values=normalize)
         columns = seen_by_a_team(algorithm.policy, 5)
-        gone, random = ~columns["mask"], np.random.default_rng(garbage)
-        assert gone.sum() > 3
-        for column in ("obs", "reward", "log_prob"):
-            columns[column][gone] = random.normal(size=columns[column][gone].shape) * 1e6
-        columns["action"][gone] = garbage
+        fill_masked_rows(columns, garbage)
         metrics = algorithm.update(received(columns), Counters())
         found.append((metrics, bits(algorithm)))
     assert found[0] == found[1]
@@ -251,9 +246,3 @@ def test_critic_fields_change_the_hash() -> None:
 def test_impossible_team_config_is_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         minimal_config(**sections)
-
-
-def test_policy_with_own_critic_is_unchanged() -> None:
-    assert PolicyConfig().critic_observes == "own"
-    plain, own = make("ppo"), make("ppo", agents=AGENTS, policy={"critic_observes": "own"})
-    assert weights(plain) == weights(own) and plain.policy.read_columns == ("obs",)

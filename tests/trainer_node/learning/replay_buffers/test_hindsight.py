@@ -27,16 +27,7 @@ from stagecoach.trainer_node.learning.replay_buffers.hindsight import (
 from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch
 from tests.support.learning.algorithms import BOXES, CHOICE, make
 from tests.support.learning.experience import minibatch
-from tests.support.learning.streams import (
-    GOALS,
-    PLAIN,
-    Step,
-    Stream,
-    fill,
-    known,
-    n_steps,
-    numbers,
-)
+from tests.support.learning.streams import GOALS, PLAIN, Step, Stream, fill, known, n_steps, numbers
 
 STRATEGIES: list[Strategy] = ["future", "final", "episode"]
 
@@ -227,10 +218,6 @@ def test_sparse_reward_compares_choices_and_bytes() -> None:
 def test_unimportable_reward_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.replay_buffer.reward={name}.*module:function"):
         goal_reward(Section(reward=name))
-
-
-def test_own_reward_is_imported() -> None:
-    assert goal_reward(Section(reward="numpy:hypot")) is np.hypot
 
 
 def test_reward_of_wrong_shape_is_refused() -> None:

@@ -13,13 +13,7 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer, SumTree
-from tests.support.learning.streams import (
-    PLAIN,
-    Stream,
-    fill,
-    known,
-    numbers,
-)
+from tests.support.learning.streams import PLAIN, Stream, fill, known, numbers
 
 ALPHA, EPSILON = 0.7, 0.01
 

@@ -12,8 +12,8 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.trainer_node.learning.reward_signals.reward_signals import _ends
 from tests.support.learning import slow_signals as slow
-from tests.support.learning.algorithms import make, weights
-from tests.support.learning.experience import acted, received, update_batch
+from tests.support.learning.algorithms import bits, make
+from tests.support.learning.experience import acted, fill_masked_rows, received, update_batch
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-3, "hidden_sizes": [6], "embedding_size": 3}
 SIGNALS: dict[str, Any] = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}
@@ -141,14 +141,12 @@ def test_terminal_steps_are_rewarded_when_successor_is_known() -> None:
     for garbage in (0, 1):
         algorithm = with_rnd()
         columns = acted(algorithm.policy, 6, absent=True)
-        absent, random = ~columns["mask"], np.random.default_rng(garbage)
-        for name in ("obs", "reward", "log_prob"):
-            columns[name][absent] = random.normal(size=columns[name][absent].shape) * 1e6
+        fill_masked_rows(columns, garbage)
         metrics = algorithm.update(received(columns), Counters())
-        results.append((weights(algorithm), metrics, {k: v.tobytes() for k, v in algorithm.state().items()}))
+        results.append((metrics, bits(algorithm)))
     assert results[0] == results[1]
     stream = algorithm.signals.streams["rnd"]
-    rewarded = led_to_what_is_known(columns) & ~absent
+    rewarded = led_to_what_is_known(columns) & columns["mask"]
     assert (columns["terminated"] & rewarded).any() and (columns["terminated"] & ~rewarded).any()
     assert ((stream.reward.numpy() > 0) == rewarded).all() and stream.known.tolist() == rewarded.tolist()
 
