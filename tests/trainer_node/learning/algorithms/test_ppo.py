@@ -135,3 +135,8 @@ def test_target_network_updates_in_steps() -> None:
         if update % 2 == 0:
             assert targets[-1] == {name: item.tobytes() for name, item in before.items()}
     assert targets[0] == targets[1] != targets[2] == targets[3]
+
+
+def test_state_without_target_network_is_refused() -> None:
+    with pytest.raises(KeyError, match="target/"):
+        make("appo").load_state(make("ppo").state())

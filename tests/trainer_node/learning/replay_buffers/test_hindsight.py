@@ -220,6 +220,10 @@ def test_unimportable_reward_is_named(name: str) -> None:
         goal_reward(Section(reward=name))
 
 
+def test_own_reward_is_imported() -> None:
+    assert goal_reward(Section(reward="numpy:hypot")) is np.hypot
+
+
 def test_reward_of_wrong_shape_is_refused() -> None:
     stream = Stream(3, GOALS, 4, 2)
     memory = HindsightReplayBuffer(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stagecoach.shared.experience.fragment import expected_columns
 from stagecoach.shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
 from stagecoach.trainer_node.learning.replay_buffers import storage
-from stagecoach.trainer_node.learning.replay_buffers.observation_column import ObservationColumn
+from stagecoach.trainer_node.learning.replay_buffers.observation_column import ObservationColumn, RowPool
 from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
 from stagecoach.trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
 from stagecoach.trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, ReplayBuffer
@@ -206,3 +206,17 @@ def test_only_stacked_images_are_split(shape: tuple[int, ...], dtype: str, steps
 
 def test_fragment_of_one_step_shows_no_stack() -> None:
     assert not is_stacked(np.zeros((1, 2, 4, 8, 8), np.uint8))
+
+
+def test_frame_pool_returns_its_rows_and_reuses_free_ones() -> None:
+    pool, random = RowPool((3, 3), np.uint8), np.random.default_rng(0)
+    truth: dict[int, tuple[Array, Array]] = {}
+    for number in range(300):
+        place = int(random.integers(20))
+        pool.give_up(place)
+        frames = random.integers(0, 256, (int(random.integers(9)), 3, 3), np.uint8)
+        truth[place] = pool.put(place, frames), frames
+        if number % 50 == 0:
+            assert all(np.array_equal(pool.take(where), frames) for where, frames in truth.values())
+    assert pool.used == sum(len(frames) for _, frames in truth.values())
+    assert len(pool.held) < 20 * 9 * 1.5
