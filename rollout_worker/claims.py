@@ -6,7 +6,7 @@ A fragment, its action trace and the claim for the next one travel in one round 
 | reply | meaning | next action of the worker |
 |---|---|---|
 | `pushed`, `duplicate` | it is in the log, once | acts the next one |
-| `stale` | its claim was returned, there is no capacity: counted as dropped | acts another one with the same number |
+| `stale` | no credit: its claim was returned; counted as dropped | acts another fragment with the same number |
 | `superseded` | a newer incarnation is registered | ends |
 | `epoch` | Redis was rolled back | registers again, and restarts its numbers |
 | `finished` | the run is over | ends |
@@ -101,9 +101,7 @@ class Claims:
         if reply in (PushReply.PUSHED, PushReply.DUPLICATE):
             self.seq += 1
             self._ahead = ahead.reply if ahead is not None else None
-        elif (
-            reply is PushReply.STALE
-        ):  # the next fragment keeps the number, so the claim for the one after it is returned
+        elif reply is PushReply.STALE:  # the next fragment keeps the number: the claim beyond it is returned
             self._stale_pushes += 1
             if ahead is not None:
                 self.release()

@@ -24,10 +24,10 @@ class RunDirectors:
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, load: Callable[[str], bytes],
-        tell: Callable[[str, str], None],
+        emit: Callable[[str, str], None],
     ) -> None:  # fmt: skip
-        """`load` returns a shared object by its SHA-256; `tell` writes an event of a kind."""
-        self._config, self._description, self._load, self._tell = config, description, load, tell
+        """`load` returns a shared object by its SHA-256; `emit` writes an event of a kind."""
+        self._config, self._description, self._load, self._emit = config, description, load, emit
         self._tables: Tables = {}
 
     def make(self, tables: Tables) -> Directors:
@@ -36,11 +36,11 @@ class RunDirectors:
         drawn, seating = _drawn(tables), None
         if self._config.league is not None and _LEAGUE in tables:
             opponents = Opponents(self._load, self._config.league.functions)
-            seating = Casting(self._description, envs, _matches(tables), opponents, partial(self._tell, _LEAGUE))
+            seating = Casting(self._description, envs, _matches(tables), opponents, partial(self._emit, _LEAGUE))
         return Directors(None if drawn is None else EpisodeParameters(drawn, envs), seating)
 
     def update(self, directors: Directors, tables: Tables) -> None:
-        """Has episodes that begin from now on decided by these tables."""
+        """Decides new episodes by these tables."""
         if tables is self._tables:
             return
         self._tables, drawn = tables, _drawn(tables)

@@ -32,18 +32,18 @@ class Episodes:
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
-        phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
+        phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, emit: Callable[[str], None],
         direct: Callable[[], Directors] = Directors,
     ) -> None:  # fmt: skip
         """Starts the environments at the end of the predecessor's last fragment, if they can get there.
 
         New episodes follow from `lineage`; `direct` makes the directors of a sampler. Fragments are cut from `recorded`
-        experience if there is any, perhaps only in warm-up. `tell` writes an event. Raises `EnvironmentFailure` after
+        experience if there is any, perhaps only in warm-up. `emit` writes an event. Raises `EnvironmentFailure` after
         more than `environment.failures_allowed` failures in a row.
         """
         self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
-        self._watchdog, self._stages, self._tell, self._direct = watchdog, stages, tell, direct
+        self._watchdog, self._stages, self._emit, self._direct = watchdog, stages, emit, direct
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
         self._failures.record_progress((0,))
         self.sampler = self._first(lineage)
@@ -51,16 +51,16 @@ class Episodes:
     def _first(self, lineage: SeedLineage) -> AnySampler:
         left = self._log.left(self._worker)
         if left.tries >= action_trace.MOST_TRIES:
-            why = f"{left.tries} of its predecessors died in the old ones"
+            why = f"{left.tries} of its predecessors died in the old episodes"
         elif not left.pushed:  # nothing was pushed yet
             return self._begin(SeedLineage(lineage.seed, lineage.worker, 0, 0))
         elif (trace := action_trace.read(left.action_trace)) is None or not self._fits(trace):
-            why = "no action trace of the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
+            why = "its predecessor left no action trace (drained, a native environment, or rollout.catch_up_seconds)"
         elif (sampler := self._resume(trace)) is None:
             why = "its environment did not return to the same observations"
         else:
             return sampler
-        self._tell(f"{self._worker} begins new episodes: {why}")
+        self._emit(f"{self._worker} begins new episodes: {why}")
         return self._begin(lineage)
 
     def _fits(self, trace: ActionTrace) -> bool:
@@ -144,7 +144,7 @@ class Episodes:
                 f"{what}; {counted(self._failures.ends, 'failure')} in a row without a fragment between them, "
                 f"environment.failures_allowed is {self._config.environment.failures_allowed}\n{error}"
             )
-        self._tell(f"{what}; starting it again")
+        self._emit(f"{what}; starting it again")
 
     def close(self) -> None:
         self.sampler.close()

@@ -113,9 +113,9 @@ class Evaluator:
         """True if a due evaluation could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.record_progress((0,))
-        tell = partial(context.emit_event, "evaluation")
-        self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit, tell)
-        self._fixed_players = FixedPlayers(context.config, context.checkpoints.store, tell, self._watchdog)
+        emit = partial(context.emit_event, "evaluation")
+        self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit, emit)
+        self._fixed_players = FixedPlayers(context.config, context.checkpoints.store, emit, self._watchdog)
 
     def run(self) -> str:
         torch.set_num_threads(1)
@@ -219,10 +219,8 @@ class Evaluator:
                     against = play(evaluation_seed(context.config, name, CONFIRMING))
                 ranked = self._fixed_players.ranked(ratings, against)
                 scores["confirmation"] = self._play(name, policies, CONFIRMING) | ranked
-        except _PASSING as error:
-            _LOGGER.warning(
-                "cannot evaluate %s: %s", name, error
-            )  # pruned meanwhile, or damaged: the next one is played
+        except _PASSING as error:  # pruned meanwhile, or damaged: the next one is played
+            _LOGGER.warning("cannot evaluate %s: %s", name, error)
             if isinstance(error, errors.CheckpointError) and context.config.evaluation.every is not None:
                 tries = self._postponed.get(name, (0, 0.0))[0] + 1
                 if tries == 2:

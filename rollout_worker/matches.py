@@ -114,10 +114,10 @@ def play_match(
 class FixedPlayers:
     """Evaluates checkpoints against the league's fixed players; without a league all results are empty."""
 
-    def __init__(self, config: Config, store: ObjectStore, tell: Callable[[str], None], watchdog: Watchdog) -> None:
-        """`tell` writes an event."""
+    def __init__(self, config: Config, store: ObjectStore, emit: Callable[[str], None], watchdog: Watchdog) -> None:
+        """`emit` writes an event."""
         self._config, self._league, self._store = config, config.league or LeagueConfig(), store
-        self._tell, self._watchdog, self._forfeiting = tell, watchdog, set[str]()
+        self._emit, self._watchdog, self._forfeiting = emit, watchdog, set[str]()
         self.rank_by_return = config.checkpoint.best_by == MEAN_RETURN
 
     def play(
@@ -145,20 +145,20 @@ class FixedPlayers:
                         watchdog=self._watchdog,
                     )  # fmt: skip
                 except SharedObjectUnusable as error:
-                    self._tell(f"{checkpoint} is not played: {error}")
+                    self._emit(f"{checkpoint} is not played: {error}")
                     continue
                 if games := [(side, game) for side, matches in played.items() for game in matches]:
                     rates[f"{learner}/{player}"] = fmean(game.match.result(side) for side, game in games)
                     returns[f"{learner}/{player}"] = fmean(game.returns[side] for side, game in games)
-                    self._tell_forfeits(player, [game.match.forfeited for _, game in games])
+                    self._report_forfeits(player, [game.match.forfeited for _, game in games])
         return {"win_rates": rates, "match_returns": returns}
 
-    def _tell_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
+    def _report_forfeits(self, player: str, matches: Sequence[Mapping[str, str]]) -> None:
         """Reports forfeits once per fixed player: a win rate against a player that forfeits means nothing."""
         why = [forfeited[player] for forfeited in matches if player in forfeited]
         if why and player not in self._forfeiting:
             self._forfeiting.add(player)
-            self._tell(f"{player} lost {len(why)} of {len(matches)} evaluated matches by forfeit: {why[-1]}")
+            self._emit(f"{player} lost {len(why)} of {len(matches)} evaluated matches by forfeit: {why[-1]}")
 
     def ranked(self, ratings: Mapping[str, Any], against: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         """Returns the ranking of a checkpoint: the rating of `checkpoint.best_by` or of the first learner, or the first

@@ -27,19 +27,19 @@ Act = Callable[[str, Columns, Array], Columns]
 
 
 def play_episodes(
-    config: Config, description: EnvironmentDescription, seed: int, asked: Duration, act: Act, *,
+    config: Config, description: EnvironmentDescription, seed: int, duration: Duration, act: Act, *,
     begun: Callable[[int], None] = lambda index: None, stepped: Callable[[Step], None] = lambda step: None,
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
     watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays `asked` episodes, or whole episodes for `asked` steps, in new environments seeded by `seed`.
+    """Plays whole episodes for a number of episodes or steps, in new environments seeded by `seed`.
 
     Each environment plays its share, so that short episodes are not favored. Raises `EnvironmentFailure`, also after
     `evaluation.deadline_seconds`.
     """
     deadline_seconds = config.evaluation.deadline_seconds
 
-    section = evaluation_environment(config, asked.amount)
+    section = evaluation_environment(config, duration.amount)
     table = evaluated_table(config.environment.parameters, config.evaluation.parameters)
     parameters = None if table is None else EpisodeParameters(table, section.num_envs)
 
@@ -49,7 +49,7 @@ def play_episodes(
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)
         copies = range(environment.num_envs)
-        shares = [(asked.amount + index) // len(copies) for index in copies]
+        shares = [(duration.amount + index) // len(copies) for index in copies]
         progress = [0 for _ in copies]
         records: list[list[EpisodeRecord]] = [[] for _ in copies]
         began = environment.reset([(seed + index) % SEEDS for index in copies])
@@ -61,7 +61,7 @@ def play_episodes(
         while any(done < share for done, share in zip(progress, shares, strict=True)):
             if time.monotonic() - started > deadline_seconds:
                 raise EnvironmentFailure(
-                    f"{asked} did not end within evaluation.deadline_seconds="
+                    f"{duration} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
             reject_unusable_now(now, acts, description)
@@ -72,7 +72,7 @@ def play_episodes(
             for index, record in step.episodes:
                 if progress[index] < shares[index]:
                     records[index].append(judged(index, record))
-                    progress[index] += 1 if asked.unit == "episodes" else record.length
+                    progress[index] += 1 if duration.unit == "episodes" else record.length
                 begun(index)
     played = tuple(record for done in records for record in done)
     if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):

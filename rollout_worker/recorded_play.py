@@ -26,14 +26,14 @@ def record_play(
 ) -> int:  # fmt: skip
     """Opens a window, steps the environment by `keys` (name → action) and appends to `folder/played.csv`.
 
-    Without `keys` the environment's own ones are used, else 0 to 9. While no key is pressed, the action is `idle`
+    Without `keys`, the environment's default keys apply, else 0 to 9. While no key is pressed, the action is `idle`
     (default: the first one), or with `wait` the environment stands still. Returns the number of episodes played.
     """
     try:
         import pygame  # type: ignore[import-untyped, unused-ignore]
         from gymnasium.utils.play import play
     except (ImportError, gym.error.DependencyNotInstalled) as error:
-        raise UserError(f"a window to play in cannot be made: {with_extra(str(error))}") from None
+        raise UserError(f"cannot open a window to play in: {with_extra(str(error))}") from None
     if config.environment.api != "gymnasium" or config.environment.hierarchy is not None:
         raise UserError(
             "--record is for one person and so for one agent; play without environment.hierarchy, and record "
@@ -44,27 +44,21 @@ def record_play(
     if not isinstance(action, gym.spaces.Discrete):
         raise UserError(f"keys choose among the actions of a Discrete space, found {action}; record with a program")
     if made.render_mode != "rgb_array":
-        raise UserError(
-            f"{config.environment.id}: expected render_mode=rgb_array, to show it; found {made.render_mode}"
-        )
+        raise UserError(f"{config.environment.id}: render_mode={made.render_mode}; expected rgb_array, to show it")
     first, count = int(action.start), int(action.n)
-    if odd := {
-        name: its for name, its in {**keys, "--idle": first if idle is None else idle}.items() if its not in action
-    }:
+    noop = first if idle is None else idle
+    if odd := {name: its for name, its in {**keys, "--idle": noop}.items() if its not in action}:
         raise UserError(f"actions are {first} to {first + count - 1}, found {odd}")
     pygame.display.init()
     try:
         codes = {(pygame.key.key_code(name),): its for name, its in keys.items()}
     except ValueError:
-        raise UserError(
-            f"--keys: expected names of keys as in left=0,right=1,space=2; found {', '.join(keys)}"
-        ) from None
+        raise UserError(f"--keys has {', '.join(keys)}; expected names of keys, as in left=0,right=1,space=2") from None
     if not codes and not made.has_wrapper_attr("get_keys_to_action"):
         codes = {(ord(str(number)),): first + number for number in range(min(count, 10))}
     (spaces,) = describe(config, made).policies.values()
     recorder = _Recorder(GuardedEnvironment(made, 0), spaces, folder / FILE, episodes, config.seed)
     try:
-        noop: Any = first if idle is None else idle
         play(recorder, keys_to_action=codes or None, fps=fps, noop=noop, wait_on_player=wait)
     finally:
         recorder.close()

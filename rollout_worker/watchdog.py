@@ -1,7 +1,7 @@
 """Watchdog of a process that steps environments: ends it when they hang, or when it exceeds its memory limit.
 
 A heartbeat shows only that a process exists. This thread polls once a second what the main thread does and whether it
-made progress; the main thread only counts. Native code that hangs and holds Python's lock stops this thread too: then
+progresses; the main thread only counts. Native code that hangs and holds Python's lock stops this thread too: then
 faulthandler's thread, which needs no lock, ends the process after a longer time and writes all stacks to standard error
 (shared/runtime/process.py reads them).
 """
@@ -17,10 +17,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from stagecoach.rollout_worker.environments.vector_env import (
-    HoldableEnvironment,
     Position,
     RunningEpisodes,
     Step,
@@ -54,10 +53,10 @@ class Watchdog:
 
     def __init__(
         self, name: str, config: Config, heartbeat: Heartbeat, before_exit: Callable[[Failure], None],
-        tell: Callable[[str], None],
+        emit: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Calls `before_exit` before it ends the process; `tell` writes an event."""
-        self._name, self._heartbeat, self._before_exit, self._tell = name, heartbeat, before_exit, tell
+        """Calls `before_exit` before it ends the process; `emit` writes an event."""
+        self._name, self._heartbeat, self._before_exit, self._emit = name, heartbeat, before_exit, emit
         self._deadline = config.environment.step_deadline_seconds
         self._locked_seconds = _LOCKED * config.rollout.silent_seconds
         self._limit = config.rollout.memory_limit_bytes
@@ -109,7 +108,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._locked_seconds, exit=True, file=_STANDARD_ERROR)
 
     def check_progress(self) -> None:
-        """Ends the process if the watched thread has made no progress for too many polls."""
+        """Ends the process if the watched thread has not progressed for too many polls."""
         doing = self.doing  # the main thread may change it
         if doing is None or self._heartbeat.waits or self.steps != self._seen:
             self._seen, self._polls = self.steps, 0
@@ -125,7 +124,7 @@ class Watchdog:
         stack = traceback.extract_stack(frame) if frame else []
         place = f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "an unknown place"
         _LOGGER.error("%s hangs in %s:\n%s", self._name, doing, "".join(traceback.format_list(stack)))
-        said = f"it has made no progress for {self._deadline:g} s (environment.step_deadline_seconds)"
+        said = f"no progress for {self._deadline:g} s (environment.step_deadline_seconds)"
         return f"{self._name} hangs in {doing}, at {place}; {said}"
 
     def close(self, close: Callable[[], None], processes: Collection[BaseProcess]) -> None:
@@ -148,7 +147,7 @@ class Watchdog:
         for process in processes:
             process.kill()
         complain(said)
-        self._tell(said)
+        self._emit(said)
 
     def _end(self, failure: Failure) -> None:
         """Ends this process and its environments' processes, after `before_exit`, which may fail."""
@@ -174,17 +173,21 @@ class WatchedEnvironment:
         self._processes = set(multiprocessing.active_children()) - others
         self.num_envs = self._environment.num_envs
 
+    def _call(self, name: str, *arguments: Any, more_seconds: float = 0.0) -> Any:
+        with self._watchdog.during(f"{name} of its environments", more_seconds):
+            return getattr(self._environment, name)(*arguments)
+
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
         more = self._watchdog.catch_up_seconds if past else 0.0
-        with self._watchdog.during("reset of its environments", more):
-            return self._environment.reset(seeds, past)
+        began: dict[str, tuple[Columns, Array]] = self._call("reset", seeds, past, more_seconds=more)
+        return began
 
     @property
     def position(self) -> Position | None:
         return self._environment.position
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
-        watchdog = self._watchdog
+        watchdog = self._watchdog  # not `_call`: faster, for the many steps
         before, watchdog.doing = watchdog.doing, "step of its environments"
         try:
             return self._environment.step(actions)
@@ -193,16 +196,13 @@ class WatchedEnvironment:
             watchdog.steps += 1
 
     def set_phase(self, phase: Phase) -> None:
-        with self._watchdog.during("set_phase of its environments"):
-            self._environment.set_phase(phase)
+        self._call("set_phase", phase)
 
     def set_paused(self, paused: bool) -> bool:
-        with self._watchdog.during("set_paused of its environments"):
-            return self._environment.set_paused(paused)
+        return bool(self._call("set_paused", paused))
 
     def hold(self, held: bool) -> None:
-        with self._watchdog.during("hold of its environments"):
-            cast(HoldableEnvironment, self._environment).hold(held)
+        self._call("hold", held)
 
     def close(self) -> None:
         self._watchdog.close(self._environment.close, self._processes)

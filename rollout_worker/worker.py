@@ -1,8 +1,7 @@
-"""The rollout worker: claim a fragment, act it with the newest policy version, push it; again and again.
+"""Rollout worker: claims a fragment, acts it with the newest policy version, pushes it, and repeats.
 
-In: credit and policy versions (Redis), the first policy (newest checkpoint). Out: fragments, heartbeats. A fragment
-that is cut off in the middle was never produced. In a run with a dataset, fragments are cut from that, perhaps in
-warm-up only; nothing acts.
+In: credit and policy versions (Redis), the first policy (newest checkpoint). Out: fragments, heartbeats. An
+interrupted fragment was never produced. In a run with a dataset, fragments are cut from that, perhaps only in warm-up.
 """
 
 import logging
@@ -38,7 +37,7 @@ from stagecoach.shared.storage.shared_objects import read_shared_object
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0
-"""The longest sleep between two claims: no event says that a lease has run out."""
+"""Longest sleep between two claims: no event reports an expired lease."""
 
 
 class StepResult(StrEnum):
@@ -50,7 +49,7 @@ class StepResult(StrEnum):
 
 
 class Worker:
-    """One rollout worker. `run` is all of it; `step` is one turn, for the one-process mode."""
+    """Rollout worker role. `run` runs it to the end; `step` takes one turn, for the one-process mode."""
 
     def __init__(self, context: RunContext, index: int) -> None:
         self.id, self._index = f"worker-{index}", index
@@ -58,22 +57,22 @@ class Worker:
         self.heartbeat = Heartbeat(context.redis, context.run_id, "worker", self.id)
         self._profile = Profile(context.checkpoints.store, self.id, self._config.metrics.profile)
         self._stages = self._profile.add("acting", self.heartbeat.stages)
-        tell = partial(context.emit_event, "worker")
-        self._watchdog = Watchdog(self.id, self._config, self.heartbeat, self._before_exit, tell)
+        emit = partial(context.emit_event, "worker")
+        self._watchdog = Watchdog(self.id, self._config, self.heartbeat, self._before_exit, emit)
         self.claims = Claims(self._config, self.id, context.flow, self._log, self.heartbeat, self._watchdog)
         self.held: tuple[Claim, Sample] | None = None
-        """What was acted, and waits for memory on a shard where nothing may block for it (the one-process mode)."""
+        """Fragment that waits for memory on a shard (in the one-process mode, where a push may not block)."""
         self._gaps = 0
-        """Fragments that are not in the log, though its episodes have moved on: each begins another line of them."""
+        """Fragments that are missing in the log although their episodes continued; each begins another `life`."""
         self._acting: _Acting | None = None
-        """From `start` on."""
+        """Set by `start`."""
         self._running = ExitStack()
-        """What `start` has started, and how that ends."""
+        """Callbacks that end what `start` has started."""
         self._superseded = self._preempted = False
 
     @property
     def incarnation(self) -> int:
-        """Which process of this worker it is, from 0; −1 until it has registered."""
+        """Number of this process of the worker, from 0; −1 until it has registered."""
         return self.claims.incarnation
 
     def run(self) -> str:
@@ -109,7 +108,7 @@ class Worker:
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self.context.run_id, self.claims.incarnation)
 
     def step(self, wait_seconds: float) -> StepResult | RoleEnd:
-        """One turn: claims, fetches the policy if the claim asks for a newer one, acts one fragment, and pushes it."""
+        """Takes one turn: claims, fetches a newer policy if the claim needs one, acts one fragment and pushes it."""
         if self._preempted:
             return RoleEnd.PREEMPTED
         if self._watchdog.outgrown is not None:
@@ -130,7 +129,7 @@ class Worker:
             return self._push(claim, sample, wait_seconds)
 
     def stop(self, reason: str) -> None:
-        """Gives back what it holds and says why it ends, as far as it got and as far as it can."""
+        """Releases what it holds and reports why it ends, as far as possible."""
         registered = self.claims.incarnation >= 0
         try:
             self._running.close()
@@ -147,7 +146,7 @@ class Worker:
         _LOGGER.info("%s ended: %s", self.id, reason)
 
     def request_shutdown(self) -> None:
-        """From a signal handler: it ends after the fragment in hand, or at once where it only waits."""
+        """Ends after the current fragment, or at once during a wait; called by a signal handler."""
         self._preempted = True
         retries(self.context.redis).hurry()
         if self.heartbeat.waits:
@@ -212,12 +211,12 @@ class Worker:
             case ClaimReply.FINISHED:
                 return RoleEnd.FINISHED
             case ClaimReply.GRANTED | ClaimReply.SUPERSEDED:
-                raise AssertionError(f"a claim that is {reply} does not come here")
+                raise AssertionError(f"unexpected reply {reply}")
             case _:
                 assert_never(reply)
 
     def _register_again(self) -> StepResult:
-        """Redis was rolled back: what it knows of this worker may be wrong."""
+        """Registers again after Redis was rolled back, since its record of this worker may be wrong."""
         self.claims.register()
         return StepResult.WAITED
 
@@ -268,12 +267,12 @@ class Worker:
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
         return Episodes(
             self._config, description, self._log, lineage, phase=policies.phase, recorded=recordings,
-            watchdog=self._watchdog, stages=self._stages, tell=partial(self.context.emit_event, "environment"),
+            watchdog=self._watchdog, stages=self._stages, emit=partial(self.context.emit_event, "environment"),
             direct=lambda: directors.make(policies.header.folds),
         )  # fmt: skip
 
     def _before_exit(self, failure: Failure) -> None:
-        """What the watchdog does before it ends the process: another worker may act the claim at once."""
+        """Releases the claim before the watchdog ends the process, so that another worker may act it at once."""
         self.claims.release()
         self.context.emit_event("worker", f"{failure.detail}; its process is replaced")
         self.heartbeat.stop(failure.detail, failure=failure.kind)
@@ -281,7 +280,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Acting:
-    """What a worker acts with, once it has started."""
+    """Parts of a worker that has started."""
 
     policies: ActingPolicies
     episodes: Episodes

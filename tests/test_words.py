@@ -24,7 +24,7 @@ KINDS = ("opening", "sign", "name", "test_name", "long_test_name")
 
 BOUNDS = {
     "coordinator": (0, 0, 0, 0, 0),
-    "rollout_worker": (35, 48, 3, 0, 0),
+    "rollout_worker": (0, 0, 0, 0, 0),
     "shared": (0, 0, 0, 0, 0),
     "src": (1, 1, 0, 0, 0),
     "trainer_node": (0, 0, 0, 0, 0),
@@ -36,7 +36,7 @@ BOUNDS = {
     "tests/deploy": (0, 0, 0, 0, 0),
     "tests/end_to_end": (0, 0, 0, 0, 0),
     "tests/learning": (0, 0, 0, 0, 0),
-    "tests/rollout_worker": (0, 0, 0, 19, 15),
+    "tests/rollout_worker": (0, 0, 0, 0, 0),
     "tests/shared": (0, 0, 0, 0, 0),
     "tests/trainer_node": (0, 0, 0, 0, 0),
 }

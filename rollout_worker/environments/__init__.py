@@ -1,1 +1,1 @@
-"""Environments: how they are made, seeded, stepped N at a time, and tried out."""
+"""Environments: their creation, seeding, stepped N at a time, and tried out."""

@@ -99,8 +99,8 @@ def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str
         found = f"{size} numbers" if here else "none"
         raise ConfigError(
             f"environment.action_mask={source} expects {whose} to observe an {KEY} of {choices} numbers, one for each "
-            f"choice, beside others; found {found}; use environment.action_mask=info where `info` has it, or off, or "
-            f"correct the space"
+            f"choice, and something else; it has {found}; use environment.action_mask=info if `info` has the mask, or "
+            f"off, or correct the space"
         )
     order = _in_order(masks, action, whose)
     leaves, now = list(observation.leaves), dict(zip((here[index] for index in order), here, strict=True))

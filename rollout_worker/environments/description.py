@@ -99,14 +99,14 @@ def _read_spaces(config: Config, env: Any) -> dict[str, Any]:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
     except Exception as error:
         raise EnvironmentUnusable(
-            f"{config.environment.id} does not tell its spaces ({type(error).__name__}: {error}); expected an "
+            f"{config.environment.id} has no usable spaces ({type(error).__name__}: {error}); expected an "
             f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
         ) from None
     for agent, pair in found.items():
         if not isinstance(agent, str):
             raise EnvironmentUnusable(
                 f"{config.environment.id}: possible_agents names an agent {agent!r} ({type(agent).__name__}); expected "
-                f"text, by which agents and policies are told apart; name it such as 'agent_{agent}'"
+                f"text, which identifies agents and policies; name it such as 'agent_{agent}'"
             )
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):

@@ -52,7 +52,7 @@ class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
             self.single_observation_space = self.pool.observation_space
             self.single_action_space = self.pool.action_space
         except Exception as error:
-            raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+            raise EnvironmentUnusable(f"{name} cannot be created: {type(error).__name__}: {error}") from error
         if self.pool.config.get("max_num_players", 1) > 1:
             raise EnvironmentUnusable(f"{name} has several players; only tasks with a single one are supported")
         self.num_envs = num_envs
@@ -107,13 +107,8 @@ class EnvPoolSingle(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observations, reward, terminated, truncated, info = self._one.pool.step(_batch(action))
-        return (
-            _first(observations),
-            float(reward[0]),
-            bool(terminated[0]),
-            bool(truncated[0]),
-            _first(_own_info(info, 1)),
-        )
+        ends = bool(terminated[0]), bool(truncated[0])
+        return _first(observations), float(reward[0]), *ends, _first(_own_info(info, 1))
 
     def render(self) -> Any:
         frames = self._one.pool.render()

@@ -195,7 +195,7 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
         made.close()
         raise EnvironmentUnusable(
             f"{config.id} begins episodes by itself (autoreset_mode={mode.name}), so that environment.parameters would "
-            f"reach the first ones alone; use sync or async, or have its metadata say AutoresetMode.DISABLED"
+            f"reach only the first episodes; use sync or async, or have its metadata say AutoresetMode.DISABLED"
         )
     return made
 
@@ -297,4 +297,6 @@ def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any
 
 
 def _unusable(name: str, error: Exception | SystemExit) -> EnvironmentUnusable:
-    return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}{place(error)}")
+    return EnvironmentUnusable(
+        f"{name} cannot be created: {type(error).__name__}: {with_extra(str(error))}{place(error)}"
+    )

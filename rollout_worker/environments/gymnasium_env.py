@@ -108,9 +108,9 @@ class GymnasiumEnvironments:
             episode = int(self._episodes[index])
             self._parameters.begin(index, episode, episode_seed(self._seeds[index], episode))
         each = [dict(drawn.values) for drawn in self._parameters.now]
-        return (
-            {name: np.array([its[name] for its in each]) for name in each[0]} if self._native else {_PARAMETERS: each}
-        )
+        if self._native:
+            return {name: np.array([its[name] for its in each]) for name in each[0]}
+        return {_PARAMETERS: each}
 
     def _episode_seeds(self, which: Iterable[int]) -> Any:
         """Returns a seed for each environment of `which`, None for the others."""
@@ -268,9 +268,10 @@ def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:
 class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
     """Turns exceptions of an environment into `EnvironmentFailure`, with its number, the place and the traceback.
 
-    Infos are reduced to numbers: all of an episode's last, the configured ones of each other. Anything else (an object
-    that cannot be pickled, an integer of 400 digits) would break Gymnasium's vectorization. With the option `_PAST` (a
-    list of actions per environment) a reset repeats these actions; with `_PARAMETERS` it applies the environment's.
+    Infos are reduced to numbers: all of an episode's last info, the configured ones otherwise. Anything else (an object
+    that cannot be pickled, an integer of 400 digits) would break Gymnasium's vectorization. With the option
+    `_PAST` (a list of actions per environment) a reset repeats these actions; with `_PARAMETERS` it applies the
+    environment's.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def _leaf(observed: Mapping[str, spaces.Space[Any]], name: str, where: str) -> s
     if not isinstance(found, spaces.Box | spaces.MultiBinary):
         known = sorted(key for key, its in observed.items() if isinstance(its, spaces.Box | spaces.MultiBinary))
         raise ConfigError(
-            f"{where} needs {name!r} in the environment's observation, as an array; found {known}: name one of these "
+            f"{where} needs {name!r} in the environment's observation, as an array; it has {known}: name one of these "
             f"in {where}.of (and its elements), or use an environment with a goal"
         )
     return found
@@ -254,9 +254,8 @@ class Levels(GameOfOne):
             if not (terminated or truncated or timed_out or any(achieved[: number + 1])):
                 return
             agent = self.possible_agents[number]
-            dies = (
-                number == 0 or self._config.reward_of(number) == "environment"
-            )  # running out of time for a goal is no failure
+            # a level that is paid for its goal does not fail if the environment ends
+            dies = number == 0 or self._config.reward_of(number) == "environment"
             self.terminations[agent] = achieved[number] or (dies and bool(terminated))
             self.truncations[agent] = not self.terminations[agent]
             self._goals[number] += 1

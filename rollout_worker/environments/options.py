@@ -44,7 +44,7 @@ class Options(GameOfOne):
         if self._limit and max(config.lengths) > self._limit:
             raise ConfigError(
                 f"{_WHERE}.lengths has {max(config.lengths)}, and the environment's episodes have {self._limit} steps "
-                f"at most; leave longer ones out, or raise environment.max_episode_steps"
+                f"at most; remove longer lengths, or raise environment.max_episode_steps"
             )
         self._rewards = [_reward(named, f"{_WHERE}.rewards.{at}") for at, named in enumerate(config.rewards)]
         self._untried = True
@@ -142,7 +142,7 @@ class Options(GameOfOne):
         else:
             found = self._info[kind]
         if not (told := scalar(named, found)):
-            raise EnvironmentUnusable(f"{named} came to {found!r:.60} in a step; expected a finite number; correct it")
+            raise EnvironmentUnusable(f"{named} is {found!r:.60} in a step; expected a finite number; correct it")
         return told[named]
 
 

@@ -25,7 +25,7 @@ class EpisodeParameters:
         self.now[environment] = Drawn(self.table.draw(seed), self.table.lessons)
 
     def accepts(self, running: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these are parameters of as many episodes."""
+        """Returns whether these are parameters of as many episodes."""
         try:
             return len([Drawn.from_dict(its) for its in running]) == len(self.now)
         except (TypeError, ValueError):

@@ -256,10 +256,11 @@ class Parallel:
     def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
         """Returns the observations of a policy's agents, and which of them are present."""
         places = [(agent, episode) for agent in self._agents[policy_id] for episode in self._episodes]
-        rows = [episode.observations.get(agent) if agent in episode.live else None for agent, episode in places]
-        return self._rows(policy_id, "obs", rows), np.array(
-            [agent in episode.live for agent, episode in places], np.bool_
-        )
+        present = np.array([agent in its.live for agent, its in places], np.bool_)
+        rows = [
+            its.observations.get(agent) if here else None for (agent, its), here in zip(places, present, strict=True)
+        ]
+        return self._rows(policy_id, "obs", rows), present
 
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Returns stacked columns, with zeros for absent agents (None)."""

@@ -95,7 +95,7 @@ class VectorEnvironment(Protocol):
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
         """Starts all environments; returns the first observations and the mask per policy id.
 
-        The seeds are those of the first episodes; later ones follow from them (`episode_seed`). With `past` each
+        The seeds are those of the first episodes; later seeds follow from them (`episode_seed`). With `past` each
         environment resumes its episode by repeating its actions.
         """
 

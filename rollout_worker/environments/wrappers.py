@@ -64,9 +64,7 @@ class MapAction(gym.ActionWrapper[Any, Any, Any]):
         made = [action if isinstance(action, int) else np.asarray(action, dtype) for action in actions]
         odd = [action for action, item in zip(actions, made, strict=True) if not inner.contains(item)]
         if odd or not made:
-            raise EnvironmentUnusable(
-                f"MapAction: actions={list(actions)}, expected actions of {inner}; others are {odd}"
-            )
+            raise EnvironmentUnusable(f"MapAction: actions={list(actions)}, expected actions of {inner}; not so: {odd}")
         self._actions = made
         self.action_space = gym.spaces.Discrete(len(made))
 
@@ -76,7 +74,7 @@ class MapAction(gym.ActionWrapper[Any, Any, Any]):
 
 def _lives(info: dict[str, Any], wrapper: str) -> int:
     if "lives" not in info:
-        raise EnvironmentUnusable(f"{wrapper} reads info['lives'], as ALE's games report it; found {sorted(info)}")
+        raise EnvironmentUnusable(f"{wrapper} reads info['lives'], as ALE's games report it; info has {sorted(info)}")
     return int(info["lives"])
 
 

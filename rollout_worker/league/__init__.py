@@ -1,1 +1,1 @@
-"""A worker's side of a league: who sits in which seat of each episode, and how opponents act."""
+"""Worker's side of a league: seats of each episode, and opponents."""

@@ -1,4 +1,4 @@
-"""Casting: which player sits in which seat of each environment's episode, and what the episode was for the league."""
+"""Casting: the players in the seats of each environment's episode, and the outcomes of their matches."""
 
 import logging
 import math
@@ -25,13 +25,12 @@ from stagecoach.shared.league.table import MatchTable, PlayerRef
 from stagecoach.shared.policies.policy import Policy
 
 _LOGGER = logging.getLogger("stagecoach.worker")
-"""How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
 
 
 _STREAM = 0x6D656D626572
 """Sets the draws of mixtures apart from all others that follow from the same seed."""
 _ALL_DRAWS = 100
-"""So many matches and none decided is no chance."""
+"""Number of draws in a row from the first match on that is reported."""
 
 
 class Casting:
@@ -42,17 +41,17 @@ class Casting:
 
     def __init__(
         self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
-        tell: Callable[[str], None],
+        emit: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`tell` writes an event: how outcomes are judged."""
-        self._description, self._count, self._opponents, self._tell = description, num_envs, opponents, tell
+        """`emit` writes an event: how outcomes are judged."""
+        self._description, self._count, self._opponents, self._emit = description, num_envs, opponents, emit
         self._table = table
         self._refs = dict(table.players)
-        """Of all tables so far: an episode may outlast the table that it was drawn from."""
+        """Players of all tables so far: an episode may outlast the table that it was drawn from."""
         self.matches: list[Match | None] = [None] * num_envs
         self._seeds = [0] * num_envs
         self._forfeits: list[dict[str, str]] = [{} for _ in range(num_envs)]
-        """Player → why it has lost the running match by forfeit, in the order in which they did."""
+        """Player → reason of its forfeit in the running match, in the order of the forfeits."""
         self._forfeited: Counter[str] = Counter()
         self._judged: set[bool] = set()
         self._draws = 0
@@ -62,7 +61,7 @@ class Casting:
         self._players = {group: np.full(size, "", object) for group, size in sizes.items()}
         self._learns = {group: np.zeros(size, np.bool_) for group, size in sizes.items()}
         self.states: dict[str, Tensor] = {}
-        """`GROUP@PLAYER` → what a recurrent opponent remembers, `[S, state size]`."""
+        """`GROUP@PLAYER` → state of a recurrent opponent, `[S, state size]`."""
         self._stacks: dict[str, Stacked] = {}
 
     def use(self, table: MatchTable) -> None:
@@ -75,7 +74,7 @@ class Casting:
         self.seat(environment, draw(self._table, environment, episode, seed), seed)
 
     def accepts(self, running: Running) -> bool:
-        """Whether these are matches, and their scripted players are allowed by this run's config."""
+        """Returns whether these are matches whose scripted players this run's config allows."""
         try:
             refs = [PlayerRef.from_dict(ref) for match in running for ref in match["refs"].values()]
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -95,7 +94,7 @@ class Casting:
                 self.states[name][torch.from_numpy(mine)] = torch.from_numpy(array.copy())
 
     def remembered(self) -> dict[str, Array]:
-        """Returns `GROUP@PLAYER` → what a recurrent opponent remembers in the seats that it has, `[R, state size]`."""
+        """Returns `GROUP@PLAYER` → state of a recurrent opponent in its seats, `[R, state size]`."""
         return {name: state.cpu().numpy()[self._seats_of(name)] for name, state in self.states.items()}
 
     def objects(self) -> set[str]:
@@ -114,8 +113,8 @@ class Casting:
         ]
 
     def seat(self, environment: int, match: Match, seed: int) -> None:
-        """An episode begins with this match. Where the learner meets its own current weights, both sides learn. Who
-        of a mixture plays follows from the episode's `seed`: its seats have `PLAYER#NUMBER`, a draw from [0, 1)."""
+        """Begins an episode with this match. If the learner meets its own current weights, both sides learn. The member
+        of a mixture follows from the episode's `seed`: its seats have `PLAYER#NUMBER`, a draw from [0, 1)."""
         self.matches[environment], self._forfeits[environment], self._seeds[environment] = match, {}, seed
         learner = match.players[match.side]
         for side, agents in enumerate(self._table.sides):
@@ -126,31 +125,31 @@ class Casting:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
                 self._players[group][slot] = seated
                 self._learns[group][slot] = match.players[side] == learner
-        # what others remember is of no use, and each fragment's trace holds it
+        # states of other players are useless, and each fragment's trace would hold them
         self.states = {name: its for name, its in self.states.items() if self._seats_of(name).any()}
 
     def learning(self, group: str, policy_id: str) -> Array:
-        """`[S]`: in which of a policy's seats the learner `policy_id` sits, to learn."""
+        """Returns `[S]`: the seats of `group` in which the learner `policy_id` sits and learns."""
         return np.asarray((self._players[group] == policy_id) & self._learns[group])
 
     def forget(self, group: str, over: Array) -> None:
-        """The agents of the slots where `over` `[S]` have ended, perhaps to be born again in the same episode."""
+        """Clears states in the slots where `over` `[S]` an agent has ended; it may rejoin the same episode."""
         for name, state in self.states.items():
             if name.split("@", 1)[0] == group:
                 state[torch.from_numpy(over)] = 0.0
 
     def _seated(self) -> set[str]:
-        """The SHA-256 of all that have a seat now: the store may have them no more."""
+        """Returns the SHA-256 of all seated players: the store may have deleted them."""
         players = {seated.partition("#")[0] for its in self._players.values() for seated in its.tolist()}
         return {self._refs[player].sha256 for player in players if player in self._refs}
 
     def _seats_of(self, name: str) -> Array:
-        """`[S]`: in which seats `GROUP@PLAYER` sits."""
+        """Returns `[S]`: the seats of `GROUP@PLAYER`."""
         group, player = name.split("@", 1)
         return np.asarray(self._players[group] == player)
 
     def parts(self, group: str, rows: Array) -> Iterator[Part]:
-        """Who acts for the slots `rows` of a policy's seats, player by player in the order of their ids."""
+        """Yields the players of the slots `rows` of a policy's seats, in the order of their ids."""
         players = self._players[group][rows]
         for player in sorted(set(players.tolist())):
             its = rows[players == player]
@@ -160,8 +159,7 @@ class Casting:
         self, parts: Sequence[Part], group: str, observations: Columns, policy: Policy, generator: torch.Generator,
         actions: Columns,
     ) -> None:  # fmt: skip
-        """Puts what these opponents do in the places of their slots in `actions`; `policy` is any with the spaces of
-        the group."""
+        """Writes these opponents' actions into `actions`; `policy` is any with the spaces of the group."""
         together: dict[str, list[tuple[Part, Player]]] = {}
         for part in parts:
             player = self._player(part.player, group, policy)
@@ -194,7 +192,7 @@ class Casting:
     def _alone(
         self, part: Part, player: Player, group: str, observations: Columns, policy: Policy, generator: torch.Generator
     ) -> Columns:
-        """Actions `[R, …]` of one opponent."""
+        """Returns actions `[R, …]` of one opponent."""
         if player.state_size:
             key, none = f"{group}@{part.player}", torch.zeros(len(self._learns[group]), player.state_size)
             player.state = self.states.get(key, none).to(generator.device)
@@ -216,21 +214,21 @@ class Casting:
         return {name: np.concatenate([its[name] for its in acted]) for name in acted[0]}
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """The record of an episode that has ended, with its match."""
+        """Returns the record of an episode that ended, with its match."""
         match, lost = self.matches[environment], self._forfeits[environment]
         assert match is not None
         named = [[f"{agent}.{OUTCOME}" for agent in side] for side in self._table.sides]
         told = [[record.metrics[name] for name in side if name in record.metrics] for side in named]
         odd = [value for side in told for value in side if not 0 <= value <= 1]
-        by_environment = not odd and all(told)  # by some agent of each side: others may have fallen before
+        by_environment = not odd and all(told)  # one agent of each side is enough: others may have ended before
         if by_environment not in self._judged:
             self._judged.add(by_environment)
-            self._tell(f"outcomes of matches are judged {self._how(told, odd)}")
+            self._emit(f"outcomes of matches are judged {self._how(told, odd)}")
         if by_environment:
             scores = [*map(fmean, told)]
         else:
             scores = [fmean(record.agent_returns[agent] for agent in side) for side in self._table.sides]
-        if lost:  # it has lost to all others, in each of its seats; they are judged by what they did
+        if lost:  # it has lost to all others, in each of its seats
             scores = [-math.inf if its in lost else score for its, score in zip(match.players, scores, strict=True)]
         shares = _compared(scores) if lost or not by_environment else scores
         outcome = tuple(0.0 if its in lost else share for its, share in zip(match.players, shares, strict=True))
@@ -242,27 +240,27 @@ class Casting:
         decided = len(set(outcome)) > 1 or self._draws < 0
         self._draws = -1 if decided else self._draws + 1
         if self._draws == _ALL_DRAWS:
-            self._tell(
-                f"all of the first {_ALL_DRAWS} matches of a worker are draws, so ratings mean nothing: tell "
+            self._emit(
+                f"all of the first {_ALL_DRAWS} matches of a worker are draws, so ratings mean nothing: set "
                 f"info[{OUTCOME!r}], or pay the sides differently"
             )
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 
     def _how(self, told: Sequence[Sequence[float]], odd: Sequence[float]) -> str:
-        """How a match is judged, in words."""
+        """Returns how a match is judged, in words."""
         returns = "by comparing the sides' returns"
         if odd:
             return f"{returns}, since info[{OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"
         if all(told):
             return f"by the environment's info[{OUTCOME!r}]"
         if not any(told):
-            return f"{returns}, since no agent was told a number in info[{OUTCOME!r}]"
+            return f"{returns}, since no agent had a number in info[{OUTCOME!r}]"
         side = list(self._table.sides[[bool(its) for its in told].index(False)])
-        return f"{returns}, since none of side {side} was told a number in info[{OUTCOME!r}]"
+        return f"{returns}, since no agent of side {side} had a number in info[{OUTCOME!r}]"
 
 
 def _compared(returns: Sequence[float]) -> list[float]:
-    """What share of the others each side has beaten; an equal return (but for rounding) is half of that."""
+    """Returns the share of the others that each side has beaten; an equal return (but for rounding) counts half."""
 
     def beats(mine: float, other: float) -> float:
         return 0.5 if math.isclose(mine, other, rel_tol=1e-9, abs_tol=1e-9) else float(mine > other)

@@ -1,4 +1,4 @@
-"""Opponents: players that do not change, loaded when they are first drawn; the newest ones stay in memory."""
+"""Opponents: players that do not change, loaded when first drawn; the recently used stay in memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -19,32 +19,31 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import decode_policy
 
 MOST_BYTES = 64 << 20
-"""Of players' objects that a worker keeps in memory, whatever the size of the league; more only of those in a seat."""
+"""Bytes of players that a worker keeps in memory, whatever the league's size; more only if all are seated."""
 
 
 class Forfeit(Exception):
-    """A scripted player has raised, or its action is none; the text says which."""
+    """Raised if a scripted player raises or returns an invalid action; the text says which."""
 
 
 class Player:
-    """How one opponent acts."""
+    """Base class of opponents."""
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
-        """Actions `[R, …]` for the slots `rows` `[R]` of observations `[S, …]`; raises `Forfeit` (only for one row)."""
+        """Returns actions `[R, …]` for the slots `rows` `[R]` of observations `[S, …]`; raises `Forfeit`."""
         raise NotImplementedError
 
     one_by_one = False
-    """Whether it is to be asked for each slot by itself."""
+    """True if `act` takes one slot at a time."""
     likeness = ""
     """Equal for networks that can act as one (stacked.py)."""
     state_size = 0
     state: torch.Tensor | None = None
-    """Of a recurrent one, `[S, state size]`: set and kept by its caller."""
+    """State of a recurrent player, `[S, state size]`; the caller sets and keeps it."""
 
 
 class Network(Player):
-    """A policy, which acts by an exploration: by default it draws from its distribution (and takes the best where it
-    has none)."""
+    """Policy that acts by an exploration."""
 
     def __init__(self, policy: Policy, acting: Exploration) -> None:
         self.acting = acting
@@ -61,13 +60,13 @@ class Network(Player):
 
 
 class Mixture(Player):
-    """A league's mean strategy: `member` gives who plays an episode."""
+    """Mean strategy: `member` selects the network that plays an episode."""
 
     def __init__(self, members: Sequence[Network], weights: Sequence[float]) -> None:
         self._members, self._weights = members, weights
 
     def member(self, number: float) -> Network:
-        """Who is selected by the episode's draw from [0, 1)."""
+        """Returns the network selected by the episode's draw from [0, 1)."""
         return self._members[member(self._weights, number)]
 
 
@@ -83,8 +82,8 @@ class Random(Player):
 
 
 class Function(Player):
-    """A scripted player, `function(observation, random)`: the observation as the environment gave it, and a NumPy
-    generator; returns an action as the environment takes it."""
+    """Scripted player, `function(observation, random)`: takes the environment's observation and a NumPy generator, and
+    returns an action for the environment."""
 
     one_by_one = True
 
@@ -107,15 +106,15 @@ class Function(Player):
         for leaf in self._spaces.action.leaves:
             action = columns[leaf.column("action")]
             if action.shape != leaf.shape or (leaf.nvec and leaf.beyond(action).any()):
-                raise Forfeit(f"its action {action.tolist()} is none of the space")
-            if not np.isfinite(action).all():  # else it is brought within the bounds, as a policy's is
+                raise Forfeit(f"its action {action.tolist()} is outside its space")
+            if not np.isfinite(action).all():  # actions beyond the bounds are clipped, as a policy's are
                 raise Forfeit(f"its action {action.tolist()} is not finite")
         if masks and not self._legal(columns, np.concatenate(masks)):
             raise Forfeit(f"its action {[array.tolist() for array in columns.values()]} is illegal")
         return {name: array[None] for name, array in columns.items()}
 
     def _legal(self, columns: Columns, mask: Array) -> bool:
-        """Whether each choice is a legal one of its own, in the order of the leaves."""
+        """Returns whether each choice is legal, in the order of the leaves."""
         first = 0
         for leaf in self._spaces.action.leaves:
             chosen = columns[leaf.column("action")].reshape(-1).tolist() if leaf.nvec else []
@@ -127,7 +126,7 @@ class Function(Player):
 
 
 class Exported(Player):
-    """An ONNX file as `stagecoach checkpoints export --onnx` writes it: it takes its best action."""
+    """ONNX file as `stagecoach checkpoints export --onnx` writes it; takes the best action."""
 
     def __init__(self, data: bytes, spaces: PolicySpaces) -> None:
         try:
@@ -144,7 +143,7 @@ class Exported(Player):
         self.state_size = int(told.get("stagecoach.state_size", 0))
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
-        """The file has observations and actions as the environment has them."""
+        """Acts; the file takes observations and returns actions in the environment's terms."""
         observed = {leaf.column("obs"): leaf for leaf in self._spaces.observation.own.leaves}
         asked = {each.name for each in self._session.get_inputs()}
         fed = {name: leaf.own_terms(observations[name][rows]) for name, leaf in observed.items() if name in asked}
@@ -161,26 +160,29 @@ class Exported(Player):
 
 
 class Opponents:
-    """All that are drawn, by what they are; those that were not asked for longest are forgotten first."""
+    """Cache of players; the least recently used are removed first."""
 
     def __init__(
         self, load: Callable[[str], bytes], functions: Collection[str] = (), *, greedy: bool = False
     ) -> None:  # fmt: skip
-        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name. `functions` are
-        the scripted players that may be imported. `greedy`: policies take the best action, instead of drawing one."""
+        """`load` returns the bytes of a player's object by SHA-256. `functions` are the scripted players that may be
+        imported. If `greedy`, policies take the best action instead of drawing one."""
         self._load, self._functions, self._acting = load, functions, Greedy() if greedy else Sampling()
         self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
-        """With the bytes of its object."""
+        """Group, kind, and SHA-256 or source → player, and its size in bytes."""
 
     def allows(self, ref: PlayerRef) -> bool:
-        """Whether the player may be run: what comes by Redis or the store names no code."""
+        """Returns whether the player may be run: nothing from Redis or the store may name other code."""
         return ref.kind != "function" or ref.source in self._functions
 
     def get(
         self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
     ) -> Player:
-        """For the seats of policy `group`; `policy` is any with its spaces. `seated` gives the SHA-256 of those that
-        are not forgotten. Raises `SharedObjectUnusable`, `ConfigError` for a function that is none."""
+        """Returns a player for the seats of policy `group`; `policy` is any with its spaces.
+
+        `seated` returns the SHA-256 of players that stay in memory. Raises `SharedObjectUnusable`, or `ConfigError` for
+        an unusable function.
+        """
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)

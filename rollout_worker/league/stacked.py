@@ -1,5 +1,7 @@
-"""Opponents whose networks are alike act as one: a batched forward pass for all of them, whatever their number. What
-comes of it is a function of who acts and for which slots, so a successor in the same matches acts the same."""
+"""Opponents with equal networks act together, in one batched forward pass.
+
+The result depends only on the players and their slots, so a successor in the same matches acts the same.
+"""
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from stagecoach.shared.policies.policy import Policy, copy_sharing_buffers
 from stagecoach.shared.policies.q_network import QNetwork
 
 MOST_WEIGHTS = 1 << 16
-"""Of a network that is stacked, which copies its weights; two layers of 256 would not be faster so."""
+"""Size of the largest network that is stacked, which copies its weights; two layers of 256 would not be faster."""
 _CRITIC = ("critic", "value_head", "value_scale")
 _SAMPLING = Sampling()
 Weights = dict[str, Tensor]
@@ -21,7 +23,7 @@ Weights = dict[str, Tensor]
 
 
 def likeness(policy: Policy) -> str:
-    """Equal for policies that can act as one; empty for one that acts by itself."""
+    """Returns a text that is equal for policies that can act together; empty for one that cannot."""
     layers = _layers(policy).values()
     fit = type(policy) in (ActorCritic, QNetwork) and {type(its) for its in layers} <= {nn.Linear, RunningMoments}
     small = sum(tensor.numel() for its in layers for tensor in its.parameters()) <= MOST_WEIGHTS
@@ -29,13 +31,13 @@ def likeness(policy: Policy) -> str:
 
 
 def _layers(policy: Policy) -> dict[str, nn.Module]:
-    """By name, what acting asks and has weights or statistics of its own."""
+    """Returns the layers that act and have weights or statistics, by name."""
     acting = {name: its for name, its in policy.named_modules() if name and not name.startswith(_CRITIC)}
     return {name: its for name, its in acting.items() if [*its.parameters(False), *its.buffers(False)]}
 
 
 class _Layer(nn.Module):
-    """One layer of K networks, on rows `[K · R, …]`: those of one network after those of another."""
+    """One layer of K networks, for rows `[K · R, …]`, grouped by network."""
 
     def __init__(self, name: str, linear: bool, networks: list[Weights]) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class _Layer(nn.Module):
 
 class Stacked:
     def __init__(self, policy: Policy) -> None:
-        """For all that are like this one."""
+        """Stacks policies of the same `likeness` as this one."""
         self._networks: list[Weights] = []
         self._policy = copy_sharing_buffers(policy)
         for name, module in _layers(policy).items():
@@ -64,10 +66,10 @@ class Stacked:
         self, networks: list[Weights], rows: list[Array], observations: Columns, generator: torch.Generator,
         acting: Exploration = _SAMPLING,
     ) -> Columns:  # fmt: skip
-        """Actions `[R, …]`: of each network for its slots of observations `[S, …]`, one's after another's."""
+        """Returns actions `[R, …]` of each network for its slots of observations `[S, …]`, grouped by network."""
         self._networks[:], most = networks, max(map(len, rows))
         there = np.arange(most) < np.array([len(its) for its in rows])[:, None]
-        filled = np.zeros(there.shape, np.int64)  # as many rows for each: what is acted for the others is left out
+        filled = np.zeros(there.shape, np.int64)  # as many rows for each; the padding is left out below
         filled[there] = np.concatenate(rows)
         if isinstance(self._policy, ActorCritic) and len(self._policy.log_std):
             each = torch.stack([its["log_std"] for its in networks]).repeat_interleave(most, 0)

@@ -32,14 +32,14 @@ from stagecoach.shared.policies.registry import torch_device
 _BEST = Greedy()
 _NONE = Directors()
 _CARRIED = "exploration of "
-"""Before a policy id, in the states that an action trace holds."""
+"""Prefix of a policy id in the states of an action trace."""
 Recorders: TypeAlias = Mapping[str, Any]
 """Policy id → its recorder, of a kind that fits how the policy acts."""
 
 
 @dataclass
 class Sample:
-    """What one fragment holds, before its header."""
+    """Content of one fragment, without its header."""
 
     columns: dict[str, Columns]
     episodes: tuple[EpisodeRecord, ...]
@@ -62,7 +62,7 @@ class Sampler:
         self.directors, self._seating, self._rows = directors, directors.seating, rows
         self._holdable = cast(HoldableEnvironment, environment)
         self._in_parts = description.in_turns or directors.seating is not None or rows > 0
-        """Whether only some slots of a policy act in a step."""
+        """True if only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
         self._device, self._stages = torch_device(device), stages or StageTimer()
         self._generator = torch.Generator(self._device)
@@ -77,22 +77,20 @@ class Sampler:
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         self._acts = {policy_id: acts for policy_id, (_, acts) in began.items()}
         self._pauses = environment.set_paused(True)
-        """Whether any environment wants to know when acting waits."""
+        """True if any environment has `set_paused`."""
         self._taken: dict[str, Columns] = {}
-        """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
+        """Actions of the last sample `[T, S, …]`, if its columns do not hold all of them."""
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
         self._began = trace is not None
 
     @torch.inference_mode()
-    def sample(
-        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int
-    ) -> Sample:  # fmt: skip
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """Acts `steps` steps in every environment, each policy by its exploration; in a fragment of whole episodes also
         the rest of those that run then. Raises `EnvironmentFailure`, and then nothing was produced."""
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)
-            except Exception:  # perhaps of a policy or an environment that was given NaN
+            except Exception:  # a policy or an environment may have been given NaN
                 reject_unusable_now(self._now, self._acts, self._description)
                 raise
 
@@ -103,10 +101,8 @@ class Sampler:
         kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
         length = self._rows or steps
         recorders = {
-            policy_id: kind(
-                self._description, policy_id, length, self._slots(policy_id), policies[policy_id].state_size
-            )
-            for policy_id in self._description.policies
+            policy_id: kind(self._description, policy_id, length, self._slots(policy_id), policy.state_size)
+            for policy_id, policy in policies.items()
         }
         taken: list[dict[str, Columns]] = []
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
@@ -126,7 +122,7 @@ class Sampler:
             if not (stepped_now := self._acting(step, steps)):  # all wait for the next fragment
                 break
             acted += stepped_now
-            if self._seating is not None:  # what opponents see is in no column
+            if self._seating is not None:  # opponents' observations are in no column
                 reject_unusable_now(self._now, self._acts, self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -176,7 +172,7 @@ class Sampler:
         return Sample(columns, tuple(episodes), acted, seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _acting(self, step: int, steps: int) -> int:
-        """Environments that act in this step; in a fragment of whole episodes the others wait, from `steps` on."""
+        """Returns the number of environments that act; in a fragment of whole episodes, fewer from `steps` on."""
         if not self._rows:
             return self._environment.num_envs
         if step == steps - 1:
@@ -199,7 +195,7 @@ class Sampler:
         self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy],
         exploration: Mapping[str, Exploration],
     ) -> Columns:  # fmt: skip
-        """Acts for those of a policy's slots that are to act; zeros for the others."""
+        """Acts for the policy's slots whose turn it is; zeros for the others."""
         now, rows = self._now[group], np.flatnonzero(self._acts[group])
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
         actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
@@ -228,20 +224,20 @@ class Sampler:
         return actions
 
     def _best(self, policy: Policy, before: torch.Tensor | None, now: Columns, rows: Array) -> Columns:
-        """The best actions of the slots `rows`, from the states `before` an exploration acted for them."""
+        """Returns the best actions of the slots `rows`, from the states `before` an exploration acted."""
         if isinstance(policy, Stateful) and before is not None:
             slots = torch.from_numpy(rows).to(self._device)
             policy.state = policy.state.index_copy(0, slots, before[slots])
         return act_for(_BEST, policy, now, rows, self._generator)[0]
 
     def _begin_all(self, explorations: Sequence[Exploration]) -> None:
-        """Announces the running episodes; the first ones of all begin only now."""
+        """Announces the running episodes; a lineage's first episodes begin only now."""
         for index in range(self._environment.num_envs):
             self._begin(explorations, index, drawn=not self._began)
         self._began = True
 
     def _begin(self, explorations: Sequence[Exploration], index: int, drawn: bool = True) -> None:
-        """Announces the episode of environment `index`; who is seated in it is `drawn`, if it begins only now."""
+        """Announces the episode of environment `index`; players are `drawn` if it begins now."""
         if not explorations and self._seating is None:
             return
         seed = episode_seed(self._seeds[index], self._episodes[index])
@@ -254,7 +250,7 @@ class Sampler:
         return self._description.seats.get(policy_id, policy_id)
 
     def _observed(self, policy_id: str) -> Columns:
-        """Returns what its slots observe now; zeros where an opponent is seated, as in its rows."""
+        """Returns the current observations of a policy's slots; zeros for an opponent's seats, as in its rows."""
         now = self._now[seat := self._seat(policy_id)]
         if self._seating is None:
             return now
@@ -269,12 +265,12 @@ class Sampler:
 
     @property
     def position_digest(self) -> str:
-        """Of what is observed now; a successor that comes to the same place sees the same."""
+        """Digest of the current observations, compared when a successor resumes the episodes."""
         place = self._environment.position
         return "" if place is None else action_trace.digest(self._now, place.returns)
 
     def traced(self, sample: Sample) -> ActionTrace | None:
-        """The last sample's part of the trace; None for environments that leave none."""
+        """Returns the last sample's part of the trace; None for environments without a position."""
         place = self._environment.position
         if place is None:
             return None

@@ -1,7 +1,7 @@
 """Tries an environment in a process of its own: describes its agents and spaces, and lists everything wrong with it.
 
 Input on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
-`whole` (also check that the environment follows its seed), `alone` (there is no run: each agent gets its own policy)
+`whole` (also check that the environment follows its seed), `alone` (without a run: each agent gets a separate policy)
 and `any_api` (accept a PettingZoo environment whatever the config says). Output on standard output, one line of JSON
 each: the call it is `doing`, a `problem`, the `description`, and `done`. A call beyond the deadline ends the process;
 its stack is on standard error. Imports neither torch nor ray, so that it starts quickly.
@@ -46,8 +46,8 @@ _GRAY = 16
 class Check:
     """Tries one environment. A Gymnasium environment counts as one with a single agent."""
 
-    def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
-        self._config, self._seed, self._report = config, seed, Report(deadline_seconds, tell)
+    def __init__(self, config: Config, seed: int, deadline_seconds: float, send: Callable[[dict[str, Any]], None]):
+        self._config, self._seed, self._report = config, seed, Report(deadline_seconds, send)
         self._many = config.environment.several_agents
         self._random = np.random.default_rng(seed)
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
@@ -59,7 +59,7 @@ class Check:
         self._info_names: set[str] = set()
         """Names of the numbers that any step's `info` held."""
         self._mask_ignored = False
-        """Whether an `info` has a mask while the observation has none."""
+        """True if an `info` has a mask while the observation has none."""
         self._ended: set[str] = set()
         """Agents that have ended and are still in `env.agents`: they do not act."""
 
@@ -101,7 +101,7 @@ class Check:
         again()
 
     def _refuse(self, error: StagecoachError) -> NoReturn:
-        self._report.tell({"error": type(error).__name__, "text": str(error)})
+        self._report.send({"error": type(error).__name__, "text": str(error)})
         raise Unsteppable from None
 
     def _make(self, alone: bool, any_api: bool) -> EnvironmentDescription:
@@ -122,7 +122,7 @@ class Check:
                 policies = dict.fromkeys(each, RunPolicyConfig())
                 self._config = self._config.model_copy(update={"agents": each, "policies": policies})
             description = describe(self._config, self._env)
-            self._report.tell({"description": description.as_dict()})
+            self._report.send({"description": description.as_dict()})
             self._report.calling("its start for evaluation", lambda: check_evaluation(self._config, description))
         except StagecoachError as error:
             self._refuse(error)
@@ -290,7 +290,7 @@ class Check:
         """Reports names of `environment.info_columns` that no step's `info` had."""
         if missing := [name for name in self._config.environment.info_columns if name not in self._info_names]:
             numbers = ", ".join(sorted(self._info_names)) or "none"
-            found = f"info never told {', '.join(missing)} in {counted(steps, 'step')}; its numbers are: {numbers}"
+            found = f"info never had {', '.join(missing)} in {counted(steps, 'step')}; its numbers are: {numbers}"
             expected = "a number in each step's info for each of environment.info_columns (without one it is NaN)"
             self._report.add(WRONG, found, expected, "return it, or leave the name out")
 
@@ -334,16 +334,16 @@ def main() -> None:
     end = os._exit
     report_exits()
 
-    def tell(line: dict[str, Any]) -> None:
+    def send(line: dict[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
 
     sys.path[:] = asked["import_path"]  # as of the process that asks
     try:
-        check = Check(parse_config(asked["config"]), asked["seed"], asked["deadline_seconds"], tell)
+        check = Check(parse_config(asked["config"]), asked["seed"], asked["deadline_seconds"], send)
         check.run(asked["steps"], asked["whole"], asked["alone"], asked["any_api"])
     except UserError as error:
-        tell({"error": type(error).__name__, "text": str(error)})
-    tell({"done": True})
+        send({"error": type(error).__name__, "text": str(error)})
+    send({"done": True})
     end(0)  # not even its threads, or what it does at exit, may hold us up
 
 

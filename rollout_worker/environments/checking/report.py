@@ -44,17 +44,17 @@ class Unsteppable(Exception):
 
 
 class Report:
-    """Makes calls, each with its name and a deadline, and sends what is wrong to `tell`."""
+    """Makes calls, each with its name and a deadline, and sends what is wrong to `send`."""
 
-    def __init__(self, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._deadline, self.tell = deadline_seconds, tell
+    def __init__(self, deadline_seconds: float, send: Callable[[dict[str, Any]], None]) -> None:
+        self._deadline, self.send = deadline_seconds, send
         self._told: set[tuple[str, str]] = set()
 
     def add(self, severity: Severity, found: str, expected: str, remedy: str) -> None:
         """Sends a problem once, however often it occurs."""
         if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
             self._told.add(key)
-            self.tell({"problem": asdict(Problem(severity, found, expected, remedy))})
+            self.send({"problem": asdict(Problem(severity, found, expected, remedy))})
 
     def fatal(self, found: str, expected: str, remedy: str) -> NoReturn:
         """Sends a problem that prevents further checks; raises `Unsteppable`."""
@@ -64,7 +64,7 @@ class Report:
     def raised(self, what: str, error: BaseException) -> NoReturn:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, EnvironmentUnusable):  # our own, which says what is wrong and what to do
-            self.tell({"error": type(error).__name__, "text": str(error)})
+            self.send({"error": type(error).__name__, "text": str(error)})
             raise Unsteppable from None
         mine = [frame for frame in frames if Path(frame.filename).parent != _HERE] or list(frames)
         raised = f"{type(error).__name__}: {' '.join(str(error).split())} (at {mine[-1].filename}:{mine[-1].lineno})"
@@ -73,7 +73,7 @@ class Report:
 
     def calling(self, what: str, call: Callable[[], Any]) -> Any:
         """Makes one call with its name and deadline; warnings of Gymnasium's own checkers become notes."""
-        self.tell({"doing": what})
+        self.send({"doing": what})
         faulthandler.dump_traceback_later(self._deadline, exit=True)
         try:
             with warnings.catch_warnings(record=True) as said:

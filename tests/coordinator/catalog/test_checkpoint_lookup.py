@@ -137,7 +137,7 @@ def test_each_episode_of_several_agents_becomes_a_video(config: MakeConfig, tmp_
 PAINTER, TARGET = f"{MODULE}:Painter", f"{MODULE}:Target"
 DRAWS = "needs an environment that draws .*"
 UNSEEN: list[tuple[dict[str, Any], str]] = [
-    ({"id": TARGET}, f"{DRAWS}Target cannot be made: TypeError: Target"),
+    ({"id": TARGET}, f"{DRAWS}Target cannot be created: TypeError: Target"),
     (
         {"id": PAINTER, "kwargs": {"keeps": False}},
         rf"{DRAWS}its render_mode is None, not the argument; set self\.render_mode",

@@ -125,7 +125,7 @@ def test_initial_policy_is_first_player_of_league(chase: MakeConfig, monkeypatch
     two = {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
     first = played(chase({}, rollout=two), "first")
     said = [event.text for event in first.events() if "are judged" in event.text]
-    judged = "outcomes of matches are judged by comparing the sides' returns, since no agent was told a number in info"
+    judged = "outcomes of matches are judged by comparing the sides' returns, since no agent had a number in info"
     assert said == [f"{judged}['outcome']"], "once, not by each worker"
     second = played(chase({}, initialize_from="first/latest"), "second")
     (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store

@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({"id": "Good"}, []),
     "info": (
         {"id": f"{WORKING}:Counting", "info_columns": ["depth", "note", "cost"]},
-        ["wrong: info never told note, cost in 40 steps; its numbers are: depth, is_success", UNEQUAL],
+        ["wrong: info never had note, cost in 40 steps; its numbers are: depth, is_success", UNEQUAL],
     ),
     "old Gym": ({"id": "OldGym"}, ["fatal: reset() takes no seed", OLD_RESET, OLD_STEP, "wrong: two episodes with"]),
     "many things": (
@@ -134,7 +134,7 @@ def test_check_prints_list_or_json_and_sets_exit_code(stagecoach: Stagecoach) ->
     assert given["problems"][0]["expected"] == "a call that returns within 3 s"
     check_refused(stagecoach("check", f"{MODULE}:Good", "--kwargs", "{"), "is not JSON")
     unusable = stagecoach("check", f"{MODULE}:NoSpaces")
-    assert unusable.code == 2 and "does not tell its spaces" in unusable.out and "Traceback" not in unusable.out
+    assert unusable.code == 2 and "has no usable spaces" in unusable.out and "Traceback" not in unusable.out
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_environments_of_pettingzoo_are_seen_to_be_such(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["does not tell its spaces", "observation_space"]),
+    "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["has no usable spaces", "observation_space"]),
     "many things": ({"id": f"{MODULE}:ManyThings"}, ["nan as reward", "str 'no' as truncated"]),
     "no space": ({"id": f"{MODULE}:NoSpace"}, ["its action_space is None", "set it in __init__"]),
     "nothing": ({"id": f"{MODULE}:nothing"}, ["it returned nothing: return the environment"]),

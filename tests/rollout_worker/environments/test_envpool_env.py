@@ -126,7 +126,7 @@ def test_envpool_evaluation_seeds_each_episode(fake: list[FakePool]) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"task": "Chess-v1"}, "envpool:Chess-v1 cannot be made: AssertionError: Chess-v1 is not supported"),
+        ({"task": "Chess-v1"}, "envpool:Chess-v1 cannot be created: AssertionError: Chess-v1 is not supported"),
         ({"kwargs": {"batch_size": 1}}, r"environment.kwargs \['batch_size'\] of envpool:Count-v1 are Stagecoach's"),
         ({"kwargs": {"players": 2}}, "has several players"),
     ],

@@ -44,7 +44,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         ({"id": f"{MODULE}:Chase"}, "Chase.*api=gymnasium expects a gymnasium.Env"),
         (
             {"id": "CartPole-v1", "wrappers": [f"{MODULE}:broken_wrapper"]},
-            "broken_wrapper cannot be made: TypeError: this wrapper wants images",
+            "broken_wrapper cannot be created: TypeError: this wrapper wants images",
         ),
         ({"id": "CartPole-v1", "wrappers": ["gymnasium.wrappers:Nope"]}, "no attribute 'Nope'"),
         ({"id": "CartPole-v1", "wrappers": ["nope"]}, "wrappers=nope: expected package.module"),
@@ -55,7 +55,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         (NATIVE | {"id": "CartPoole-v1"}, "CartPoole-v1"),
         (NATIVE | {"wrappers": [f"{MODULE}:AddOne"]}, "native cannot apply environment.wrappers"),
         (NATIVE | {"id": f"{MODULE}:Counting"}, "unexpected keyword argument 'num_envs'"),
-        (NATIVE | {"parameters": {"low": -0.1}}, "begins episodes by itself .*NEXT_STEP.* reach the first ones alone"),
+        (NATIVE | {"parameters": {"low": -0.1}}, "begins episodes by itself .*NEXT_STEP.* only the first episodes"),
         (NATIVE | {"kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
     ],
 )  # fmt: skip

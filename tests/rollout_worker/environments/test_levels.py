@@ -230,7 +230,7 @@ _BUFFER = "algorithm.replay_buffer"
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": 5}], "is not below high"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": [0.5]}], "low=.0.5., and the goal has 2 elements"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"threshold": -1}], "expected 0 or more"),
-        ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*found \['observation'\]"),
+        ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*it has \['observation'\]"),
         ("environment.vectorization", "native", "hierarchy with vectorization=native"),
         ("environment.api", "pettingzoo", "the only agents"),
         ("agents", {"top": "top"}, "the only agents"),

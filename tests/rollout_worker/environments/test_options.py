@@ -261,7 +261,7 @@ _OPTIONS = "environment.hierarchy.options"
         ("rewards", [f"{__name__}:CONSTANT"], r"expected a function \(before, action, after, info\), found 3"),
         ("rewards", [f"{__name__}:of_two"], r"expected a function \(before, action, after, info\), found <function"),
         ("rewards", ["environment", "speed"], r"rewards.1=speed: the info of a step has only \['is_success'\]"),
-        ("rewards", ["environment", f"{__name__}:not_a_number"], "not_a_number came to nan in a step; expected"),
+        ("rewards", ["environment", f"{__name__}:not_a_number"], "not_a_number is nan in a step; expected"),
         ("lengths", [1, 16], r"fragment_steps=32 .* lasts up to 17 steps.*set rollout.fragment_steps to 34"),
     ],
 )  # fmt: skip

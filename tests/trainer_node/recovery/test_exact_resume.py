@@ -58,7 +58,7 @@ def test_new_episodes_begin_after_repeated_deaths_in_one_place(new_game: NewGame
         replace_worker(game)
         lives.append(game.worker.episodes.sampler.lineage.incarnation)
     assert lives == [0, 0, 0, 4, 5], "three successors took it up, and none of them pushed anything"
-    assert "worker-0 begins new episodes: 4 of its predecessors died in the old ones" in game.events("environment")
+    assert "worker-0 begins new episodes: 4 of its predecessors died in the old episodes" in game.events("environment")
     game.finish()
     balanced(game)
 
