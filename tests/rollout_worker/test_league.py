@@ -1,4 +1,4 @@
-"""A worker's side of a league: seats, opponents, what is recorded of a match, and that a successor goes on in it."""
+"""Worker's side of a league: seats, opponents, records of matches, and resumption by a successor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.rollout_worker.environments.seeding import SeedLineage
-from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for
+from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, Sampling, act_for
 from stagecoach.rollout_worker.league import opponents, stacked
 from stagecoach.rollout_worker.league.casting import Casting, _compared
 from stagecoach.rollout_worker.league.opponents import Opponents
@@ -23,7 +21,7 @@ from stagecoach.rollout_worker.league.stacked import Stacked, likeness
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.director import Directors
-from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
+from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.shared.base.errors import EnvironmentFailure, SharedObjectUnusable
 from stagecoach.shared.experience.fragment import MatchRecord
 from stagecoach.shared.league.table import Learner, MatchTable, PlayerRef, sides_of, snapshot_id
@@ -34,7 +32,7 @@ from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared
 from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
 from tests.support.environments.games import MODULE, NIM
-from tests.support.environments.stage import same
+from tests.support.environments.stage import Stage, same
 
 CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 
@@ -42,58 +40,46 @@ CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4,
 PAIRS = {"sides": [["a0", "a1"], ["b0", "b1"]]}
 
 
-class Season:
+class Season(Stage):
     """A worker's sampler in a league of Nim, its store, and the table of who plays whom."""
 
     def __init__(
-        self,
-        store: Any,
-        shares: dict[str, float],
-        fixed: Mapping[str, PlayerRef] = MappingProxyType({}),
-        snapshots: int = 2,
-        left: Sequence[bytes] = (),
-        **sections: Any,
-    ) -> None:
-        sections = {"environment": NIM | {"num_envs": 3, "kwargs": {"tells": True}}} | sections
-        self.config = minimal_config(**sections)
-        self.description = describe_environment(self.config)
-        algorithm, policies = self.config.algorithm, self.config.policies
-        self.policies = build_policies(self.description.policies, policies, algorithm, 0)
-        players = dict(fixed)
-        for number in range(snapshots):
-            data = encode_policy(
-                build_policies(self.description.policies, policies, algorithm, number + 1)["default"], number
-            )
-            sha256 = write_shared_object(store, data)
+        self, store: Any, shares: dict[str, float], fixed: Mapping[str, PlayerRef] = MappingProxyType({}),
+        snapshots: int = 2, left: Sequence[bytes] = (), **sections: Any,
+    ) -> None:  # fmt: skip
+        self._store, self._shares, self._fixed, self._snapshots = store, shares, fixed, snapshots
+        self.told: list[str] = []
+        self.fetched: list[str] = []
+        environment = {"num_envs": 3} | sections.pop("environment", NIM | {"kwargs": {"tells": True}})
+        super().__init__(environment, left=left, **{"policies": {"default": {}}} | sections)
+
+    def direct(self) -> Directors:
+        players = dict(self._fixed)
+        for number in range(self._snapshots):
+            made = build_policies(
+                self.description.policies, self.config.policies, self.config.algorithm, number + 1
+            )  # fmt: skip
+            sha256 = write_shared_object(self._store, encode_policy(made["default"], number))
             players[snapshot_id("default", sha256)] = PlayerRef("policy", sha256, f"number {number}", ("default",))
-        known = {"default": shares.get("latest", 0.0)}
-        known |= {name: shares.get(name, shares.get("past", 0.0) / max(1, snapshots)) for name in players}
+        each = self._shares.get("past", 0.0) / max(1, self._snapshots)
+        known = {"default": self._shares.get("latest", 0.0)}
+        known |= {name: self._shares.get(name, each) for name in players}
         opponents = tuple((name, share) for name, share in known.items() if share)
         sides, _ = sides_of(self.config.league.sides if self.config.league else (), self.description.agents)
         learner = Learner("default", tuple(range(len(sides))), {"default": opponents})
         self.table = MatchTable(sides, ("default",) * len(sides), {"main": learner}, players)
-        self.told: list[str] = []
-        self.fetched: list[str] = []
 
         def load(sha256: str) -> bytes:
             self.fetched.append(sha256)
-            return read_shared_object(store, sha256)
+            return read_shared_object(self._store, sha256)
 
         functions = {ref.source for ref in players.values()}
-        casting = self.casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
-        past = action_trace.read(list(left))
-        lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
-        vector = make_vector(self.config.environment, self.description)
-        self.sampler = Sampler(vector, self.description, lineage, trace=past, directors=Directors(seating=casting))
-        self.left = list(left)
+        self.casting = Casting(self.description, 3, self.table, Opponents(load, functions), self.told.append)
+        return Directors(seating=self.casting)
 
-    def sample(self, steps: int = 10) -> Sample:
+    def sample(self, steps: int = 10, exploration: Exploration | None = None) -> Sample:
         self.casting.use(self.table)
-        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, Sampling()), steps)
-        trace = self.sampler.traced(sample)
-        assert trace is not None
-        self.left = [*self.left, action_trace.encode(trace)][-trace.fragments :]
-        return sample
+        return super().sample(steps, exploration or Sampling())
 
 
 @pytest.fixture
@@ -101,7 +87,7 @@ def store(tmp_path: Any) -> FileStore:
     return FileStore(tmp_path, "run")
 
 
-NOT_TOLD = "by comparing the sides' returns, since no agent was told a number in info['outcome']"
+NOT_TOLD = "by comparing the sides' returns, since no agent had a number in info['outcome']"
 
 
 def fixed(**sources: str) -> dict[str, PlayerRef]:
@@ -109,7 +95,7 @@ def fixed(**sources: str) -> dict[str, PlayerRef]:
     return {name: PlayerRef(kinds.get(its, "function"), "", its, ("default",)) for name, its in sources.items()}  # type: ignore[arg-type]
 
 
-def test_seats_take_turns_and_only_rows_of_current_weights_travel(store: FileStore) -> None:
+def test_seats_alternate_and_only_learner_rows_are_recorded(store: FileStore) -> None:
     season = Season(store, {"latest": 0.5, "past": 0.3, "chance": 0.2}, fixed(chance="random"))
     samples = [season.sample(60) for _ in range(5)]
     matches = [record.match for sample in samples for record in sample.episodes]
@@ -128,7 +114,7 @@ def test_seats_take_turns_and_only_rows_of_current_weights_travel(store: FileSto
     assert season.told == ["outcomes of matches are judged by the environment's info['outcome']"]
 
 
-def test_an_outcome_is_what_the_learner_was_paid(store: FileStore) -> None:
+def test_outcome_agrees_with_returns(store: FileStore) -> None:
     for tells in (True, False):
         kwargs = NIM | {"num_envs": 3, "kwargs": {"tells": tells}}
         season = Season(store, {"past": 1.0}, environment=kwargs)
@@ -144,9 +130,7 @@ def test_an_outcome_is_what_the_learner_was_paid(store: FileStore) -> None:
     {"id": f"{MODULE}:Nim", "kwargs": {"tells": True, "pile": 1}},
     {"id": f"{MODULE}:Pairs", "kwargs": {"falls": True}},
 ], ids=["before its first turn", "fallen"])  # fmt: skip
-def test_an_outcome_that_the_game_tells_counts_also_for_who_does_not_act_any_more(
-    store: FileStore, environment: dict[str, Any]
-) -> None:
+def test_outcome_counts_for_agents_that_no_longer_act(store: FileStore, environment: dict[str, Any]) -> None:
     pairs: dict[str, Any] = {"league": PAIRS} if environment["id"].endswith("Pairs") else {}
     environment = {"api": "pettingzoo", "num_envs": 3} | environment
     season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=environment, **pairs)
@@ -156,22 +140,22 @@ def test_an_outcome_that_the_game_tells_counts_also_for_who_does_not_act_any_mor
     assert season.told == ["outcomes of matches are judged by the environment's info['outcome']"]
 
 
-def test_matches_that_are_all_draws_are_told(store: FileStore) -> None:
+def test_matches_that_are_all_draws_are_reported(store: FileStore) -> None:
     pairs = {"api": "pettingzoo", "num_envs": 3, "id": f"{MODULE}:Pairs", "kwargs": {"pays": 0.0}}
     season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=pairs, league=PAIRS)
     season.sample(400)
     judged, drawn = season.told
     assert judged == f"outcomes of matches are judged {NOT_TOLD}"
-    assert drawn.startswith("all of the first 100 matches of a worker are draws") and "tell info['outcome']" in drawn
+    assert drawn.startswith("all of the first 100 matches of a worker are draws") and "set info['outcome']" in drawn
 
 
-def test_returns_that_differ_by_rounding_are_a_draw_and_sides_of_unequal_size_are_compared_by_the_mean() -> None:
+def test_compared_returns_ignore_rounding() -> None:
     assert _compared([0.1 + 0.2, 0.3]) == [0.5, 0.5]
     assert _compared([1.0, 0.3, 0.3]) == [1.0, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
-def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dict[str, Any]) -> None:
+def test_successor_resumes_matches(store: FileStore, sections: dict[str, Any]) -> None:
     shares = {"latest": 0.2, "past": 0.5, "chance": 0.1, "one": 0.2}
     more = fixed(chance="random", one=f"{MODULE}:takes_one")
     worker = Season(store, shares, more, **sections)
@@ -183,7 +167,7 @@ def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dic
         assert same(found[0], found[1]) and same(ahead, found[0])
 
 
-def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> None:
+def test_opponent_state_is_dropped_with_its_last_seat(store: FileStore) -> None:
     season = Season(store, {"past": 1.0}, snapshots=12, **CORES)
     met = set()
     for _ in range(12):
@@ -201,14 +185,14 @@ def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> No
     ("player", "says"),
     [
         ("raises", "ValueError: no move comes to mind"),
-        ("takes_too_many", "its action 7 is none of the space"),
+        ("takes_too_many", "its action 7 is outside its space"),
         ("takes_half", "ValueError: 0.5 is not a choice of a discrete space"),
         ("cheats", "its action [2] is illegal"),
         ("says_nothing", "it returned None"),
         ("complains", f"ValueError: {'x' * 188}… (812 more characters)"),
     ],
 )
-def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
+def test_scripted_player_forfeits_on_invalid_action(
     store: FileStore, caplog: pytest.LogCaptureFixture, player: str, says: str
 ) -> None:
     season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:{player}"), snapshots=0)
@@ -231,9 +215,7 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
         ("short mask", r"an observation.action_mask of policy default has the shape \(1,\); expected \(3,\)"),
     ],
 )
-def test_what_is_wrong_in_an_opponents_seat_is_the_environments_fault_too(
-    store: FileStore, player: str, kind: str, says: str
-) -> None:
+def test_environment_failure_is_reported_in_opponents_seat(store: FileStore, player: str, kind: str, says: str) -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:Faulty", "num_envs": 3, "kwargs": {"kind": kind}}
     players = {} if player == "past" else fixed(other=player)
     shares = {"past": 1.0} if player == "past" else {"other": 1.0}
@@ -244,7 +226,7 @@ def test_what_is_wrong_in_an_opponents_seat_is_the_environments_fault_too(
         season.sample(60)
 
 
-def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
+def test_scripted_player_runs_only_if_config_names_it(store: FileStore) -> None:
     """As somebody with a worker's password would have it, by the policy board or by a worker's action trace."""
     scripted, other = PlayerRef("function", "", "tests.support.environments.games:takes_one", ("default",)), "this:that"
     stage = Season(store, {"one": 1.0}, {"one": scripted}, snapshots=0)
@@ -266,13 +248,13 @@ def test_no_code_is_run_that_the_config_does_not_name(store: FileStore) -> None:
     assert config is not None and config.functions == {scripted.source}, "three is not known yet"
 
 
-def test_a_scripted_player_may_write_into_what_it_observes(store: FileStore) -> None:
+def test_scripted_player_may_change_its_observation(store: FileStore) -> None:
     season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:crosses_out"), snapshots=0)
     matches = [record.match for record in season.sample(60).episodes]
     assert matches and not any(match and match.forfeit for match in matches)
 
 
-def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> None:
+def test_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> None:
     three = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
     season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:raises"), snapshots=0, environment=three)
     matches = [record.match for record in season.sample(60).episodes if record.match and record.match.forfeit]
@@ -289,7 +271,7 @@ def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> No
         ("aims_astray", "auto", {"entry": "action_mask_before", "size": 2}, False),
     ],
 )
-def test_a_scripted_player_has_to_keep_to_what_is_a_mask_and_to_nothing_else(
+def test_scripted_player_obeys_only_action_masks(
     store: FileStore, player: str, masks: str, kwargs: dict[str, Any], loses: bool
 ) -> None:
     game = {"api": "pettingzoo", "id": f"{MODULE}:Aimed", "num_envs": 3, "action_mask": masks, "kwargs": kwargs}
@@ -298,9 +280,7 @@ def test_a_scripted_player_has_to_keep_to_what_is_a_mask_and_to_nothing_else(
     assert matches and any(match.forfeit != "" for match in matches) == loses
 
 
-def test_where_one_has_forfeited_others_play_on_and_are_judged_by_what_they_do(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_judged_by_play_after_a_forfeit(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, matches = Counter[str](), list[MatchRecord]()
 
     def counting(observation: Any, random: np.random.Generator) -> int:
@@ -325,14 +305,7 @@ def test_where_one_has_forfeited_others_play_on_and_are_judged_by_what_they_do(
     assert {tuple(sorted(line.partition(": ")[0] for line in lines)) for lines in lost} >= {("one", "two")}
 
 
-def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:
-    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:best"), snapshots=0)
-    matches = [record.match for record in season.sample(200).episodes if record.match]
-    as_first = [match.outcome for match in matches if match.players[0] == "script"]
-    assert as_first and set(as_first) == {(1.0, 0.0)}, "a pile of seven is won by who begins"
-
-
-def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(store: FileStore) -> None:
+def test_missing_or_damaged_player_raises(store: FileStore) -> None:
     season = Season(store, {"past": 1.0}, snapshots=1)
     (ref,) = season.table.players.values()
     store.put(SHARED_OBJECTS + ref.sha256, b"something else")
@@ -343,9 +316,7 @@ def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(s
         season.sample()
 
 
-def test_a_player_that_left_in_mid_episode_stays_while_it_has_a_seat_and_else_episodes_begin_anew(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_player_that_left_keeps_its_seat_in_memory(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opponents, "MOST_BYTES", 1)
     long = NIM | {"num_envs": 3, "kwargs": {"pile": 200}}
     season = Season(store, {"past": 1.0}, snapshots=9, environment=long)
@@ -360,7 +331,7 @@ def test_a_player_that_left_in_mid_episode_stays_while_it_has_a_seat_and_else_ep
         successor.sample()
 
 
-def test_an_opponent_forgets_with_each_agent_that_ends(store: FileStore) -> None:
+def test_opponent_state_resets_when_agent_ends(store: FileStore) -> None:
     coming = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
     season = Season(store, {"past": 1.0}, environment=coming, **CORES)
     remembered = 0
@@ -383,9 +354,7 @@ def test_an_opponent_forgets_with_each_agent_that_ends(store: FileStore) -> None
     ids=["choices", "boxes", "values"],
 )
 @torch.inference_mode()
-def test_networks_that_are_alike_act_as_one_and_each_as_by_itself(
-    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacked_networks_act_as_each_alone(sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = minimal_config(**{"environment": NIM} | sections)
     spaces, generator = describe_environment(config).policies, torch.Generator().manual_seed(3)
     made = [build_policies(spaces, config.policies, config.algorithm, seed)["default"] for seed in range(3)]
@@ -418,7 +387,7 @@ def test_networks_that_are_alike_act_as_one_and_each_as_by_itself(
     assert not torch.allclose(each[0][1], each[1][1][:1], atol=1e-2)
 
 
-def test_what_is_unlike_acts_by_itself() -> None:
+def test_likeness_is_empty_for_other_networks() -> None:
     for policy in (CORES["policies"]["default"], {"hidden_sizes": [300, 300]}, {"layer_norm": True}):
         config = minimal_config(environment=NIM, policies={"default": policy})
         made = build_policies(describe_environment(config).policies, config.policies, config.algorithm, 0)
@@ -426,9 +395,7 @@ def test_what_is_unlike_acts_by_itself() -> None:
 
 
 @pytest.mark.parametrize("most", [opponents.MOST_BYTES, 300_000])
-def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_player(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_large_league_uses_bounded_memory(store: FileStore, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(opponents, "MOST_BYTES", most)
     season = Season(store, {"past": 1.0}, snapshots=60)
     for _ in range(12):
@@ -443,7 +410,7 @@ def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_playe
         assert 2 < len(held) < len(set(fetched))
 
 
-def test_a_table_that_changes_in_mid_season_is_drawn_from_at_the_next_episode(store: FileStore) -> None:
+def test_new_table_applies_from_next_episode(store: FileStore) -> None:
     season = Season(store, {"past": 1.0}, snapshots=2)
     season.sample(5)
     learner = replace(season.table.learners["main"], opponents={"default": (("default", 1.0),)})
@@ -452,7 +419,7 @@ def test_a_table_that_changes_in_mid_season_is_drawn_from_at_the_next_episode(st
     assert all(match and match.players == ("default", "default") for match in later[3:])
 
 
-def test_an_outcome_that_is_none_is_told_and_returns_are_compared(store: FileStore) -> None:
+def test_invalid_outcome_is_reported_and_returns_decide(store: FileStore) -> None:
     kwargs = {"tells": True, "outcome": 5.0}
     season = Season(store, {"past": 1.0}, environment=NIM | {"num_envs": 3, "kwargs": kwargs})
     records = season.sample(80).episodes
@@ -461,7 +428,7 @@ def test_an_outcome_that_is_none_is_told_and_returns_are_compared(store: FileSto
     assert told.endswith("by comparing the sides' returns, since info['outcome'] was 5; expected 0 to 1")
 
 
-def test_slots_of_opponents_are_zeros_after_the_last_row_too_and_so_fragments_join(store: FileStore) -> None:
+def test_opponent_slots_are_zeros_after_last_row(store: FileStore) -> None:
     pairs = {"api": "pettingzoo", "id": f"{MODULE}:Pairs", "num_envs": 3}
     season = Season(store, {"dice": 1.0}, fixed(dice="random"), 0, environment=pairs, league=PAIRS)
     first, second = (season.sample(5).columns["default"] for _ in range(2))
@@ -474,7 +441,7 @@ def test_slots_of_opponents_are_zeros_after_the_last_row_too_and_so_fragments_jo
     assert np.array_equal(team["bootstrap_team_mask"][acting], team["team_mask"][-1][acting])
 
 
-def test_a_policy_without_agents_of_its_own_is_played_beside_the_others() -> None:
+def test_policy_without_agents_is_evaluated() -> None:
     learners = {"main": {"policy": "main"}, "exploiter": {"policy": "exploiter", "plays": ["main"]}}
     sections: dict[str, Any] = {"policies": {"main": {}, "exploiter": {}}, "league": {"learners": learners}}
     config = minimal_config(environment=NIM | {"num_envs": 2}, agents={"first": "main", "second": "main"}, **sections)

@@ -152,14 +152,6 @@ def test_memory_far_beyond_limit_ends_worker_at_once(run_worker: RunWorker) -> N
     assert role.flow.read().claimed == 0
 
 
-@pytest.mark.processes
-def test_watchdog_ends_hanging_evaluator(run_worker: RunWorker, tmp_path: Path) -> None:
-    config = hanging(tmp_path / "tally", "step")
-    role, done = run_worker(config, "--evaluator")
-    assert done.returncode == 1, done
-    assert "evaluator hangs in step of its environments" in events(role)
-
-
 def test_resident_bytes_include_children() -> None:
     alone = resident_bytes(os.getpid())
     code = "import sys; kept = bytearray(b'x') * (200 << 20); print('ready', flush=True); sys.stdin.read()"

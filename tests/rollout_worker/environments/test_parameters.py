@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.playing import evaluate_policies
-from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.director import Directors
-from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable
 from stagecoach.shared.config.environments.parameters import table_at
 from stagecoach.shared.experience.counters import Phase
@@ -57,14 +54,13 @@ class Parameterized(Stage):
     def __init__(self, environment: dict[str, Any], left: Any = ()) -> None:
         levels = [level["policy"] for level in environment.get("hierarchy", {}).get("levels", ())]
         policies: dict[str, Any] = {"policies": {name: {"hidden_sizes": [8]} for name in levels}} if levels else {}
-        super().__init__({"num_envs": 2} | environment, **policies)
-        self.sampler.close()
-        self.drawn = EpisodeParameters(table_at(self.config.environment.parameters, {}), 2)
-        past = action_trace.read(list(left))
-        lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
-        vector = make_vector(self.config.environment, self.description, self.drawn)
-        self.sampler = Sampler(vector, self.description, lineage, trace=past, directors=Directors(self.drawn))
-        self.past, self.left = past, list(left)
+        super().__init__(environment, left=left, **policies)
+
+    def direct(self) -> Directors:
+        table = table_at(self.config.environment.parameters, {})
+        assert table is not None
+        self.drawn = EpisodeParameters(table, 2)
+        return Directors(self.drawn)
 
     def records(self, samples: int = 4) -> list[EpisodeRecord]:
         return [record for _ in range(samples) for record in self.sample(9).episodes]

@@ -297,12 +297,6 @@ def takes_one(observation: dict[str, Any], random: np.random.Generator) -> int:
     return 0
 
 
-def best(observation: dict[str, Any], random: np.random.Generator) -> int:
-    """Leaves a multiple of four, where it can."""
-    left = int(observation["observation"].argmax())
-    return left % 4 - 1 if left % 4 else 0
-
-
 def takes_first(observation: dict[str, Any], random: np.random.Generator) -> int:
     return int(np.flatnonzero(observation["action_mask"])[0])
 

@@ -11,6 +11,7 @@ from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.sampling import action_trace
+from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sample, Sampler
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Counters, Phase
@@ -23,15 +24,21 @@ class Stage:
     """A sampler with its policies, checked by `fragment.check` at every sample, and the action trace that it leaves."""
 
     def __init__(self, environment: dict[str, Any], seed: int = 1, left: Sequence[bytes] = (), **sections: Any) -> None:
+        """Resumes the trace `left`, if it is not empty; `sections` are those of the config."""
         sections = {"policies": {"default": {"cnn": "small"}}, "algorithm": {"minibatch_size": 8}} | sections
         self.config = minimal_config(environment={"num_envs": 2} | environment, **sections)
         self.description = describe_environment(self.config)
         self.policies = build_policies(self.description.policies, self.config.policies, self.config.algorithm, 0)
         self.left, self.past = list(left), action_trace.read(list(left))
-        vector = make_vector(self.config.environment, self.description)
+        directors = self.direct()
+        vector = make_vector(self.config.environment, self.description, directors.parameters)
         lineage = self.past.lineage if self.past else SeedLineage(seed, 0, 0, 0)
         rows = self.config.fragment_rows if self.config.rollout.complete_episodes else 0
-        self.sampler = Sampler(vector, self.description, lineage, trace=self.past, rows=rows)
+        self.sampler = Sampler(vector, self.description, lineage, trace=self.past, directors=directors, rows=rows)
+
+    def direct(self) -> Directors:
+        """Returns the sampler's directors; subclasses override it."""
+        return Directors()
 
     def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
         acting = {
