@@ -268,7 +268,7 @@ def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:
 class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
     """Turns exceptions of an environment into `EnvironmentFailure`, with its number, the place and the traceback.
 
-    Infos are reduced to numbers: all of an episode's last info, the configured ones otherwise. Anything else (an object
+    Infos are reduced to numbers: all of an episode's last info, the configured numbers else. Anything else (an object
     that cannot be pickled, an integer of 400 digits) would break Gymnasium's vectorization. With the option
     `_PAST` (a list of actions per environment) a reset repeats these actions; with `_PARAMETERS` it applies the
     environment's.
