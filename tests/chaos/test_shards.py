@@ -78,6 +78,13 @@ def test_sharded_run_has_equal_weights_and_leaves_nothing(place: FaultRun, undis
     assert all(shard.command("INFO", "commandstats")["cmdstat_hset"]["calls"] >= UPDATES for shard in place.shards)
 
 
+def test_two_runs_on_the_same_shards_are_separate(place: FaultRun, undisturbed: str) -> None:
+    one, other = place.game(), place.game()
+    one.play_to(2)
+    other.finish()
+    all_is_there(place, one, undisturbed)
+
+
 def test_index_may_serve_as_a_shard(place: FaultRun, undisturbed: str) -> None:
     game = place.game(place.config(shards=[place.redis.url, place.shards[0].url]))
     game.play_to(UPDATES)
