@@ -43,6 +43,10 @@ class ConfigError(UserError):
     """The configuration is misspelled, out of bounds, or combines what cannot work together."""
 
 
+class UserCodeError(StagecoachError):
+    """A user's own part raised an error or returned an unusable value; the message names the part and the place."""
+
+
 class RunExists(UserError):
     """A run with this id is already there; nothing of it is overwritten."""
 

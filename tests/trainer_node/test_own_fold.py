@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stagecoach.coordinator.lifecycle.validation import check_description
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError, UserCodeError
+from stagecoach.shared.experience.counters import Counters
+from stagecoach.trainer_node.learning.fold import Fold, encode
 from stagecoach.trainer_node.learning.learner import make_learner
+from stagecoach.trainer_node.learning.own_fold import OwnFold
 from tests.conftest import minimal_config
 from tests.support.environments.lessons import MODULE
 from tests.support.runs.game import KEEP, NewGame, goes_on_exactly
@@ -64,3 +69,70 @@ def test_error_in_own_fold_names_class_and_kwargs(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ConfigError, match=expected) as refused:
             use(config, describe_environment(config))
         assert "\n" not in str(refused.value)
+
+
+CALLS: dict[str, Any] = {
+    "after_update": lambda fold: fold.after_update({}, 1),
+    "parameters": lambda fold: fold.table(Counters()),
+    "state": encode,
+    "load_state": lambda fold: fold.load_state({}),
+    "new_objects": lambda fold: fold.new_objects(),
+    "objects": lambda fold: fold.objects(),
+    "metrics": lambda fold: fold.metrics(),
+    "drain_events": lambda fold: fold.drain_events(),
+}
+"""Method of a user's fold → the trainer's call."""
+
+
+def fold_with(method: str, function: Any) -> Fold:
+    """Returns a user's fold whose `method` calls `function`."""
+    fold = type("Broken", (Fold,), {method: lambda _, *arguments: function()})()
+    fold.name = "broken"
+    return OwnFold(fold)
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_error_in_own_fold_names_fold_and_method(method: str) -> None:
+    def fail() -> None:
+        raise SystemExit("bye")
+
+    with pytest.raises(
+        UserCodeError, match=rf"^folds\.broken: {method}\(\) raised SystemExit: bye \(at .*test_own_fold"
+    ):
+        CALLS[method](fold_with(method, fail))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "expected"),
+    [
+        ("after_update", ("nobody",), r"policies of its resettable: \[\]"),
+        ("after_update", 7, "policies of its resettable"),
+        ("parameters", None, "a mapping from names"),
+        ("parameters", {"length": float("nan")}, "a finite number, .* for 'length'"),
+        ("parameters", {"length": object()}, "a finite number, .* for 'length'"),
+        ("state", None, "a dict with text as keys"),
+        ("state", {"last": (2, 0)}, "lists, not tuples"),
+        ("state", {"counts": {1: 2}}, "text as keys"),
+        ("state", {"mean": float("nan")}, "finite numbers"),
+        ("state", {"array": np.zeros(2)}, "not of NumPy"),
+        ("new_objects", {"ab" * 32: b"x"}, "a mapping from SHA-256"),
+        ("new_objects", {"ab" * 32: "x"}, "a mapping from SHA-256"),
+        ("objects", ["ab" * 32], r"objects that new_objects\(\) returned before"),
+        ("objects", None, "a collection of SHA-256"),
+        ("metrics", None, "finite numbers"),
+        ("metrics", {"a": "b"}, "finite numbers"),
+        ("drain_events", None, "a list of texts"),
+    ],
+)
+def test_own_fold_rejects_unusable_return_value(method: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserCodeError, match=rf"^folds\.broken: {method}\(\) returned .*; expected .*{expected}"):
+        CALLS[method](fold_with(method, lambda: value))
+
+
+def test_own_fold_accepts_numpy_scalars_and_its_own_objects() -> None:
+    sampler = fold_with("parameters", lambda: {"length": np.int64(4)}).table(Counters()).as_dict()
+    assert sampler == fold_with("parameters", lambda: {"length": 4}).table(Counters()).as_dict()
+    objects = {hashlib.sha256(b"x").hexdigest(): b"x"}
+    kind = type("Storing", (Fold,), {"new_objects": lambda _: objects, "objects": lambda _: [*objects]})
+    fold = OwnFold(kind())
+    assert (fold.new_objects(), fold.objects()) == (objects, [*objects])

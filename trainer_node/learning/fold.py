@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.environments.parameters import sampler_of
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
@@ -38,7 +37,13 @@ class Fold:
             self.observe_episode(record, counters)
 
     def observe_episode(self, record: EpisodeRecord, counters: Counters) -> None:
-        """Observes an episode that ended: its return, length, success, parameters and metrics."""
+        """Observes an episode that ended.
+
+        Args:
+            record: `episode_return` (undiscounted, over all agents), `length`, `success` (None if the environment does
+                not report it), `agent_returns` by agent, `metrics` by name, and `parameters`, the values drawn for it.
+            counters: `env_steps`, `episodes`, `updates` and `gradient_steps` of training so far.
+        """
 
     def observe_update(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
         """Observes what an update learned from.
@@ -58,14 +63,14 @@ class Fold:
         return {}
 
     def table(self, counters: Counters) -> PlainData:
-        """Returns what workers decide episodes by, from the next policy version on; by default `parameters`."""
-        try:
-            return ParameterTable({name: sampler_of(value) for name, value in self.parameters().items()})
-        except ValueError as error:
-            raise ConfigError(f"folds.{self.name}: parameters() returned {self.parameters()}: {error}") from None
+        """Returns what workers decide episodes by, from the next policy version on: `parameters`, for a user's fold."""
+        return ParameterTable({name: sampler_of(value) for name, value in self.parameters().items()})
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the whole state as data for JSON; the inverse is `load_state`."""
+        """Returns the whole state; the inverse is `load_state`.
+
+        It must survive JSON unchanged: text as keys, lists instead of tuples, no NaN.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.curriculum import Curriculum
 from stagecoach.trainer_node.learning.fold import Fold
 from stagecoach.trainer_node.learning.league import League
+from stagecoach.trainer_node.learning.own_fold import OwnFold
 
 
 def make_folds(config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> list[Fold]:
@@ -25,9 +26,9 @@ def make_folds(config: Config, description: EnvironmentDescription, policies: Ma
 
 def own_folds(config: Config) -> list[Fold]:
     """Returns new folds of the user's classes; raises `ConfigError`."""
-    folds = []
+    folds: list[Fold] = []
     for name, section in config.folds.items():
         fold = make_own(section.path, f"folds.{name}.path", Fold, **section.kwargs)
         fold.name = name
-        folds.append(fold)
+        folds.append(OwnFold(fold))
     return folds
