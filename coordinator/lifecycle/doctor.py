@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
-from stagecoach.coordinator.services.redis_servers import missing_fixes
+from stagecoach.coordinator.services.redis_servers import missing_fixes, redis_binary
 from stagecoach.rollout_worker.environments.description import check_new
 from stagecoach.shared.base.address import Address, redis_place
 from stagecoach.shared.base.errors import DeletionRefused, StagecoachError, headline
@@ -68,12 +69,13 @@ def examine(config: Config | None) -> Iterator[Finding]:
     yield _try("shared memory", _shared_memory)
     if config is None or config.redis.url == "embedded":
         yield _try_in_folder("embedded Redis", _embedded_redis)
+        yield from _warnings("version of embedded Redis", old_embedded_redis, _FIXED)
     else:
         shards = [(f"Redis shard {redis_place(url)}", url) for url in config.redis.shards]
         for name, url in [("Redis", config.redis.url), *shards]:
             there = without_retries(config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})}))
-            fixed = (f"version of {name}", partial(old_redis, there), "has the published security fixes")
-            yield from _with_access(name, partial(_redis, there), partial(open_redis, there), fixed)
+            yield from _with_access(name, partial(_redis, there), partial(open_redis, there))
+            yield from _warnings(f"version of {name}", partial(old_redis, there), _FIXED)
     if config is None or config.store.url == "embedded":
         yield _try_in_folder("embedded S3 server", _embedded_s3)
     else:
@@ -97,19 +99,22 @@ def examine(config: Config | None) -> Iterator[Finding]:
             yield _try("players and beginnings", lambda: _players(config, described[0], [*players, *begun]))
 
 
-def _with_access(
-    name: str, check: Callable[[], str], strangers: Callable[[], list[str]],
-    *others: tuple[str, Callable[[], list[str]], str],
-) -> Iterator[Finding]:  # fmt: skip
-    """A check and, if it succeeds, warnings: of access by strangers, and others (name, warnings, text without any)."""
+_FIXED = "has the published security fixes"
+
+
+def _with_access(name: str, check: Callable[[], str], strangers: Callable[[], list[str]]) -> Iterator[Finding]:
+    """A check and, if it succeeds, a warning of access by strangers."""
     found = _try(name, check)
     yield found
-    access = (f"access to {name}", strangers, "a stranger who tried to come in was refused")
-    for what, ask, fine in (access, *others) if found.ok else ():
-        try:
-            yield _warned(what, ask(), fine)
-        except Exception as error:
-            yield Finding(what, True, f"cannot be checked ({headline(error)})", True)
+    if found.ok:
+        yield from _warnings(f"access to {name}", strangers, "a stranger who tried to come in was refused")
+
+
+def _warnings(name: str, ask: Callable[[], list[str]], fine: str) -> Iterator[Finding]:
+    try:
+        yield _warned(name, ask(), fine)
+    except Exception as error:
+        yield Finding(name, True, f"cannot be checked ({headline(error)})", True)
 
 
 def _warned(name: str, open_: list[str], fine: str) -> Finding:
@@ -288,6 +293,16 @@ def old_redis(config: Config) -> list[str]:
     valkey = info.get("valkey_version")
     advice = missing_fixes("Valkey" if valkey else "Redis", str(valkey or info["redis_version"]))
     return [advice] if advice else []
+
+
+def old_embedded_redis() -> list[str]:
+    """Advice if the server of embedded runs lacks published security fixes."""
+    said = subprocess.run([redis_binary(), "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    found = re.search(r"(Redis|Valkey) server v=(\d+\.\d+\.\d+)", said)
+    if found is None:
+        raise ValueError(f"{redis_binary()} --version printed {said[:80]!r}")
+    advice = missing_fixes(*found.groups())
+    return [f"{redis_binary()}: {advice}"] if advice else []
 
 
 def open_bucket(config: Config) -> list[str]:

@@ -2,7 +2,7 @@
 
 `from stagecoach import Run, load_config, load_policy, read_experience`, and for algorithms and policies of your own
 `Algorithm`, `AlgorithmConfig`, `register_policy` and the parts that the examples are made of. The packages behind it
-(`coordinator`, `rollout_worker`, `trainer_node`, `shared`) are private: their names may change at any time.
+(`stagecoach.coordinator`, `.rollout_worker`, `.trainer_node`, `.shared`) are private: their names may change.
 
 A name is imported when it is first used, so `import stagecoach` alone loads neither torch nor Ray.
 """

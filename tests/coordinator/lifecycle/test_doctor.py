@@ -53,7 +53,7 @@ def examined(config: Config | None) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine(config)}
 
 
-def first(name: str, config: Config) -> Finding:
+def first(name: str, config: Config | None) -> Finding:
     """The finding of this name; what would be examined after it is not."""
     return next(finding for finding in examine(config) if finding.name == name)
 
@@ -147,6 +147,9 @@ def test_doctor_judges_version_of_a_real_server(kind: str, tmp_path: Path, monke
     advice = missing_fixes(*reported.groups())
     assert (found.ok, found.outcome) == (True, "warn" if advice else "ok")
     assert found.text == (advice or "has the published security fixes")
+    monkeypatch.setattr("stagecoach.coordinator.lifecycle.doctor.redis_binary", lambda: binary)
+    embedded = first("version of embedded Redis", None)
+    assert (embedded.outcome, embedded.text) == (found.outcome, f"{binary}: {advice}" if advice else found.text)
 
 
 @pytest.mark.parametrize(
