@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
@@ -17,7 +18,7 @@ from stagecoach.rollout_worker.environments.factory import make_native, make_vec
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.vector_env import NamedFailures, reject_unusable
 from stagecoach.shared.base.address import Address
-from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
+from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError, headline
 from stagecoach.shared.base.process import keeping_sigterm
 from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
@@ -72,9 +73,21 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         check_evaluation(config, description)
         _reset_once(config, description)
     else:
+        _check_not_shadowed(Path.cwd())
         description = try_environment(config).refuse(config, strict)
     check_description(config, description)
     return description
+
+
+def _check_not_shadowed(folder: Path) -> None:
+    """Rejects a module of our name in a folder that Ray's processes import from first."""
+    ours = sys.modules["stagecoach"].__file__ or ""
+    for path in (folder / "stagecoach.py", folder / "stagecoach" / "__init__.py"):
+        if path.is_file() and not path.samefile(ours):
+            raise UserError(
+                f"{path} hides the installed package stagecoach from Ray's processes; rename it, or start from another "
+                f"folder"
+            )
 
 
 def check_description(config: Config, description: EnvironmentDescription) -> None:

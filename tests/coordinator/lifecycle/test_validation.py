@@ -1,4 +1,4 @@
-"""The memory that a process may use, in control groups of either version."""
+"""Memory limits in control groups of either version, and modules that hide the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.coordinator.lifecycle.validation import memory_bytes
+from stagecoach.coordinator.lifecycle.validation import check, memory_bytes
+from stagecoach.shared.base.errors import UserError
+from tests.conftest import minimal_config
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -36,3 +38,12 @@ def test_memory_is_that_of_the_tightest_control_group(
         (groups / name).write_text(limit)
     assert memory_bytes(groups, mine) == expected
     assert memory_bytes(groups, tmp_path / "none") == MACHINE
+
+
+@pytest.mark.parametrize("name", ["stagecoach.py", "stagecoach/__init__.py"])
+def test_module_that_hides_the_package_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"{name} hides the installed package stagecoach .*; rename it"):
+        check(minimal_config())
