@@ -47,10 +47,11 @@ start_redis() {
   [[ $url =~ ^redis://([^:/@]+):([0-9]+)(/[0-9]+)?$ ]] || fail "STAGECOACH__REDIS__URL=$url is not redis://HOST:PORT/0"
   host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}
   if ! alive redis; then
-    binary=$("$python" -c 'import pathlib, sys
-from stagecoach.coordinator.services.redis_servers import redis_binary_for
-print(redis_binary_for(pathlib.Path(sys.argv[1])))' "$folder/redis")
     mkdir -p "$folder/redis"
+    binary=$(cat "$folder/redis.binary" 2>/dev/null) || true # another server may not read what this one wrote
+    [[ -x $binary ]] ||
+      binary=$("$python" -c 'from stagecoach.coordinator.services.redis_servers import redis_binary; print(redis_binary())')
+    echo "$binary" >"$folder/redis.binary"
     "$python" "$here/make_acl.py" >"$folder/users.acl"
     {
       grep -vE '^(bind|port|dir|aclfile) ' "$here/redis.conf"

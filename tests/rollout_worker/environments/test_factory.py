@@ -53,14 +53,13 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         ({"id": "BabyAI-GoToObj-v0"}, "minigrid:BabyAI-GoToObj-v0.*pip install minigrid"),
         (NATIVE | {"id": "MountainCarContinuous-v0"}, "no vectorized version of its own; use .*sync or async"),
         (NATIVE | {"id": "CartPoole-v1"}, "CartPoole-v1"),
-        (NATIVE | {"wrappers": [f"{MODULE}:AddOne"]}, "native cannot apply environment.wrappers"),
         (NATIVE | {"id": f"{MODULE}:Counting"}, "unexpected keyword argument 'num_envs'"),
         (NATIVE | {"parameters": {"low": -0.1}}, "begins episodes by itself .*NEXT_STEP.* only the first episodes"),
         (NATIVE | {"kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
     ],
 )  # fmt: skip
 def test_make_environment_names_error_in_one_line(fields: dict[str, Any], message: str) -> None:
-    kind = ConfigError if "sync or async" in message or "native cannot" in message else EnvironmentUnusable
+    kind = ConfigError if "sync or async" in message else EnvironmentUnusable
     with pytest.raises(kind, match=message) as caught:
         (make_native if "vectorization" in fields else make_environment)(environment(**fields))
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)

@@ -255,7 +255,7 @@ def test_nested_masks_match_choices_by_name() -> None:
 
 def test_mask_of_another_size_is_rejected() -> None:
     stacked = {"wrappers": [{"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 2}}]}
-    with pytest.raises(ConfigError, match=r"action_mask=auto expects default to observe .* of 6 numbers.* found 12"):
+    with pytest.raises(ConfigError, match=r"action_mask=auto expects .* of 6 numbers.* has 12"):
         describe_environment(minimal_config(environment=ARMED | stacked))
     free = describe_space(Armed().observation_space), describe_space(spaces.Box(-1, 1, (6,)))
     assert marked(*free, "auto", "one").mask_columns == ()

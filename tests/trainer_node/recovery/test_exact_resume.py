@@ -116,6 +116,6 @@ def test_lost_action_trace_is_reported_and_drained_one_deleted(new_game: NewGame
     assert not game.role.redis.exists(keys.action_trace("worker-1"))
     game.role.flow.undrain("worker-1")
     assert game.another_worker(1).episodes.sampler.lineage.incarnation == 1
-    assert "worker-1 begins new episodes: no action trace" in game.events("environment")
+    assert "worker-1 begins new episodes: its predecessor left no action trace" in game.events("environment")
     game.finish()
     balanced(game)
