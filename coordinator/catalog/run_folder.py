@@ -151,9 +151,9 @@ class RunFolder:
             )
         if former := former_name(path):
             raise RunNotFound(
-                f"the folder {path} holds the run {former!r}, and was copied or renamed: a run keeps its id, which "
-                f"names what is in its store. Give the folder that name (in another folder of runs, which "
-                f"--runs-dir names, if {former!r} is still there), or delete it"
+                f"the folder {path} contains the run {former!r}, so it was copied or renamed; its store is keyed by "
+                f"that id. Rename the folder back to {former!r} (in another folder, given by --runs-dir, if that "
+                f"name is taken), or delete it"
             )
         return cls(run_id, path)
 

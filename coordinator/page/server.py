@@ -153,7 +153,7 @@ class _Page:
     def series(self, request: Request) -> Response:
         view, stream = self._known(request), request.query_params.get("stream", "train")
         if stream not in view.curves:
-            raise UserError(f"no stream {stream!r}; there are {', '.join(view.curves)}")
+            raise UserError(f"unknown stream {stream!r}; expected one of {', '.join(view.curves)}")
         names = request.query_params.getlist("metric")
         if not names:
             raise UserError("no metric requested; expected ?metric=NAME (repeatable; NAME* matches a prefix)")

@@ -115,7 +115,7 @@ class StoreConfig(Section):
         parts = urlsplit(self.url)
         if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
             raise ValueError(
-                f"store.url must name an absolute folder, as file:///data/checkpoints does, found {self.url!r}"
+                f"store.url must be an absolute path, such as file:///data/checkpoints, found {self.url!r}"
             )
         if parts.scheme == "s3" and not parts.netloc:
             raise ValueError(f"store.url must name a bucket, as s3://bucket/prefix does, found {self.url!r}")

@@ -126,7 +126,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
     try:
         return JSON_OBJECT.validate_python(json.loads(data))  # pydantic's own parser takes no half of a surrogate pair
     except RecursionError:
-        raise ValueError("JSON that is nested too deep") from None
+        raise ValueError("JSON is nested too deeply") from None
 
 
 class CheckpointStore:

@@ -116,7 +116,7 @@ class OwnFold(Fold):
         with self._calling("objects"):
             named = self._fold.objects()
         if not (isinstance(named, Collection) and all(isinstance(name, str) for name in named)):
-            raise self._unusable("objects", named, "a collection of SHA-256")
+            raise self._unusable("objects", named, "a collection of SHA-256 strings")
         return named
 
     @contextmanager

@@ -231,7 +231,7 @@ class ParameterConfig(SamplerConfig):
             if not number and lesson.back is not None:
                 raise ValueError("lesson 0 has a `back`, but no lesson comes before it; leave it out")
             if lesson.back is not None and lesson.back.measure == "progress":
-                raise ValueError(f"lesson {number} goes back by progress, which never falls; use another measure")
+                raise ValueError(f"lesson {number}: `back` cannot use progress, which never decreases; use another")
             if lesson.values.keys() != self.lessons[0].values.keys():
                 found, expected = sorted(lesson.values), sorted(self.lessons[0].values)
                 raise ValueError(f"lesson {number} sets {found or 'one value'}, expected {expected or 'one value'}")

@@ -117,8 +117,8 @@ def test_renamed_folder_of_a_run_is_reported(
     runs = tmp_path / "others"
     shutil.copytree(folder / "runs" / "a", runs / "renamed")
     done = stagecoach(command, "renamed", "--runs-dir", str(runs))
-    check_refused(done, f"{runs / 'renamed'} holds the run 'a', and was copied or renamed", "--runs-dir")
-    assert [(row.state, "holds the run 'a'" in row.reason) for row in list_runs(runs)] == [("unreadable", True)]
+    check_refused(done, f"{runs / 'renamed'} contains the run 'a', so it was copied or renamed", "--runs-dir")
+    assert [(row.state, "contains the run 'a'" in row.reason) for row in list_runs(runs)] == [("unreadable", True)]
 
 
 def test_delete_asks_and_takes_the_run_and_no_other(folder: Path, stagecoach: Stagecoach, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/..", 400, ("run id",)),
         ("/api/runs/a/series?metric=train/aprox_kl", 400, ("no metric 'train/aprox_kl' in train", "train/approx_kl")),
         ("/api/runs/a/series?metric=nothing*", 400, ("no metric 'nothing*'",)),
-        ("/api/runs/a/series?stream=river&metric=x", 400, ("no stream 'river'; there are train, fleet",)),
+        ("/api/runs/a/series?stream=river&metric=x", 400, ("unknown stream 'river'; expected one of train, fleet",)),
         ("/api/runs/a/series", 400, ("no metric requested",)),
         ("/api/runs/a/stop", 405, ()),
     ],

@@ -127,7 +127,7 @@ def test_ml_agents_keys_are_accepted() -> None:
         ),
         (
             {"lessons": [LESSONS[0], {"value": 1, "back": {"progress": 0.5}}]},
-            "lesson 1 goes back by progress, which never falls",
+            "lesson 1: `back` cannot use progress, which never decreases",
         ),
         (
             {"lessons": [{"value": 0, "until": {"length": -5}}, LESSONS[1]]},

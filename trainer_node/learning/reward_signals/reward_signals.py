@@ -4,7 +4,8 @@ In each update an algorithm calls `observe_batch`, `join` for the advantages of 
 gradient steps. Each learner rank evaluates them on the whole batch, so ranks do not communicate about them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,11 +163,15 @@ class RewardSignals:
         self._policy, self._seed = policy, setting.seed
         self._strength = 1.0 if config is None else config.extrinsic.strength
         self.streams: dict[str, Any] = {}
+        kinds: dict[str, Callable[..., Signal]] = {
+            "rnd": RND,
+            "icm": ICM,
+            "gail": partial(GAIL, demonstrations=setting.demonstrations),
+        }
         for name in ORDER if config is not None else ():
             if (section := getattr(config, name)) is not None:
                 with borrowed_random_state(self._seed_of(name, 0)):
-                    made = {"rnd": RND, "icm": ICM}.get(name)
-                    signal = GAIL(policy, section, setting.demonstrations) if made is None else made(policy, section)
+                    signal = kinds[name](policy, section)
                     self.streams[name] = self.stream(name, signal, section, policy, algorithm, setting)
 
     def _seed_of(self, name: str, update: int) -> int:
