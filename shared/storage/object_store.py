@@ -6,6 +6,7 @@ mended.
 """
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +102,8 @@ class FileStore:
     def keys(self, prefix: str) -> list[str]:
         with self._named(f"listing {prefix} of"):
             self._check_root()
-            found = (path for path in _files(self._folder) if not path.name.startswith(TEMPORARY))
+            files = (Path(parent, name) for parent, _, names in _walk(self._folder) for name in names)
+            found = (path for path in files if not path.name.startswith(TEMPORARY))
             names = (path.relative_to(self._folder).as_posix() for path in found)
             return sorted(name for name in names if name.startswith(prefix))
 
@@ -126,21 +128,21 @@ class FileStore:
         return path
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yields all files below a folder; raises if a part of it cannot be read, which rglob would skip."""
+def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walks a folder as `os.walk` does; raises if a part of it cannot be read, which rglob would skip."""
 
     def failed(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or no run yet
             raise error
 
-    for parent, _, names in os.walk(folder, onerror=failed):
-        yield from (Path(parent, name) for name in names)
+    return os.walk(folder, onerror=failed)
 
 
 def _remove_leftovers(folder: Path, deep: bool) -> bool:
     """Removes a folder without objects, with temporary files of killed writers; returns whether it is gone. Folders in
     it are removed with `deep`, else they keep it."""
-    found = list(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
+    below = ((parent, (*folders, *files)) for parent, folders, files in _walk(folder))
+    found = [Path(parent, name) for parent, names in (below if deep else itertools.islice(below, 1)) for name in names]
     if not all(path.name.startswith(TEMPORARY) or (deep and path.is_dir()) for path in found):
         return False
     for path in sorted(found, reverse=True):  # what is below first

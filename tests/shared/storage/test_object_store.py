@@ -417,6 +417,7 @@ def test_disk_errors_become_store_errors(
     with monkeypatch.context() as patch:  # what no disk does on demand
         patch.setattr(os, "fsync", fail)
         patch.setattr(os, "scandir", fail)
+        patch.setattr(os, "listdir", fail)  # by which Python 3.13 lists a folder
         patch.setattr(Path, "read_bytes", fail)
         full = code in (errno.ENOSPC, errno.EDQUOT)
         hint = rf"\): make room in the file system of {tmp_path}" if full else ""
