@@ -403,6 +403,9 @@ def test_unmounted_folder_is_unavailable_and_not_created(tmp_path: Path) -> None
     assert not root.exists()
     (tmp_path / "elsewhere").rename(root)
     assert store.get("key") == b"old"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match=r"correct store\.url"):
+        file_store(tmp_path / "file").check()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
