@@ -180,7 +180,8 @@ class S3Store:
             )
         if isinstance(error, _NO_SERVER):
             return StoreUnavailable(f"{where} does not answer ({said}); start it or correct store.url")
-        if isinstance(error, botocore.parsers.ResponseParserError | RecursionError):
+        endless = isinstance(error, RecursionError) or isinstance(error.__context__, RecursionError)  # wrapped at times
+        if endless or isinstance(error, botocore.parsers.ResponseParserError):
             return StoreError(f"{asked}: {_NOT_S3}")
         return StoreError(f"{asked} failed: {said}")
 

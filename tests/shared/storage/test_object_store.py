@@ -247,6 +247,22 @@ def test_passing_fault_is_a_store_error(open_faulty: OpenS3, faulty: StoreFaults
         store.check()
 
 
+def test_endless_redirect_is_named_at_every_stack_depth(open_faulty: OpenS3, faulty: StoreFaults) -> None:
+    """boto3 recurses until Python stops it, in its own code or in a request, which wraps that error."""
+    store = open_faulty()
+    faulty.fail(faults.ELSEWHERE)
+
+    def at_depth(depth: int) -> None:
+        if depth:
+            at_depth(depth - 1)
+        else:
+            store.get("key")
+
+    for depth in range(40):
+        with pytest.raises(StoreError, match="is not an S3 server"):
+            at_depth(depth)
+
+
 def test_body_that_breaks_off_is_read_again(open_faulty: OpenS3, faulty: StoreFaults) -> None:
     store, data = open_faulty(), bytes(range(256)) * 400
     store.put("key", data)
