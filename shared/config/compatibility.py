@@ -185,11 +185,11 @@ def _algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) ->
         yield from _minibatch(run, algorithm, 1)
     if run.state_sizes[policy_id]:
         steps = run.fragment_rows
-        if isinstance(algorithm, BatchOfUpdate | R2D2Config) and algorithm.minibatch_size < steps:
+        if (size := getattr(algorithm, "minibatch_size", steps)) < steps:  # of custom algorithms as well
             episodes = run.rollout.complete_episodes
             field = "the rows of a fragment of complete episodes" if episodes else "rollout.fragment_steps"
             yield (
-                f"algorithm.minibatch_size={algorithm.minibatch_size} is less than {field}={steps}: a policy with a "
+                f"algorithm.minibatch_size={size} is less than {field}={steps}: a policy with a "
                 f"core learns whole sequences of a fragment; raise the first or lower the second"
             )
     elif isinstance(algorithm, R2D2Config):

@@ -12,8 +12,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
+from stagecoach.shared.config.compatibility import check_algorithm
 from stagecoach.shared.config.loading import dump_config, parse_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.schema.section import Schedule
@@ -345,3 +347,14 @@ def test_evaluations_are_due_in_any_unit(every: str) -> None:
     assert str(minimal_config(evaluation={"every": every}).evaluation.every) == every
     assert not minimal_config(evaluation={"episodes": 0}).evaluation.enabled
     assert minimal_config(stop_at={"success_rate": 0.9}).stop_at.by_scores
+
+
+def test_minibatch_of_custom_algorithm_holds_a_sequence() -> None:
+    class Own(AlgorithmConfig):
+        name: str = "own"
+        minibatch_size: int = 8
+
+    run = minimal_config(policies={"default": {"core": "lstm", "share_encoder": True}}, rollout={"fragment_steps": 16})
+    check_algorithm(run, "default", Own(minibatch_size=16))
+    with pytest.raises(ValueError, match=r"minibatch_size=8 is less than rollout\.fragment_steps=16"):
+        check_algorithm(run, "default", Own())
