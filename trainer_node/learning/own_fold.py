@@ -14,7 +14,7 @@ from stagecoach.shared.base.errors import UserCodeError
 from stagecoach.shared.base.user_code import raised
 from stagecoach.shared.config.environments.parameters import sampler_of
 from stagecoach.shared.experience.counters import Counters
-from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment, FragmentHeader
+from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
 from stagecoach.shared.experience.parameters import ParameterTable
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.policy import Policy
@@ -32,10 +32,6 @@ class OwnFold(Fold):
     def observe_fragment(self, header: FragmentHeader, counters: Counters) -> None:
         with self._calling("observe_fragment"):
             self._fold.observe_fragment(header, counters)
-
-    def observe_episode(self, record: EpisodeRecord, counters: Counters) -> None:
-        with self._calling("observe_episode"):
-            self._fold.observe_episode(record, counters)
 
     def observe_update(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
         with self._calling("observe_update"):
