@@ -23,7 +23,7 @@ help:
 	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
 	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
 	@echo "make check   format, lint, types, tests"
-	@echo "make docs    write docs/CONFIG.md anew"
+	@echo "make docs    write docs/reference/config.md anew"
 	@echo "make lock    resolve the requirements anew and write requirements.lock, with hashes"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
 
@@ -100,9 +100,9 @@ types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
 docs: $(VENV)/.installed
-	@$(BIN)/python docs/config_reference.py > docs/CONFIG.md
+	@$(BIN)/python docs/config_reference.py > docs/reference/config.md
 
-# All but PyTorch and its CUDA packages, whose wheels differ from machine to machine (docs/SECURITY.md).
+# All but PyTorch and its CUDA packages, whose wheels differ from machine to machine (docs/operations/security.md).
 lock: $(VENV)/.installed
 	@$(PIP) uv
 	@echo "torch ; python_version < '0'" | $(BIN)/uv pip compile pyproject.toml --override - --extra cluster \

@@ -1,4 +1,4 @@
-"""docs/CONFIG.md, from the models' own docstrings; `make docs` writes it."""
+"""docs/reference/config.md, from the models' own docstrings; `make docs` writes it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_origin

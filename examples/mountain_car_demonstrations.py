@@ -1,6 +1,6 @@
 """Demonstrations of MountainCar-v0 for mountain_car_demonstrations.yaml: a program that pushes the way the car rolls.
 
-`python examples/mountain_car_demonstrations.py mountain_car.csv` writes them as docs/OFFLINE.md describes CSV files.
+`python examples/mountain_car_demonstrations.py mountain_car.csv` writes them as CSV (docs/guides/offline.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fold of your own, adaptive difficulty: `stagecoach train examples/own_fold.yaml` (docs/CURRICULUM.md)."""
+"""A fold of your own, adaptive difficulty: `stagecoach train examples/own_fold.yaml` (docs/guides/curriculum.md)."""
 
 from collections.abc import Mapping
 from typing import Any

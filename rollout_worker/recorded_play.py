@@ -1,4 +1,4 @@
-"""Play by keyboard; each whole episode is written as recorded experience (docs/OFFLINE.md: CSV)."""
+"""Play by keyboard; each whole episode is written as recorded experience (docs/guides/offline.md: CSV)."""
 
 import csv
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def record_play(
     if config.environment.api != "gymnasium" or config.environment.hierarchy is not None:
         raise UserError(
             "--record is for one person and so for one agent; play without environment.hierarchy, and record "
-            "several agents with a program (OFFLINE.md)"
+            "several agents with a program (docs/guides/offline.md)"
         )
     made = make_environment(config.environment, render_mode="rgb_array")
     action = made.action_space

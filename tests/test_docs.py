@@ -132,12 +132,12 @@ def dependencies() -> dict[str, str]:
 
 
 def test_config_md_equals_the_generated_page() -> None:
-    assert text_of("docs/CONFIG.md") == config_markdown(), "run `make docs`"
+    assert text_of("docs/reference/config.md") == config_markdown(), "run `make docs`"
 
 
 def test_config_md_has_defaults_as_yaml() -> None:
     """Python's `None` in a config would be text."""
-    defaults = re.findall(r"^\| `[^`]+` \| `([^`]*)` \|", text_of("docs/CONFIG.md"), re.MULTILINE)
+    defaults = re.findall(r"^\| `[^`]+` \| `([^`]*)` \|", text_of("docs/reference/config.md"), re.MULTILINE)
     assert len(defaults) > 400
     assert [text for text in defaults if re.search(r"\b(None|True|False)\b|\w\(", text)] == []
 
@@ -157,14 +157,14 @@ def test_yaml_snippets_are_valid_configs() -> None:
     """Each block on its own, with what it leaves out."""
     pages = (
         "README.md",
-        "docs/ENVIRONMENTS.md",
-        "docs/METRICS.md",
-        "docs/PYTHON.md",
-        "docs/DEPLOY.md",
-        "docs/LEAGUE.md",
-        "docs/ML_AGENTS.md",
-        "docs/CURRICULUM.md",
-        "docs/HIERARCHY.md",
+        "docs/guides/environments.md",
+        "docs/reference/metrics.md",
+        "docs/how-to/python.md",
+        "docs/operations/deploy.md",
+        "docs/guides/league.md",
+        "docs/coming-from/ml-agents.md",
+        "docs/guides/curriculum.md",
+        "docs/guides/hierarchy.md",
     )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
     assert len(blocks) == 16
@@ -181,7 +181,7 @@ def test_commented_config_holds_the_defaults(tmp_path: Path) -> None:
 
 
 def test_commands_page_names_every_command() -> None:
-    page = text_of("docs/COMMANDS.md")
+    page = text_of("docs/reference/commands.md")
     assert commands(app) - set(re.findall(r"`stagecoach ([a-z]+)[ `]", page)) == set()
     assert commands(checkpoints.app) - set(re.findall(r"`stagecoach checkpoints ([a-z]+) RUN", page)) == {"list"}
 
@@ -230,19 +230,21 @@ def test_metrics_page_explains_exactly_what_runs_write() -> None:
     written |= {"eval/confirmation/<name>", *(f"{fold.name}/<name>/<name>" for fold in (League, Curriculum))}
     explained = set[str]()
     for cell in re.findall(
-        r"^\| (`[^|]*`) \|", text_of("docs/METRICS.md").partition("## In the store")[0], re.MULTILINE
+        r"^\| (`[^|]*`) \|", text_of("docs/reference/metrics.md").partition("## In the store")[0], re.MULTILINE
     ):
         first, *others = re.findall(r"`([^`]+)`", cell)
         explained |= {first, *(first.rpartition("_")[0] + each if each[0] == "_" else each for each in others)}
     histograms = {"rollout/ep_rew", "rollout/ep_len"}
     assert explained - set(STREAMS) - histograms == written - histograms - {"rollout/ep_shaped_rew"}
     assert histograms <= explained >= set(STREAMS) and {"fleet/fps", "time_share/<name>/<name>"} <= written
-    assert WRITERS.keys() <= set(re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/METRICS.md"), re.MULTILINE))
+    assert WRITERS.keys() <= set(
+        re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/reference/metrics.md"), re.MULTILINE)
+    )
 
 
 def test_pages_explain_metrics_of_imitation_and_estimates() -> None:
-    assert explained_in("docs/DEMONSTRATIONS.md") == metric_names(inspect.getsource(cloning))
-    explained = set(re.findall(r"^\| `(ope/\w+)` \|", text_of("docs/OFFLINE.md"), re.MULTILINE))
+    assert explained_in("docs/guides/demonstrations.md") == metric_names(inspect.getsource(cloning))
+    explained = set(re.findall(r"^\| `(ope/\w+)` \|", text_of("docs/guides/offline.md"), re.MULTILINE))
     assert explained == set(re.findall(r'"(ope/\w+)"', text_of("trainer_node/learning/off_policy_evaluation.py")))
 
 
@@ -250,12 +252,12 @@ def test_reward_signals_page_explains_exactly_their_metrics() -> None:
     files = (ROOT / "trainer_node" / "learning" / "reward_signals").glob("*.py")
     written = set().union(*(metric_names(file.read_text()) for file in files))
     names = {name.replace("<name>", signal) for name in written for signal in reward_signals.ORDER}
-    assert explained_in("docs/REWARD_SIGNALS.md") == names
+    assert explained_in("docs/guides/reward-signals.md") == names
     assert {"train/rnd_reward", "train/rnd_loss"} <= names
 
 
 def test_exploration_and_schedule_snippets_are_valid() -> None:
-    ways, schedules = text_of("docs/EXPLORATION.md").split("## Schedules")
+    ways, schedules = text_of("docs/guides/exploration.md").split("## Schedules")
     found = [yaml.safe_load(span) for span in code_spans(ways) if span.startswith("{kind:")]
     made = [TypeAdapter(ExplorationField).validate_python(section) for section in found]
     kinds = {section.model_fields["kind"].default for section in get_args(ExplorationConfig)}
@@ -268,11 +270,11 @@ def test_exploration_and_schedule_snippets_are_valid() -> None:
 def test_recovery_page_names_every_wait() -> None:
     waits = set(named_waits())
     assert {"credit", "experience", "a new checkpoint"} <= waits
-    assert waits - set(code_spans(text_of("docs/RECOVERY.md"))) == set()
+    assert waits - set(code_spans(text_of("docs/internals/recovery.md"))) == set()
 
 
 def test_protocol_page_names_keys_drop_reasons_and_replies() -> None:
-    page = text_of("docs/PROTOCOL.md")
+    page = text_of("docs/internals/protocol.md")
     (listed,) = re.findall(r"The keys are (.*?)\. None", page, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == set(TYPES)
     assert set(DropReason) <= set(re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE))
@@ -290,7 +292,7 @@ def test_links_lead_to_files() -> None:
 
 
 def test_files_and_functions_that_are_named_exist() -> None:
-    place = re.compile(rf"((?:{'|'.join((*PRODUCT, 'tests', 'docs'))})/[\w./]+\.(?:py|md|yaml|txt|toml))(?:: (.+))?")
+    place = re.compile(rf"((?:{'|'.join((*PRODUCT, 'tests', 'docs'))})/[\w./-]+\.(?:py|md|yaml|txt|toml))(?:: (.+))?")
 
     def missing(_: Path, text: str) -> Iterator[str]:
         for path, name in (found.groups() for span in code_spans(text) if (found := place.fullmatch(span))):
@@ -303,7 +305,7 @@ def test_files_and_functions_that_are_named_exist() -> None:
 
 def test_every_promise_names_a_test_that_exists() -> None:
     """Another test checks that the files and functions exist."""
-    table = text_of("docs/RELIABILITY.md").partition("## What is promised")[2].partition("\n## ")[0]
+    table = text_of("docs/operations/reliability.md").partition("## What is promised")[2].partition("\n## ")[0]
     promises = [line for line in table.splitlines() if line.startswith("| **")]
     assert len(promises) > 15
     proofs = [re.findall(r"`(tests/[\w/]+\.py): (test_\w+)`", line) for line in promises]

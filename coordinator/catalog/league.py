@@ -34,7 +34,9 @@ def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:
     Raises `UserError` where the run has no league, `CheckpointNotFound`, `CheckpointDamaged`, or what the store raises.
     """
     if config.league is None:
-        raise UserError(f"run {checkpoints.run_id!r} has no league; `league:` in its config makes one (docs/LEAGUE.md)")
+        raise UserError(
+            f"run {checkpoints.run_id!r} has no league; `league:` in its config makes one (docs/guides/league.md)"
+        )
     found = checkpoints.load(checkpoints.resolve("latest"), only=LEAGUE)
     try:
         state = LeagueState.from_dict(json.loads(found.objects[LEAGUE]))

@@ -1,4 +1,4 @@
-"""A run's folder on this machine (docs/COMMANDS.md): its contents, lock, and lookup.
+"""A run's folder on this machine (docs/reference/commands.md): its contents, lock, and lookup.
 
 For a run on other machines the folder is a link, on which every command works; Redis and the store have its state.
 """

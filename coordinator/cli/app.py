@@ -227,7 +227,7 @@ def prepare(
     run_id: Annotated[str, typer.Option("--run-id", help="Name of the run.")],
     set_: Sets = None,
 ) -> None:
-    """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
+    """Record a new run in Redis and the store without starting roles: SSH or SLURM does (docs/operations/deploy.md)."""
     with interruptible():
         from stagecoach.coordinator.run_access.run import Run
         from stagecoach.shared.config.loading import load_config

@@ -62,7 +62,9 @@ def page(
         if token_file is not None:
             console.text(f"  with ?token= and the first line of {token_file} behind it")
         if host not in LOOPBACK:
-            console.text("  this is plain HTTP: on a network that others are on put TLS before it (docs/SECURITY.md)")
+            console.text(
+                "  this is plain HTTP: on a network that others are on put TLS before it (docs/operations/security.md)"
+            )
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
     console.print("the page is closed; its runs continue")

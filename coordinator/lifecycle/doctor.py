@@ -255,7 +255,8 @@ def in_the_clear(config: Config) -> list[str]:
             "the requests' credentials (tokens in full) and can change checkpoints",
     }  # fmt: skip
     return [
-        f"{field} is {plain}:// to another machine: the network between sees {risk}; use {plain}s:// (docs/SECURITY.md)"
+        f"{field} is {plain}:// to another machine: the network between sees {risk}; "
+        f"use {plain}s:// (docs/operations/security.md)"
         for (field, url, plain), risk in servers.items()
         if urlsplit(url).scheme == plain and not _on_this_machine(url)
     ]
@@ -342,7 +343,7 @@ def open_ray(gcs_address: str, dashboard: str) -> list[str]:
     if _lets_in_without_token(gcs_address):
         found.append(
             "it asks for no token, so anyone who reaches its ports runs code on the cluster; start it with "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (docs/SECURITY.md)"
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (docs/operations/security.md)"
         )
     if dashboard and _answers(dashboard, "/api/version"):
         found.append(

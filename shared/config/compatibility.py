@@ -258,7 +258,7 @@ def _replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicyConfig
         if run.environment.hierarchy is None and (buffer.hindsight_actions or buffer.missed_penalty is not None):
             yield (
                 "algorithm.replay_buffer.hindsight_actions and missed_penalty are for the upper levels of a hierarchy "
-                "(docs/HIERARCHY.md); leave them out, or set environment.hierarchy"
+                "(docs/guides/hierarchy.md); leave them out, or set environment.hierarchy"
             )
         if run.policies[policy_id].changes_rewards:
             yield (
@@ -294,7 +294,7 @@ def _demonstrations(run: ConfigFields, algorithm: AlgorithmConfig) -> Iterator[s
     if run.demonstrations is not None and not any(its.imitating or isinstance(its, OwnAlgorithm) for its in others):
         yield (
             f"demonstrations.path={run.demonstrations.path} with algorithm.name={algorithm.name}, which does "
-            f"not use them; configure their use (docs/DEMONSTRATIONS.md), or leave them out"
+            f"not use them; configure their use (docs/guides/demonstrations.md), or leave them out"
         )
     if algorithm.cloning is not None:
         yield from _no_core(run, "algorithm.behavioral_cloning", _NO_HIDDEN_STATES)

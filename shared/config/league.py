@@ -138,7 +138,7 @@ def first_learner(learners: Mapping[str, LearnerConfig]) -> LearnerConfig:
 
 
 class LeagueConfig(Section):
-    """Self-play against current weights, snapshots and fixed players (docs/LEAGUE.md)."""
+    """Self-play against current weights, snapshots and fixed players (docs/guides/league.md)."""
 
     sides: tuple[tuple[str, ...], ...] = ()
     """Agents of each side; a side's agents share one policy. By default each agent is a side."""

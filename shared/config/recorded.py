@@ -45,6 +45,6 @@ class DatasetConfig(RecordedConfig):
 
 
 class DemonstrationsConfig(RecordedConfig):
-    """Recorded experience that the trainer imitates while the run acts in its environment (docs/DEMONSTRATIONS.md)."""
+    """Recorded experience to imitate while the run acts in its environment (docs/guides/demonstrations.md)."""
 
     section: ClassVar[str] = "demonstrations"

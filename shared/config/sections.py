@@ -43,7 +43,7 @@ class PolicyConfig(Section):
     critic_observes: Literal["own", "team", "state"] = "own"
     """Input of an on-policy critic: its agent's observation (`own`), those of all agents of the policy at the same step
     (`team`), or also the environment's state, which agents of several policies share (`state`;
-    docs/CENTRALIZED_CRITIC.md). With `state`, QMIX mixes by the environment's state. Only learning uses it."""
+    docs/guides/centralized-critic.md). With `state`, QMIX mixes by the environment's state. Only learning uses it."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False
@@ -106,7 +106,7 @@ class RunPolicyConfig(PolicyConfig):
 
     algorithm: AlgorithmField | None = None
     """Fields that replace those of the run's `algorithm`. Another `name` starts from that algorithm's defaults;
-    defaults of other sections follow the run's `algorithm` (docs/POLICIES.md)."""
+    defaults of other sections follow the run's `algorithm` (docs/guides/policies.md)."""
     trainable: bool = True
     """Trains the policy. A frozen policy explores as after the end of all schedules, also in warm-up; its observation
     statistics stay as they are."""
@@ -133,7 +133,8 @@ class TrainerConfig(Section):
     resume cannot change it."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of networks in training (autocast); weights, losses, the optimizer and acting stay float32. On a CPU
-    without hardware support, `bfloat16` is many times slower (docs/PERFORMANCE.md). A resume cannot change it."""
+    without hardware support, `bfloat16` is many times slower (docs/operations/performance.md). A resume cannot
+    change it."""
     compile: bool = False
     """Compiles losses and gradients (torch.compile), on CPU and GPU; needs a C++ compiler. The first update takes ten
     seconds to a minute longer, less on later starts. Minibatches of an unusual size, reward signals and additional
@@ -287,7 +288,7 @@ class StopConfig(Section):
 
 
 class FoldConfig(Section):
-    """A fold of your own (docs/CURRICULUM.md)."""
+    """A fold of your own (docs/guides/curriculum.md)."""
 
     path: str = Field(pattern=r"^[\w.]+:\w+$")
     """`module:Class`, a class that derives from `stagecoach.Fold`."""
@@ -310,13 +311,13 @@ class WriterConfig(Section):
 
     path: str = Field(pattern=r"^(\w+|[\w.]+:\w+)$")
     """`csv`, `jsonl`, `tensorboard`; `wandb`, `mlflow`, `trackio` (each an extra of that name); or `module:Class`, a
-    `stagecoach.MetricWriter` of your own (docs/METRICS.md)."""
+    `stagecoach.MetricWriter` of your own (docs/reference/metrics.md)."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the writer, for example `{project: cartpole}` for wandb."""
 
 
 class MetricsConfig(Section):
-    """Writers of the run's metrics, in addition to its store (docs/METRICS.md)."""
+    """Writers of the run's metrics, in addition to its store (docs/reference/metrics.md)."""
 
     writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (WriterConfig(path="csv"), WriterConfig(path="tensorboard"))
     """Files in the run's folder under `metrics/`, and trackers. Exceptions in a writer do not end the run. A plain
@@ -352,10 +353,10 @@ class ConfigFields(Section):
     """Agent, or a pattern such as `adversary_*`, → policy id. Exact names take precedence, then the first matching
     pattern; other agents use the only policy."""
     league: LeagueConfig | None = None
-    """League: agents that play current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
+    """League: agents that play current weights, snapshots and fixed players, all rated (docs/guides/league.md)."""
     folds: dict[FoldName, Annotated[FoldConfig, BY_PATH]] = {}
     """Folds of your own by name. Each observes all episodes in log order, and decides environment parameters of later
-    episodes, exact over resume and replay (docs/CURRICULUM.md). A plain string is a class without arguments."""
+    episodes, exact over resume and replay (docs/guides/curriculum.md). A plain string is a class without arguments."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None

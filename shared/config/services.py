@@ -38,8 +38,8 @@ class RedisConfig(Section):
 
     url: str = "embedded"
     """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password are read
-    from STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own variables (docs/SECURITY.md), never
-    from the config."""
+    from STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own variables
+    (docs/operations/security.md), never from the config."""
     ca_file: Path | None = None
     """Certificate (PEM) of a private authority for `rediss://`, in addition to the system's. An absolute path, the same
     on each machine. Certificates are always verified."""

@@ -1,4 +1,4 @@
-"""A dataset of any format, read as a recording of each policy; docs/OFFLINE.md says what each format holds."""
+"""A dataset of any format, read as a recording of each policy; docs/guides/offline.md says what each format holds."""
 
 import csv
 from collections.abc import Iterator, Sequence

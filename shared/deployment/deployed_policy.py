@@ -336,7 +336,7 @@ def _found(path: Path, policy_id: str, asked: str) -> bytes:
     others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
     there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(asked, path)}"
     there += "; give one as policy_id" if others and policy_id == "default" else ""
-    there += ", or a snapshot's id (docs/PYTHON.md)" if (embedded / SHARED_OBJECTS).is_dir() else ""
+    there += ", or a snapshot's id (docs/how-to/python.md)" if (embedded / SHARED_OBJECTS).is_dir() else ""
     if not path.exists():
         raise CheckpointNotFound(f"there is no {path}; {there}")
     raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")

@@ -1,6 +1,6 @@
 """Quarantine: log entries that are dropped unread, since trainers died over them, or since a person said so.
 
-Trainers and a replay of the archive agree on it, since the step that counts deaths decides it (docs/PROTOCOL.md).
+Trainers and a replay agree on it, since the step that counts deaths decides it (docs/internals/protocol.md).
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Metrics in the store: rows in append-only segments, so that a run's curves are complete from any machine.
 
-docs/METRICS.md describes the names of segments. Readers skip what an older trainer wrote beyond the beginning of a
-newer one, so no row is ever rewritten. Small segments are merged into a larger one of the same rows: a crash in between
-leaves both, of which one is read.
+docs/reference/metrics.md describes the names of segments. Readers skip what an older trainer wrote beyond the
+beginning of a newer one, so no row is ever rewritten. Small segments are merged into a larger one of the same rows: a
+crash in between leaves both, of which one is read.
 """
 
 from __future__ import annotations

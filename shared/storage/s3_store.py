@@ -226,7 +226,7 @@ class S3Store:
         """Returns the remedy for a refusal: quotas, locks and proxies may say AccessDenied, so the server is quoted."""
         if code != "AccessDenied":
             return "; the credentials are not the cause, ask who runs the store"
-        return f"; does the key have the right {RIGHTS[operation]} there? (docs/SECURITY.md)"
+        return f"; does the key have the right {RIGHTS[operation]} there? (docs/operations/security.md)"
 
     def _refused_credentials(self, code: str, seconds: float) -> CredentialsRefused:
         where = self._where

@@ -4,7 +4,7 @@ They meet by a short stream in Redis (`Rendezvous`), written by the trainer of t
 invitation opens a group, one without says that the group of that epoch is about to exchange something. In the group
 `begin` hands over rank 0's learner, as a checkpoint's objects, and `held` the fragments that its replay buffers hold, a
 few at a time; each `turn` the fragments of one update and its phase; `over` ends it in order. What each rank does with
-them: docs/DETERMINISM.md.
+them: docs/concepts/determinism.md.
 """
 
 from __future__ import annotations

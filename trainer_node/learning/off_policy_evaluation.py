@@ -1,4 +1,4 @@
-"""Off-policy evaluation: a policy's expected discounted return, from another policy's episodes (docs/OFFLINE.md).
+"""Off-policy evaluation (docs/guides/offline.md): a policy's expected discounted return, from another one's episodes.
 
 Learning does not depend on it. ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} is the product of the first t + 1 ratios:
 

@@ -65,7 +65,7 @@ class HindsightReplay(MemorySection):
     so that learning assumes optimal lower levels."""
     missed_penalty: float | None = Field(None, gt=0)
     """Cost of a missed goal under `hierarchy.test_subgoals`, after which the episode ends; use 1 / (1 − gamma) or more
-    (docs/HIERARCHY.md). Applies to transitions that are not relabeled."""
+    (docs/guides/hierarchy.md). Applies to transitions that are not relabeled."""
 
 
 class BalancedReplay(MemorySection):
@@ -77,7 +77,7 @@ class BalancedReplay(MemorySection):
 
 
 class OwnReplay(MemorySection):
-    """Custom replay buffer (docs/PYTHON.md)."""
+    """Custom replay buffer (docs/how-to/python.md)."""
 
     kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
     """Import path of a class that derives from `stagecoach.ReplayBuffer`."""

@@ -66,7 +66,7 @@ class GAILConfig(SignalConfig):
 
 class RewardSignalsConfig(Section):
     """Reward signals, each with a strength, a discount and, without a replay buffer, a value network
-    (docs/REWARD_SIGNALS.md)."""
+    (docs/guides/reward-signals.md)."""
 
     extrinsic: ExtrinsicConfig = ExtrinsicConfig()
     rnd: RNDConfig | None = None
@@ -74,7 +74,7 @@ class RewardSignalsConfig(Section):
     icm: ICMConfig | None = None
     """Intrinsic curiosity; `{}` takes it with its defaults."""
     gail: GAILConfig | None = None
-    """Generative adversarial imitation of `demonstrations`; docs/DEMONSTRATIONS.md."""
+    """Generative adversarial imitation of `demonstrations`; docs/guides/demonstrations.md."""
 
     @model_validator(mode="after")
     def _some_signal(self) -> Self:

@@ -45,21 +45,21 @@ class EnvironmentConfig(Section):
     action_mask: Annotated[Literal["auto", "observation", "info", "off"], OFF] = "auto"
     """Source of legal actions: the observation's `action_mask`, or `info["action_mask"]` of each step and reset. `auto`
     uses an observed `action_mask`, which must match the action's size; `off` treats it as an ordinary observation
-    (docs/ACTION_MASKS.md)."""
+    (docs/guides/action-masks.md)."""
     episode_ends: Literal["all", "any"] = "all"
     """End of episodes with several agents: `all` waits until no agent is left; `any` ends with the first agent that is
     done, and truncates the others."""
     parameters: dict[str, ParameterField] = {}
     """Parameters drawn for each episode, by name: a value or a sampler, lessons, or replayed levels
-    (docs/CURRICULUM.md)."""
+    (docs/guides/curriculum.md)."""
     parameters_by: Literal["options", "attributes", "rebuild"] = "options"
     """Transfer to the environment: by `reset(options={…})`; as attributes of the environment or of the outermost
     wrapper that has them, set before the reset; or as arguments, which rebuilds the environment when they change."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, recorded as columns `info/NAME`: for transforms, custom algorithms, the
-    archive and metrics, but not for the policy (docs/ENVIRONMENTS.md). NaN in steps without the number."""
+    archive and metrics, but not for the policy (docs/guides/environments.md). NaN in steps without the number."""
     hierarchy: HierarchyConfig | None = None
-    """Hierarchy of levels over a Gymnasium environment: upper levels set goals for lower levels (docs/HIERARCHY.md)."""
+    """Hierarchy of levels, where upper levels set goals for lower levels (docs/guides/hierarchy.md)."""
     failures_allowed: int = Field(3, ge=0)
     """Consecutive failures of an environment, without a fragment (or an evaluation) in between, before its process
     fails. Counted by progress, so that slow and fast environments are treated alike."""

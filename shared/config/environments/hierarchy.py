@@ -57,7 +57,7 @@ class OptionsConfig(Section):
 
 
 class HierarchyConfig(Section):
-    """Levels of one agent, each with its own policy, or options of one policy (docs/HIERARCHY.md)."""
+    """Levels of one agent, each with its own policy, or options of one policy (docs/guides/hierarchy.md)."""
 
     levels: tuple[LevelConfig, ...] = Field((), max_length=8)
     """Levels from top to bottom, two or more; the bottom level acts in the environment."""

@@ -169,7 +169,7 @@ def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
     having = [section_tag(section)[1] for section in place.rivals if name in section.model_fields]
     elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
     if name in _ML_AGENTS:
-        hint = "ML-Agents' words for self-play are translated in docs/ML_AGENTS.md (`league:`)"
+        hint = "ML-Agents' words for self-play are translated in docs/coming-from/ml-agents.md (`league:`)"
     elif having:
         hint = f"{value} has no such field, but {', '.join(having)}: is {parent}{field} right?"
     elif guesses := difflib.get_close_matches(name, beside, n=1, cutoff=0.6):

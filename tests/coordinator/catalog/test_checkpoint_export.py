@@ -1,4 +1,4 @@
-"""`stagecoach checkpoints export --onnx`, and the examples of docs/EXPORT.md."""
+"""`stagecoach checkpoints export --onnx`, and the examples of docs/how-to/export.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.processes.command_line import CONFIG, Stagecoach, check_refus
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "EXPORT.md").read_text()
+PAGE = (ROOT / "docs/how-to/export.md").read_text()
 LATEST = "2_Step-64.ckpt"
 EXPORT = ("checkpoints", "export", "a", "latest")
 

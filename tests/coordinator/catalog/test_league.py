@@ -305,7 +305,7 @@ def test_league_is_shown_by_command_status_and_page(
     )
     wrong = stagecoach("match", "cats#nobody", "random")
     check_refused(wrong, "has no policy 'nobody'; choose one: cats#hunter or #prey, or a snapshot that `stagecoach")
-    check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")
+    check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/guides/league.md")
     with serve(run.config.runs_dir, None) as url:
         with urllib.request.urlopen(f"{url}/api/runs/cats/league") as reply:
             assert json.load(reply) == found

@@ -351,7 +351,7 @@ def test_dashboard_matches_panels() -> None:
 
 
 def test_monitoring_docs_name_every_metric_and_alert() -> None:
-    text = (ROOT / "docs" / "MONITORING.md").read_text()
+    text = (ROOT / "docs/operations/monitoring.md").read_text()
     rows = dict(re.findall(r"^\| `(stagecoach_\w+)` \| ([^|]*) \|", text, re.MULTILINE))
     said = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows.items()}
     assert said == {name: described.labels for name, described in METRICS.items()}

@@ -1,4 +1,4 @@
-"""Our wrappers, and Gymnasium's as written in docs/FILTERS.md."""
+"""Our wrappers, and Gymnasium's as written in docs/guides/filters.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.sections import PolicyConfig
 
 ROOT = Path(__file__).parents[3]
-PAGE, BREAKOUT = (ROOT / "docs" / "FILTERS.md").read_text(), ROOT / "examples" / "breakout.yaml"
+PAGE, BREAKOUT = (ROOT / "docs/guides/filters.md").read_text(), ROOT / "examples" / "breakout.yaml"
 
 
 class Picture(gym.Env[Any, Any]):

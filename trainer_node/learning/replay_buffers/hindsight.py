@@ -5,7 +5,7 @@ episode. An episode that ended because its own goal was reached continues under 
 another reason ends there under any. Where it is not known what a terminated step led to, such a step keeps its goal,
 gives none, and a relabeled n-step return ends before it. Of an episode that is not over, or whose first steps have left
 the replay buffer, the part that is known counts as the episode. Hindsight actions and penalties for the upper levels of
-a hierarchy (Levy et al. 2019) are explained in docs/HIERARCHY.md.
+a hierarchy (Levy et al. 2019) are explained in docs/guides/hierarchy.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Stacked frames, each stored once: the newest of every step, and for each stack where its frames lie
-(docs/DETERMINISM.md). Whatever the data, a stack comes out as it went in, byte for byte.
+(docs/concepts/determinism.md). Whatever the data, a stack comes out as it went in, byte for byte.
 
 The address of a frame is its row among the newest frames, or ~n for frame n of the pool. A fragment refers to its own
 frames and to those of the fragment that it continues, and copies the latter when that fragment is removed.

@@ -1,6 +1,8 @@
-"""The reward signals (docs/REWARD_SIGNALS.md): curiosity pays for what is wrong in predicting where a step led, by
-random network distillation (RND, Burda et al. 2019) or in learned features (ICM, Pathak et al. 2017); GAIL (Ho and
-Ermon 2016, with the gradient penalty of Gulrajani et al. 2017) pays for what looks like demonstrations.
+"""The reward signals (docs/guides/reward-signals.md).
+
+Curiosity pays for what is wrong in predicting where a step led, by random network distillation (RND, Burda et al. 2019)
+or in learned features (ICM, Pathak et al. 2017); GAIL (Ho and Ermon 2016, with the gradient penalty of Gulrajani et al.
+2017) pays for what looks like demonstrations.
 """
 
 from collections.abc import Mapping
