@@ -16,7 +16,7 @@ from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.cli import config as configs
 from stagecoach.coordinator.cli import league, profile_and_bench, runs
 from stagecoach.coordinator.cli import page as pages
-from stagecoach.coordinator.cli.config import ConfigArgument, config_file
+from stagecoach.coordinator.cli.config import ConfigArgument
 from stagecoach.coordinator.cli.curves import compare, metrics, plot
 from stagecoach.coordinator.cli.terminal.console import console
 from stagecoach.coordinator.cli.terminal.options import (
@@ -38,6 +38,7 @@ from stagecoach.shared.base.errors import EnvironmentFailure, RunLive, Stagecoac
 from stagecoach.shared.base.failure import EndReason, reason_in_words
 from stagecoach.shared.base.printable import complain, counted, figure, score_in_words, success_in_words
 from stagecoach.shared.base.process import interruptible
+from stagecoach.shared.config.presets import config_file
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation

@@ -3,8 +3,7 @@
 
 import json
 import os
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,53 +11,20 @@ import typer
 
 from stagecoach.coordinator.cli.terminal.console import console
 from stagecoach.coordinator.cli.terminal.options import Exit, Json, Sets, example
-from stagecoach.shared.base.errors import PACKAGE, ConfigError, RunExists, UserError
+from stagecoach.shared.base.errors import ConfigError, RunExists, UserError
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.user_code import extend_imports
+from stagecoach.shared.config.presets import config_file, list_presets, names_config
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.diagnostics.environment_trial import Trial
     from stagecoach.shared.config.run_config import Config
 
 app = typer.Typer()
-_PRESETS = PACKAGE / "coordinator" / "presets"
 _STYLES = {
     "ok": "green", "warn": "yellow", "fail": "red", "fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim",
 }  # fmt: skip
 """Outcome or severity in `doctor` and `check` → style."""
-_NEEDS_THE_REPOSITORY = re.compile(r"^[^#]*\bbenchmarks\.", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A config shipped with Stagecoach; `about` is the first sentence of its comment."""
-
-    name: str
-    about: str
-    path: Path
-
-
-def list_presets() -> list[Preset]:
-    """All presets by name, except those whose environment is only in the repository."""
-    texts = {path: path.read_text() for path in sorted(_PRESETS.glob("*.yaml"))}
-    return [
-        Preset(path.stem, _about(text), path) for path, text in texts.items() if not _NEEDS_THE_REPOSITORY.search(text)
-    ]
-
-
-def _about(text: str) -> str:
-    comment = " ".join(line[1:].strip() for line in re.match(r"(#.*\n)*", text)[0].splitlines())  # type: ignore[index]
-    return re.split(r"(?<=[.;]) ", comment)[0].rstrip(".;")
-
-
-def config_file(given: Path) -> Path:
-    """Path of the file or of the preset with this name; raises `UserError` if neither exists."""
-    if given.exists() or given.suffix or given.parent != Path():
-        return given
-    presets = {preset.name: preset.path for preset in list_presets()}
-    if given.name not in presets:
-        raise UserError(f"no file {given}, and no preset of that name; presets: {', '.join(presets)}")
-    return presets[given.name]
 
 
 def _configs(incomplete: str) -> list[str]:
@@ -115,7 +81,7 @@ def config(
     if schema or path is None:
         console.json(Config.model_json_schema())
     else:
-        print(dump_config(load_config(config_file(path), set_ or ())), end="")
+        print(dump_config(load_config(path, set_ or ())), end="")
 
 
 @app.command(epilog=example("stagecoach doctor examples/cartpole.yaml"))
@@ -192,9 +158,8 @@ def _config(environment: str, kwargs: str | None, fields: dict[str, Any]) -> "tu
         given |= {"kwargs": json.loads(kwargs)} if kwargs is not None else {}
     except ValueError as error:
         raise ConfigError(f"--kwargs {kwargs!r} is not JSON ({error}); expected such as '{{\"length\": 12}}'") from None
-    if environment in {preset.name for preset in list_presets()}:
+    if names_config(environment):
         path = config_file(path)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
         extend_imports([os.getcwd(), str(path.resolve().parent)])
         return load_config(path, [f"environment.{name}={json.dumps(value)}" for name, value in given.items()]), False
     extend_imports([os.getcwd()])

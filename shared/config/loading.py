@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +10,66 @@ import yaml
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import printable
+from stagecoach.shared.config.presets import config_file
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.schema.plain_data import Change, changed, changes_of, plain
 from stagecoach.shared.config.schema.validation import field_paths, validated
 
 ENV_PREFIX = "STAGECOACH__"
 _MOST_VALUES = 100_000
 
 
-def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """Returns the resolved config. `overrides` are `a.b=value` strings of the command line, `environ` the process
-    environment by default. Raises `ConfigError` for mistakes in any of them."""
-    data, changed = _read_yaml(path) if path is not None else {}, []
-    for name, text in sorted((os.environ if environ is None else environ).items()):
+def load_config(
+    source: str | Path | Mapping[str, Any] | Config | None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Loads and validates a run's config.
+
+    Args:
+        source: A file's path, a preset's name (`stagecoach presets` lists them), sections as a dict, or a config.
+        overrides: Dotted fields and their values, `{"rollout.workers": 4}`, or texts `rollout.workers=4` as on the
+            command line. They take precedence over the environment and the source.
+        environ: Environment variables, those of this process by default. They do not apply to a `Config`, which is
+            resolved already.
+
+    Returns:
+        The resolved config.
+
+    Raises:
+        ConfigError: All mistakes in one line, with the fields that were probably meant.
+    """
+    changes = changes_of(overrides) if isinstance(overrides, Mapping) else _changes(overrides)
+    if isinstance(source, Config):
+        return source.changed(changes)
+    if isinstance(source, str | Path):
+        data = _read_yaml(config_file(source))
+    elif source is None or isinstance(source, Mapping):
+        data = plain(source or {})
+    else:
+        raise ConfigError(
+            f"a config is a file's path, a preset's name, a dict or a Config, found {type(source).__name__} "
+            f"{printable(repr(source), 60)}"
+        )
+    return changed(Config, data, [*_from_environment(os.environ if environ is None else environ), *changes])
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[Change]:
+    for name, text in sorted(environ.items()):
         _refuse_single_underscores(name)
         if name.startswith(ENV_PREFIX):
             keys = [key.lower() for key in name.removeprefix(ENV_PREFIX).split("__")]
-            changed.append(_changed_section(data, keys, value := _value(text, name)))
-            _set(data, keys, value, f"environment variable {name}")
-    for override in overrides:
+            yield Change(keys, _value(text, name), f"environment variable {name}")
+
+
+def _changes(overrides: Iterable[str]) -> list[Change]:
+    found = []
+    for override in [overrides] if isinstance(overrides, str) else overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"--set expects section.field=value, found {override!r}")
-        changed.append(_changed_section(data, key.split("."), value := _value(text, override)))
-        _set(data, key.split("."), value, f"--set {override}")
-    try:
-        return parse_config(data)
-    except ConfigError as error:
-        hints = [hint for section, hint in filter(None, changed) if f"unknown key {section}." in str(error)]
-        raise ConfigError("; ".join([str(error), *hints])) from None
+        found.append(Change(key.split("."), _value(text, override), f"--set {override}"))
+    return found
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
@@ -54,7 +86,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         return parse_yaml(path.read_text(), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"no config file {path}; `stagecoach init` writes one to start from") from None
+        raise ConfigError(f"no config file {path.absolute()}; `stagecoach init` writes one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
@@ -129,34 +161,6 @@ def _loaded(text: str) -> Any:
             )
         left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
     return data
-
-
-def _changed_section(data: dict[str, Any], keys: list[str], value: Any) -> tuple[str, str] | None:
-    """Returns a section whose name or kind is changed while it keeps its fields, with the correct command."""
-    *above, tag = keys
-    here: Any = data
-    for key in above:
-        here = here.get(key) if isinstance(here, dict) else None
-    if tag not in ("name", "kind") or not isinstance(here, dict) or not here.keys() - {tag}:
-        return None
-    section = ".".join(above)
-    way = f"--set '{section}={{{tag}: {value}}}'"
-    return section, f"{section}.{tag}={value} alone keeps the section's other fields; {way} starts it from its defaults"
-
-
-def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
-    here: dict[str, Any] = data
-    for depth, key in enumerate(keys[:-1]):
-        below = here.get(key)
-        if below is None:
-            below = here[key] = {}
-        if not isinstance(below, dict):
-            found, rest = ".".join(keys[: depth + 1]), ".".join(keys[depth + 1 :])
-            raise ConfigError(
-                f"{source}: {found} is a value ({printable(below, 40)}), not a section with {rest}; set {found} itself"
-            )
-        here = below
-    here[keys[-1]] = value
 
 
 def _refuse_single_underscores(name: str) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from pydantic import model_validator
 
-from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults
+from stagecoach.shared.config.algorithms.registry import with_algorithm_defaults, without_algorithm_defaults
 from stagecoach.shared.config.compatibility import check_sections_together
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.league_compatibility import check_stops, seating
+from stagecoach.shared.config.schema.plain_data import Change, changed, changes_of, plain
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.config.sections import ConfigFields
 
@@ -53,6 +54,30 @@ class Config(ConfigFields):
     def _sections_fit_together(self) -> Self:
         check_sections_together(self)
         return self
+
+    def replace(self, field: str | Mapping[str, Any], value: Any = None) -> Self:
+        """Returns a new config in which fields have other values.
+
+        Args:
+            field: A dotted field, `"rollout.workers"`, or a mapping of dotted fields to values. A whole section is
+                replaced by a dict; `"algorithm"` also by a name.
+            value: The field's new value.
+
+        Returns:
+            A new validated config. With another algorithm, fields that had the former one's defaults get those of the
+            new one.
+
+        Raises:
+            ConfigError: A field is unknown, or a value does not fit.
+        """
+        return self.changed(changes_of({field: value} if isinstance(field, str) else field))
+
+    def changed(self, changes: Iterable[Change]) -> Self:
+        """Returns a new config with these changes; raises `ConfigError` for mistakes in them."""
+        found = changed(type(self), without_algorithm_defaults(plain(self)), changes)
+        if found.environment.id == self.environment.id:  # what the section carries beside its fields
+            object.__setattr__(found.environment, "__pydantic_private__", self.environment.__pydantic_private__)
+        return found
 
     def hash(self) -> str:
         """Returns the SHA-256 of the fields that decide learning (not placement, scale or end): 64 hex digits."""

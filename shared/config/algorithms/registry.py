@@ -37,11 +37,29 @@ def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     policies = data.get("policies", {"default": {}})
     if isinstance(policies, Mapping):
         policies = {policy_id: _with_algorithm(its, algorithm) for policy_id, its in policies.items()}
-    section = ALGORITHMS.get(tag_of(algorithm))
+    return dict(_below({**data, "policies": policies}, _defaults(data)))
+
+
+def without_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a resolved config, as plain data, without what `with_algorithm_defaults` completes."""
+    algorithm = _from_name(data.get("algorithm", "ppo"))
+    policies = {}
+    for policy_id, its in data.get("policies", {}).items():
+        own = its.get("algorithm")
+        section = ALGORITHMS.get(tag_of(own or algorithm))
+        policies[policy_id] = _without(its, {} if section is None else section.defaults.get("policies", {}))
+        if own is not None:
+            policies[policy_id]["algorithm"] = {"name": own["name"], **_without(own, algorithm)}
+    return {**_without(data, _defaults(data)), **({"policies": policies} if policies else {})}
+
+
+def _defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the algorithm for all sections but `policies`."""
+    section = ALGORITHMS.get(tag_of(data.get("algorithm", "ppo")))
     defaults = {} if section is None else {**section.defaults, "policies": {}}
     if data.get("dataset") is not None:
         defaults.pop("heatup", None)  # recorded experience is not acted at random
-    return dict(_below({**data, "policies": policies}, defaults))
+    return defaults
 
 
 def _with_algorithm(policy: Any, algorithm: Any) -> Any:
@@ -70,6 +88,16 @@ def _below(given: Any, defaults: Any) -> Any:
     if not (isinstance(given, Mapping) and isinstance(defaults, Mapping)):
         return given
     return {**defaults, **{name: _below(value, defaults.get(name)) for name, value in given.items()}}
+
+
+def _without(given: Any, common: Any) -> Any:
+    """Returns `given` without the values that `common` has as well, unless their `name` or `kind` differ."""
+    if not (isinstance(given, Mapping) and isinstance(common, Mapping)):
+        return given
+    if any(tag in given and tag in common and given[tag] != common[tag] for tag in ("name", "kind")):
+        return given
+    differing = {name: value for name, value in given.items() if name not in common or value != common[name]}
+    return {name: _without(value, common.get(name)) for name, value in differing.items()}
 
 
 def _from_name(value: object) -> object:

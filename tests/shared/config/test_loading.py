@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_origin
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.config.algorithms.off_policy import SACConfig
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import dump_config, load_config, parse_config
 from stagecoach.shared.config.run_config import Config
@@ -27,6 +29,7 @@ rollout: {workers: 3, fragments_per_update: 4, fragment_steps: 8}
 stop_at: {updates: 5}
 """
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 WriteConfig = Callable[[str], Path]
 
 
@@ -65,6 +68,34 @@ def test_config_sources_follow_precedence(write: WriteConfig, monkeypatch: pytes
     assert (config.rollout.fragment_steps, config.environment.num_envs) == (8, 2)
     monkeypatch.setenv("STAGECOACH__SEED", "41")
     assert [load_config(path).seed, load_config(path, environ={}).seed] == [41, 1]
+
+
+def test_config_is_loaded_from_whatever_names_it(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fields = write(BASE), {"rollout.workers": np.int64(7), "policies.default.hidden_sizes": (8, 8)}
+    expected = load_config(path, ["rollout.workers=7", "policies.default.hidden_sizes=[8, 8]"], {})
+    monkeypatch.chdir(path.parent)
+    for source in (path, str(path), path.name, yaml.safe_load(BASE), load_config(path, environ={})):
+        assert load_config(source, fields, {}) == expected
+    assert load_config("cartpole", "seed=5", {}) == load_config(EXAMPLES / "cartpole.yaml", {"seed": 5}, {})
+    Path("cartpole").mkdir()
+    assert load_config("cartpole", environ={}).environment.id == "CartPole-v1"
+    monkeypatch.setenv("STAGECOACH__SEED", "41")
+    assert [load_config(source).seed for source in (path, yaml.safe_load(BASE), expected)] == [41, 41, 1]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_replace_keeps_what_it_does_not_change(path: Path) -> None:
+    config = load_config(path, environ={})
+    assert config.replace({}) == config
+    changed = config.replace("seed", 77)
+    assert (changed.seed, dump_config(changed.replace({"seed": config.seed}))) == (77, dump_config(config))
+
+
+def test_replaced_algorithm_brings_its_own_defaults() -> None:
+    sections = {"environment": {"id": "Pendulum-v1"}, "stop_at": {"updates": 1}, "rollout": {"fragment_steps": 16}}
+    ppo, sac = (load_config(sections, {"algorithm": name}, {}) for name in ("ppo", "sac"))
+    assert ppo.replace("algorithm", "sac") == sac and sac.replace({"algorithm": {"name": "ppo"}}) == ppo
+    assert sac.replace("algorithm", SACConfig(tau=0.01)).algorithm.model_dump()["tau"] == 0.01
 
 
 @pytest.mark.parametrize(
