@@ -23,7 +23,7 @@ help:
 	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
 	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
 	@echo "make check   format, lint, types, tests"
-	@echo "make docs    write docs/reference/config.md anew"
+	@echo "make docs    write docs/reference/config.md anew and build the documentation into site/"
 	@echo "make lock    resolve the requirements anew and write requirements.lock, with hashes"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
 
@@ -99,8 +99,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.installed-dev
 	@$(BIN)/python docs/config_reference.py > docs/reference/config.md
+	@$(BIN)/python docs/build_site.py
 
 # All but PyTorch and its CUDA packages, whose wheels differ from machine to machine (docs/operations/security.md).
 lock: $(VENV)/.installed
@@ -110,4 +111,4 @@ lock: $(VENV)/.installed
 	  --custom-compile-command "make lock" --output-file requirements.lock
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site .site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
