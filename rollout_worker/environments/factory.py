@@ -26,7 +26,7 @@ from stagecoach.rollout_worker.environments.pettingzoo_env import Parallel, Turn
 from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment, layers
 from stagecoach.rollout_worker.environments.wrappers import EpisodicLife
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, OtherApi, place
-from stagecoach.shared.base.user_code import import_object, install, with_extra
+from stagecoach.shared.base.user_code import import_object, install, meant_path, with_extra
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
@@ -280,7 +280,7 @@ def _module_hint(name: str) -> str:
     """Returns the advice for an id that a package registers only when it is imported."""
     module = next((module for start, module in _REGISTERED_BY.items() if name.startswith(start)), None)
     if module is None:
-        return "; an environment of your own is given as module:factory"
+        return f"; an environment of your own is given as module:factory{meant_path(name)}"
     missing = "" if importlib.util.find_spec(module) else f", and pip install {_PACKAGES.get(module, module)}"
     return f"; write environment.id: {module}:{name}, so that the package is imported{missing}"
 

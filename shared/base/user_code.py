@@ -72,7 +72,7 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
     places = "the config's folder or the working directory (a program of yours: from sys.path)"
     expected = f"expected package.module:{kind}, importable from {places}"
     if not name:
-        raise error(f"{field}={path}: {expected}")
+        raise error(f"{field}={path}: {expected}{meant_path(path)}")
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as failed:
@@ -80,6 +80,12 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
         if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
             raise error(f"{field}={path} cannot be imported: it {raised(failed)}") from failed
         raise error(f"{field}={path} cannot be imported: {said}; {expected}") from None
+
+
+def meant_path(text: str) -> str:
+    """Returns a hint for `package.module.name`, which is written with a colon before the name; else nothing."""
+    dotted = re.fullmatch(r"([A-Za-z_]\w*(?:\.\w+)*)\.([A-Za-z_]\w*)", text)
+    return f"; did you mean {dotted[1]}:{dotted[2]}?" if dotted else ""
 
 
 def import_class(path: str, field: str, base: type[Made]) -> type[Made]:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -9,13 +10,12 @@ from pydantic_core import ErrorDetails
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import counted, printable
+from stagecoach.shared.base.user_code import meant_path
+from stagecoach.shared.config.schema.foreign_words import ALGORITHMS, HINTS
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARACTERS = 200
-_ML_AGENTS = {
-    "self_play", "save_steps", "team_change", "swap_steps", "play_against_latest_model_ratio", "initial_elo"
-}  # fmt: skip
 _SCALED = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmMgGbB]?)\s*")
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
@@ -47,9 +47,17 @@ _PATTERNS = {
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:0, cuda:1 …",
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:0, cuda:1 …",
     r"^[A-Za-z][\w-]*$": "a name of letters, digits, - and _ that begins with a letter",
+    r"^(\w+|[\w.]+:\w+)$": "csv, jsonl, tensorboard, wandb, mlflow, trackio or package.module:Class",
     "^[0-9a-f]{64}$": "a SHA-256, 64 hexadecimal digits",
 }
 """Pattern of a config field → its meaning in words."""
+_WRITTEN = {
+    "environment": "{{id: {}}}",
+    "heatup": "{} env_steps",
+    "rollout": "{{fragment_steps: {}}}",
+    "stop_at": "{{env_steps: {}}}",
+}
+"""Section → how a single value of it is written."""
 
 
 def validated(model: type[Model], data: Any, within: str = "") -> Model:
@@ -138,9 +146,7 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
     if len(place.choices) > 1:
         field, values = section_tag(place.choices[0])[0], [section_tag(one)[1] for one in place.choices]
         found = found.get(field) if isinstance(found, dict) else found
-        guesses = difflib.get_close_matches(str(found or ""), values, n=1)
-        hint = f"; did you mean {guesses[0]}?" if guesses else ""
-        return f"{where}.{field} must be one of {', '.join(values)}, found {shown(found)}{hint}"
+        return f"{where}.{field} must be one of {', '.join(values)}, found {shown(found)}{_meant(found, values)}"
     if kind == "missing" and isinstance(item["loc"][-1], int):
         return f"{where.rpartition('.')[0]}: expected {counted(item['loc'][-1] + 1, 'value')}, found {shown(found)}"
     if kind == "missing":
@@ -158,7 +164,14 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
         expected = _EXPECTED[kind].format(**context)
     else:  # of a user's own algorithm, which may constrain its fields as it likes
         expected = re.sub(r"^\w+ should be (an? valid )?", "", item["msg"])
-    return f"{where}: expected {expected}, found {shown(found)}{_remedy(kind, found)}"
+    remedy = _remedy(kind, found)
+    if kind == "literal_error":
+        remedy = remedy or _meant(found, re.findall("'(.*?)'", expected))
+    elif kind == "string_pattern_mismatch" and ":" in expected:
+        remedy = meant_path(found)
+    elif kind == "model_type" and where in _WRITTEN and isinstance(found, str | int):
+        remedy = f"; write {where}: {_WRITTEN[where].format(printable(found, 60))}"
+    return f"{where}: expected {expected}, found {shown(found)}{remedy}"
 
 
 def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
@@ -168,15 +181,26 @@ def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
     field, value = section_tag(place.owner)
     having = [section_tag(section)[1] for section in place.rivals if name in section.model_fields]
     elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
-    if name in _ML_AGENTS:
-        hint = "ML-Agents' words for self-play are translated in docs/coming-from/ml-agents.md (`league:`)"
-    elif having:
+    if having:
         hint = f"{value} has no such field, but {', '.join(having)}: is {parent}{field} right?"
+    elif (word := name.lower()) in HINTS:
+        hint = HINTS[word]
     elif guesses := difflib.get_close_matches(name, beside, n=1, cutoff=0.6):
         hint = f"did you mean {parent}{guesses[0]}?"
     else:
         hint = f"did you mean {within}{elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(beside))}"
     return f"unknown key {parent}{name}; {hint}"
+
+
+def _meant(found: Any, values: Sequence[str]) -> str:
+    """Returns a hint at what is probably meant by a value: one of `values`, or an import path."""
+    text = str(found or "")
+    word = re.sub(r"trainer$|config$|policy$", "", text.lower())
+    if "ppo" in values and (other := re.sub("[-_]", "", word)) in ALGORITHMS:
+        return f"; nearest here: {ALGORITHMS[other]}"
+    if guesses := difflib.get_close_matches(word, [value.lower() for value in values], n=1):
+        return f"; did you mean {guesses[0]}?"
+    return meant_path(text)
 
 
 def _remedy(kind: str, found: Any) -> str:

@@ -24,6 +24,7 @@ ENVIRONMENTS = "tests.support.environments.small"
 # one of each way to be refused; tests/shared/config/test_loading.py has the configs, test_environment_trial.py the rest
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "misspelled environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),
+    "factory after a dot": (["environment.id=my_envs.make"], ["did you mean my_envs:make?"]),
     "factory that fails": ([f"environment.id={ENVIRONMENTS}:broken_factory"], ["no such mesh: arm.stl"]),
     "misspelled key": (["rollout.wokers=3"], ["rollout.wokers", "rollout.workers"]),
     "misspelled metric writer": (["metrics.writers=[cvs]"], ["metrics.writers=cvs", "module:Class"]),
