@@ -51,14 +51,21 @@ def presets(as_json: Json = False) -> None:
     console.json(found) if as_json else console.print(table)
 
 
-@app.command(epilog=example("stagecoach init my-run.yaml"))
-def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
+@app.command(epilog=example("stagecoach init my-run.yaml --algorithm sac"))
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml"),
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Begin with this algorithm, its fields and its defaults.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Write all fields with their explanations.")] = False,
+) -> None:
     """Write a commented config to start from; an existing file is left as it is."""
-    from stagecoach.coordinator.cli.commented_config import commented_config
+    from stagecoach.coordinator.cli.commented_config import commented_config, short_config
 
+    text = commented_config(algorithm or "ppo") if all_ else short_config(algorithm)
     try:
         with path.open("x") as file:
-            file.write(commented_config())
+            file.write(text)
     except FileExistsError:
         raise RunExists(f"{path} exists; choose another name") from None
     except OSError as error:

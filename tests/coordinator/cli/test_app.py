@@ -17,6 +17,7 @@ import yaml
 from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.cli.checkpoints import app as checkpoints
 from stagecoach.coordinator.services.embedded import BUCKET
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from tests.support.processes.command_line import Stagecoach, check_refused, contents
 
 ENVIRONMENTS = "tests.support.environments.small"
@@ -93,11 +94,24 @@ def test_commands_refuse_unknown_run(stagecoach: Stagecoach, tmp_path: Path, com
 def test_init_writes_a_config_that_trains_and_overwrites_none(stagecoach: Stagecoach, tmp_path: Path) -> None:
     stagecoach("init", "mine.yaml").ok()
     written = (tmp_path / "mine.yaml").read_text()
-    stagecoach("config", "mine.yaml").ok()
-    assert written.count("#") > 50
+    assert 20 <= written.count("\n") <= 30 and written.count("#") > 10
+    ended = stagecoach("train", "mine.yaml", "--run-id", "a", "--inline", "--set=stop_at.updates=1").ok()
+    assert "starting the roles" in ended
     check_refused(stagecoach("init", "mine.yaml"), "mine.yaml exists")
     assert (tmp_path / "mine.yaml").read_text() == written
     check_refused(stagecoach("init", "nowhere/mine.yaml"), "cannot write nowhere/mine.yaml")
+    check_refused(stagecoach("init", "other.yaml", "--algorithm", "SAC"), "found 'SAC'; did you mean sac?")
+    assert not (tmp_path / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_init_writes_algorithm_with_its_defaults(algorithm: str, stagecoach: Stagecoach) -> None:
+    stagecoach("init", "short.yaml", "--algorithm", algorithm).ok()
+    stagecoach("init", "all.yaml", "--algorithm", algorithm, "--all").ok()
+    resolved = stagecoach("config", "short.yaml").ok()
+    assert resolved == stagecoach("config", "all.yaml").ok() and f"name: {algorithm}" in resolved
+    written = Path("short.yaml").read_text()
+    assert [name for name in ALGORITHMS[algorithm].model_fields if f"  {name}: " not in written] == []
 
 
 def test_config_prints_what_is_resolved_and_the_schema(stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch) -> None:
