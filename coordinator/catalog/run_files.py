@@ -2,7 +2,9 @@
 
 import fcntl
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,10 +51,20 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def resolved_config(path: Path) -> Any:
+    """Returns the plain data in a run's config file, which is parsed again only after it has changed."""
+    return _parsed(path / CONFIG, (path / CONFIG).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1000)
+def _parsed(file: Path, _: int) -> Any:
+    return yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+
+
 def is_all_here(path: Path) -> bool:
     """Returns whether Redis and store are in the run's folder; raises `ValueError` for an invalid config."""
     try:
-        config = yaml.load((path / CONFIG).read_text(), Loader=yaml.CSafeLoader)
+        config = resolved_config(path)
         embedded = config["redis"]["url"] == config["store"]["url"] == "embedded"
     except (KeyError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path / CONFIG} is not a resolved config: {error}") from error

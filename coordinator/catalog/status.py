@@ -185,6 +185,9 @@ class Status:
     best: str | None = None
     final: str | None = None
     evaluation: dict[str, Any] | None = None
+    """Scores of the newest evaluation, with its `checkpoint`."""
+    best_evaluation: dict[str, Any] | None = None
+    """Scores of the second evaluation, which made `best` the best."""
     failure: FailureKind | None = None
 
     @property
@@ -248,7 +251,8 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         metrics=newest_row(client, run_id), store=store, latest=store.get("durable"), best=store.get("best"),
-        evaluation=newest, failure=flow.failure,
+        evaluation=newest, best_evaluation=evaluations.get(store.get("best", ""), {}).get("confirmation"),
+        failure=flow.failure,
     )  # fmt: skip
 
 
@@ -263,6 +267,7 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     kept = status_file(checkpoints)
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
+    scored = {entry["name"]: entry["evaluation"] for entry in entries if entry.get("evaluation")}
     tested = _last_row(checkpoints, EVALUATIONS)
     interrupted = INTERRUPTED_REASON.format(f"stagecoach resume {checkpoints.run_id}")
     counts = last | ((finished.get("counters") or {}).get("train") or {})
@@ -274,7 +279,8 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         test_episodes=int(tested.get(TEST_EPISODES) or 0), ledger=finished.get("ledger") or {},
         metrics=_last_row(checkpoints, TRAIN), latest=kept.get("latest"), best=kept.get("best"),
         final=kept.get("final"), failure=FailureKind(finished["failure"]) if finished.get("failure") else None,
-        evaluation=next((entry["evaluation"] for entry in reversed(entries) if entry.get("evaluation")), None),
+        evaluation=next(reversed(scored.values()), None),
+        best_evaluation=scored.get(kept.get("best"), {}).get("confirmation"),
     )  # fmt: skip
 
 

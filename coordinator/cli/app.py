@@ -306,7 +306,7 @@ def status(run: "Run", as_json: Json = False) -> None:
     from stagecoach.coordinator.cli.terminal.live_view import print_status
 
     found = run.status()
-    console.json(found.as_dict()) if as_json else print_status(found, console)
+    console.json(found.as_dict()) if as_json else print_status(run, found, console)
 
 
 @app.command(epilog=example("stagecoach watch s3://bucket/prefix/my-run"))
@@ -339,7 +339,7 @@ def attach(run: "Run", detach: Detach = False) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             foreground.watch(run)
     else:
-        print_status(found := run.status(), console)
+        print_status(run, found := run.status(), console)
         if state is RunStatus.FINISHED:
             goal = " --set stop_at…" if found.reason in (EndReason.SOLVED, EndReason.EXHAUSTED) else ""
             console.text(f"the run has ended; `{run.folder.continued_by}{goal}` continues it")

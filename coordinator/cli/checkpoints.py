@@ -23,7 +23,7 @@ from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
 from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest
 from stagecoach.trainer_node.export.onnx_translation import ExportedPolicy
 
-_COLUMNS = ("checkpoint", "env steps", "return", "evaluated")
+_COLUMNS = ("checkpoint", "steps", "training", "evaluated")
 _MARKS = ", ".join(MARKS)
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help=f"A checkpoint's name, or {_MARKS}.")]
 app = typer.Typer(rich_markup_mode="markdown")
@@ -49,7 +49,10 @@ def list_(run: Run, as_json: Json = False) -> None:
         size = _kib(entry["bytes"], "")
         table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(entry["marks"]))
     console.print(table)
-    console.text(f"in {run.store_location}")
+    console.text(
+        "training, evaluated: mean returns; the best has the highest second evaluation (confirmed), or rating",
+        f"in {run.store_location}",
+    )
 
 
 @app.command(epilog=example("stagecoach checkpoints save my-run"))

@@ -217,4 +217,4 @@ def watch(handle: Run) -> None:
     except KeyboardInterrupt:
         console.print("watching ended; the run continues")
         return
-    print_status(handle.status(), console)
+    print_status(handle, handle.status(), console)

@@ -27,7 +27,7 @@ from stagecoach.shared.protocol.keys import check_run_id
 
 _MOST = 1000
 _POLL_SECONDS = 0.1
-_SCORES = {"return": "training_return", "last score": "last", "best score": "best"}
+_SCORES = {"training return": "training_return", "last evaluation": "last", "best": "best"}
 """Column of the summary → field of a run's result."""
 
 
@@ -143,4 +143,4 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
         table.add_row(title, "", "", *cells)
     console.print(table)
     if told := " and ".join(sorted({result.ranked_by for result in results} - {""})):
-        console.text(f"best score is by {told}; last score is the return of all agents together")
+        console.text(f"best is by {told}; last evaluation is the return of all agents together")

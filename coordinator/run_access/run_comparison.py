@@ -11,7 +11,7 @@ from stagecoach.coordinator.catalog.run_metrics import ratings_in
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.protocol.events import confirmed_return
+from stagecoach.shared.protocol.events import ranking
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
 
 _CONFIDENCE = 0.95
@@ -57,21 +57,25 @@ def result_of(run: Run) -> RunResult:
         for _, row in rows.named():
             if "eval/ep_rew_mean" in row:
                 newest = max(newest, (row[VERSION], row["eval/ep_rew_mean"]))
-    best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
-    begin = next((row for rows in run.metrics() for _, row in rows.named()), dict[str, float]())
+    best = status.best_evaluation
     end = run.last_metrics()[1]
-    seconds = end[UNIX_TIME] - begin[UNIX_TIME] if begin and UNIX_TIME in end else 0.0
-    scores = (best or {}).get("evaluation") or {}
+    seconds, speed = training_time(run, end)
     return RunResult(
         run_id=run.run_id, seed=run.config.seed, state=status.state, reason=status.reason,
-        best=confirmed_return(scores), best_checkpoint=best["name"] if best else None,
-        ranked_by=(scores.get("confirmation") or {}).get("ranked_by", ""), last=newest[1], evaluations=count,
+        best=ranking(best) if best else None, best_checkpoint=status.best if best else None,
+        ranked_by=best.get("ranked_by", "") if best else "", last=newest[1], evaluations=count,
         training_return=end.get("rollout/ep_rew_mean"),
         ratings=ratings_in(end),
         env_steps=status.env_steps, updates=status.updates,
-        episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
-        env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,
+        episodes=status.episodes, seconds=round(seconds, 3) if seconds else None, env_steps_per_second=speed,
     )  # fmt: skip
+
+
+def training_time(run: Run, end: Mapping[str, float | None]) -> tuple[float, float | None]:
+    """Returns seconds from the first row of training metrics to `end`, the newest, and env steps per second between."""
+    begin = next((row for rows in run.metrics() for _, row in rows.named()), dict[str, float]())
+    seconds, steps = ((end.get(name) or 0.0) - begin.get(name, 0.0) for name in (UNIX_TIME, ENV_STEPS))
+    return (seconds, steps / seconds) if begin and seconds > 0 else (0.0, None)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,9 +1,11 @@
 """List of this machine's runs, from their files if possible, else from Redis and the store."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from stagecoach.coordinator.catalog.run_files import (
     INTERRUPTED_REASON,
@@ -11,6 +13,7 @@ from stagecoach.coordinator.catalog.run_files import (
     former_name,
     is_all_here,
     is_locked,
+    resolved_config,
     run_paths,
 )
 from stagecoach.shared.base.errors import StagecoachError
@@ -18,7 +21,7 @@ from stagecoach.shared.base.errors import StagecoachError
 
 @dataclass(frozen=True)
 class RunRow:
-    """Row of `stagecoach runs`; `best` is the confirmed score of the best checkpoint: mean return, or `ranked_by`."""
+    """Row of `stagecoach runs`; `best` is the score of the second evaluation, which confirmed the best checkpoint."""
 
     run_id: str
     state: RunStatus
@@ -26,10 +29,27 @@ class RunRow:
     best: float | None
     reason: str
     ranked_by: str = ""
+    """Name of the score `best`, unless it is the mean return."""
+    created: float | None = None
+    """Unix seconds of the oldest file in the run's folder."""
+    environment: str = ""
+    algorithm: str = ""
 
 
 def list_runs(runs_dir: Path) -> list[RunRow]:
-    return [_row_from_files(path) or row_from_servers(path) for path in run_paths(runs_dir)]
+    return [
+        replace(_row_from_files(path) or row_from_servers(path), **_described(path)) for path in run_paths(runs_dir)
+    ]
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Returns creation time, environment and algorithm; nothing if the config file is damaged or being deleted."""
+    try:
+        config, created = resolved_config(path), min(file.stat().st_mtime for file in path.iterdir() if file.is_file())
+        names = str(config["environment"]["id"]), str(config["algorithm"]["name"])
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(zip(("created", "environment", "algorithm"), (created, *names), strict=True))
 
 
 def _row_from_files(path: Path) -> RunRow | None:
@@ -58,14 +78,12 @@ def row_from_servers(path: Path) -> RunRow:
     import redis
 
     from stagecoach.coordinator.run_access.run import Run  # imports torch: not before it is needed
-    from stagecoach.shared.protocol.events import confirmed_return
+    from stagecoach.shared.protocol.events import ranking
 
     try:
-        handle = Run.attach(path.name, path.parent)
-        found = handle.status()
-        best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
-        scores = (best or {}).get("evaluation") or {}
-        score, by = confirmed_return(scores), (scores.get("confirmation") or {}).get("ranked_by", "")
+        found = Run.attach(path.name, path.parent).status()
+        scores = found.best_evaluation
+        score, by = (ranking(scores), scores.get("ranked_by", "")) if scores else (None, "")
         return RunRow(path.name, found.state, found.env_steps, score, found.reason, by)
     except (StagecoachError, redis.RedisError, OSError) as error:  # the run may be ending or being deleted
         return RunRow(path.name, RunStatus.UNREADABLE, 0, None, str(error))

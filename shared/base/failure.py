@@ -51,7 +51,7 @@ class EndReason(StrEnum):
 
 def reason_in_words(reason: str) -> str:
     """Returns the reason of a run's or a role's end for people; files and `--json` have the word itself."""
-    return "completed, it has reached stop_at" if reason == EndReason.EXHAUSTED else reason
+    return "reached stop_at" if reason == EndReason.EXHAUSTED else reason
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ def _rows(result: "RunResult", rated: "Iterable[str]") -> list[tuple[str, str]]:
     best = f"{figure(result.best)}{by} ({result.best_checkpoint})" if result.best is not None else "–"
     return [
         ("state", state),
-        ("best score", best),
-        ("last score", figure(result.last)),
-        ("evaluations", f"{result.evaluations:,}"),
         ("training return", figure(result.training_return)),
+        ("last evaluation", figure(result.last)),
+        ("best (second evaluation)", best),
+        ("evaluations", f"{result.evaluations:,}"),
         *((f"rating of {name}", figure(result.ratings.get(name))) for name in rated),
         ("env steps", f"{result.env_steps:,}"),
         ("updates", f"{result.updates:,}"),

@@ -19,20 +19,24 @@ from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.catalog.run_metrics import ratings_in
 from stagecoach.coordinator.catalog.status import Status, acting_speed
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
+from stagecoach.coordinator.cli.terminal.options import RUNS
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import training_time
 from stagecoach.shared.base.errors import StagecoachError, headline
-from stagecoach.shared.base.failure import reason_in_words
+from stagecoach.shared.base.failure import EndReason, reason_in_words
 from stagecoach.shared.base.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.protocol.events import Event
+from stagecoach.shared.protocol.events import Event, ranking
 from stagecoach.shared.protocol.heartbeat import Beat
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
 _EVENTS_SHOWN = 8
 _WORKERS_SHOWN, _STAGES_SHOWN = 16, 6
+_CONCEPTS = "docs/concepts/"
 
 
 class LiveView:
@@ -104,7 +108,7 @@ class LiveView:
         title = Text(self._run.run_id, style="bold")
         if self.status is None:
             return Panel(Text("starting …"), title=title)
-        waits = Text(f"waits for: {self.status.bottleneck}", style="dim")
+        waits = Text(_machinery(self.status), style="dim")
         events = [Text(f"  {_event_line(event)}", overflow="ellipsis", no_wrap=True) for event in self._events]
         parts = (_progress(self.status, self._run.config), metrics_table(self.status), waits, *events)
         seconds = time.monotonic() - self._started
@@ -130,26 +134,35 @@ _LESSON, _EACH = "curriculum/lesson/", "rollout/ep_rew_mean/"
 
 
 def metrics_table(status: Status) -> Table:
-    """State, workers, speed, policy, return and checkpoint."""
+    """State, returns, steps and speed; ratings and lessons where there are any."""
     metrics = status.metrics
-    alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
-    table = Table.grid(padding=(0, 3))
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     told = status.reason and status.state is not RunStatus.PAUSED  # that reason has a line of its own
-    state = f"{status.state}: {reason_in_words(status.reason)}" if told else status.state
-    auto = status.scaling.get("mode") == "auto"
-    bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
-    workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
-    table.add_row("state", state, "workers", workers)
-    table.add_row("speed", f"{metrics.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
-    table.add_row("return", _returns(metrics), "policy lag", figure(metrics.get("policy/lag_mean")))
-    table.add_row("evaluated", _evaluated(status), "checkpoint", status.latest or "–")
+    table.add_row("state", f"{status.state}: {reason_in_words(status.reason)}" if told else status.state)
+    table.add_row("training return", _returns(metrics))
+    table.add_row("last evaluation", _evaluated(status))
+    table.add_row("best", _best(status))
+    speed = f"{metrics.get('time/fps') or 0:,.0f} env steps/s"
+    table.add_row("trained", f"{counted(status.env_steps, 'env step')}, {speed}")
     for policy_id, rating in ratings_in(metrics).items():
         elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("elo", "win_rate"))
-        table.add_row("rating", f"{policy_id} {figure(rating)}", "Elo, wins", f"{figure(elo)}, {rate or 0:.0%}")
+        table.add_row("rating", f"{policy_id} {figure(rating)}, Elo {figure(elo)}, {rate or 0:.0%} won")
     for entry in sorted(name.removeprefix(_LESSON) for name in metrics if name.startswith(_LESSON)):
         until = metrics.get(f"curriculum/until/{entry}")
-        table.add_row("lesson", f"{entry} {figure(metrics[_LESSON + entry])}", "measured", figure(until))
+        table.add_row("lesson", f"{entry} {figure(metrics[_LESSON + entry])}, measured {figure(until)}")
     return table
+
+
+def _machinery(status: Status) -> str:
+    """Workers, policy version and lag, newest checkpoint, and the party that everyone waits for."""
+    alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
+    auto = status.scaling.get("mode") == "auto"
+    bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
+    return (
+        f"workers {alive} of {status.desired_workers}{bounds} · policy version {status.version} · policy lag "
+        f"{figure(status.metrics.get('policy/lag_mean'))} · checkpoint {status.latest or '–'}\n"
+        f"waits for: {status.bottleneck}"
+    )
 
 
 def _returns(metrics: Mapping[str, float | None]) -> str:
@@ -162,7 +175,7 @@ def _returns(metrics: Mapping[str, float | None]) -> str:
 
 def _evaluated(status: Status) -> str:
     if not status.evaluates:
-        return "nothing (evaluation.episodes=0)"
+        return "none (evaluation.episodes=0)"
     scores = status.evaluation
     return f"{_evaluated_return(scores)} ({scores['checkpoint']})" if scores else "–"
 
@@ -172,6 +185,14 @@ def _evaluated_return(scores: Mapping[str, Any]) -> str:
     return f"{figure(scores['mean_return'])}{each}{success_in_words(scores)}"
 
 
+def _best(status: Status) -> str:
+    """The score that made `status.best` the best: that of a second evaluation, from other starts."""
+    if (scores := status.best_evaluation) is None:
+        return "–"
+    rank = f"{scores['ranked_by']} {figure(ranking(scores))}; " if scores.get("ranked_by") else ""
+    return f"{rank}{_evaluated_return(scores)} in a second evaluation ({status.best})"
+
+
 def one_line(status: Status) -> str:
     """Status on one line."""
     if status.state is RunStatus.PAUSED:
@@ -179,63 +200,77 @@ def one_line(status: Status) -> str:
     metrics = status.metrics
     scores = status.evaluation
     score = f" · evaluated {_evaluated_return(scores)}" if scores else ""
+    best = f" · best {figure(ranking(status.best_evaluation))}" if status.best_evaluation else ""
     rating = "".join(f" · rating of {policy_id} {figure(its)}" for policy_id, its in ratings_in(metrics).items())
     return (
         f"{status.state:<11} {status.env_steps:,} env steps · {metrics.get('time/fps') or 0:,.0f}/s · "
-        f"return {_returns(metrics)}{rating} · version {status.version} · "
-        f"lag {figure(metrics.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
+        f"training return {_returns(metrics)}{rating}{score}{best} · version {status.version} · "
+        f"lag {figure(metrics.get('policy/lag_mean'))} · waits for: {status.bottleneck}"
     )
 
 
 def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
-    """The best checkpoint and the last one, steps, time, where the checkpoints are, the ledger."""
+    """Prints what was learned, where the policy is and how to use it; then what became of the experience."""
     status = outcome.status
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))  # no path is cut: it is copied
     table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
-    with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
-        evaluates, league = run.config.evaluation.enabled, run.config.league is not None
-        for title, text in scores_of_note(run.checkpoints(), run.run_id, evaluates, league):
-            table.add_row(title, text)
+    for row in scores_of_note(status, run.config.league is not None):
+        table.add_row(*row)
     numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
     table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
-    table.add_row("time", f"{outcome.seconds:.1f} s, start and end of all services included")
+    table.add_row("time", f"{outcome.seconds:.1f} s with the start and end of all services{_speed(run, status)}")
+    for row in _use(run, status):
+        table.add_row(*row)
+    if outcome.reason == EndReason.ABANDONED:
+        table.add_row("continue", f"stagecoach resume {run.run_id}")
+    table.add_row("", "")
     marks = ", ".join(f"{mark} {getattr(status, mark) or '–'}" for mark in ("latest", "best", "final"))
     table.add_row("checkpoints", marks)
     table.add_row("store", run.store_location)
-    if outcome.reason == "abandoned":
-        table.add_row("continue", f"stagecoach resume {run.run_id}")
     if total := status.ledger.get("total"):
-        table.add_row("ledger", ledger_line(total))
+        table.add_row("ledger", f"{ledger_line(total)} ({_CONCEPTS} explains it)")
     console.print(Panel(table, title="summary", expand=False))
 
 
-def scores_of_note(
-    entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True, league: bool = False
-) -> Iterator[tuple[str, str]]:
-    """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
+def scores_of_note(status: Status, league: bool = False) -> Iterator[tuple[str, str]]:
+    """Rows for the summary: return of training, of the last evaluation, and of the one that confirmed the best.
 
-    A run that is stopped does not wait for its evaluator, so the last one may have no score.
+    A run that is stopped does not wait for its evaluator, so the newest checkpoint may have no score.
     """
-    marked = {mark: entry for entry in entries for mark in entry["marks"]}
-    best, last = (marked.get(mark) or {} for mark in ("best", "latest"))
-    if scores := best.get("evaluation"):
-        text = _score(scores.get("confirmation") or scores)
-        by = "rating" if str(scores.get("ranked_by", "")).startswith("rating") else "second evaluation"
-        yield "result", f"{text}, {best['name']} (the best, by its {by})"
-    if scores := last.get("evaluation"):
-        yield "last", f"{_score(scores)}, {last['name']} (the last)"
-    elif last:
-        played = f"`stagecoach evaluate {run_id}/{last['name']}` plays it"
-        hint = f"`stagecoach league {run_id}` has its ratings" if league else played
-        why = "was not evaluated before the run ended" if evaluates else "has no score, with evaluation.episodes=0"
-        yield "last", f"{last['name']} {why}; {hint}"
+    yield "training return", f"{_returns(status.metrics)}, mean of the last training episodes"
+    newest = status.evaluation or {}
+    if newest:
+        yield "last evaluation", f"{score_in_words(newest, second=False)} ({newest['checkpoint']})"
+    if status.best_evaluation:
+        yield "best", _best(status)
+    if status.latest and status.latest != newest.get("checkpoint"):
+        hint = "league" if league else "evaluate"
+        why = (
+            "was not evaluated before the run ended" if status.evaluates else "has no score, with evaluation.episodes=0"
+        )
+        name = status.run_id if league else f"{status.run_id}/{status.latest}"
+        yield "not evaluated", f"{status.latest} {why}: stagecoach {hint} {name}"
 
 
-def _score(scores: dict[str, Any]) -> str:
-    ranked = scores.get("ranking")  # by checkpoint.best_by, or a league's rating
-    by = scores.get("ranked_by") or "ranked by"
-    rank = "" if ranked is None else f"{by} {figure(ranked)}; all agents together "
-    return f"{rank}{score_in_words(scores, second=False)}"
+def _speed(run: Run, status: Status) -> str:
+    """`, 5,400 env steps/s`: the mean while training; empty where the metrics do not say it."""
+    with contextlib.suppress(StagecoachError, redis.RedisError):  # a summary without it is better than none
+        if (speed := training_time(run, status.metrics)[1]) is not None:
+            return f", {speed:,.0f} env steps/s while training"
+    return ""
+
+
+def _use(run: Run, status: Status) -> Iterator[tuple[str, str]]:
+    """Rows with the path of the best policy, or of the newest, and with the commands that use it."""
+    if (name := status.best or status.latest) is None:
+        return
+    embedded, place, here = run.config.store.url == "embedded", run.store_location, RUNS / run.run_id
+    folder = here if here.resolve() == run.folder.path.resolve() else run.folder.path
+    path = place.replace(str(run.folder.path), str(folder), 1) if embedded else place
+    yield f"{'best' if status.best else 'newest'} policy", f"{path}/{CHECKPOINTS}{name}"
+    yield "use it", f"stagecoach evaluate {run.run_id if folder is here else folder}"
+    loaded = f'load_policy("{folder if embedded else place}")'
+    yield "", f'Run.attach("{run.run_id}").load_policy()' if place.startswith("s3://") else loaded
 
 
 def ledger_line(line: dict[str, Any]) -> str:
@@ -252,9 +287,15 @@ def dropped_in_words(transitions: dict[str, int]) -> str:
     return f"{sum(transitions.values()):,} dropped{f' ({reasons})' if reasons else ''}"
 
 
-def print_status(status: Status, console: PrintableConsole) -> None:
-    console.print(Panel(metrics_table(status), title=Text(status.run_id, style="bold"), expand=False))
-    console.print(f"waits for: {status.bottleneck}")
+def print_status(run: Run, status: Status, console: PrintableConsole) -> None:
+    """Prints what was learned and how to use it; then the processes, and what became of the experience."""
+    table = metrics_table(status)
+    for row in _use(run, status):
+        table.add_row(*row)
+    console.print(Panel(table, title=Text(status.run_id, style="bold"), expand=False))
+    console.print(f"\nprocesses and experience ({_CONCEPTS} explains them)", style="bold")
+    if status.live or status.roles:
+        console.text(_machinery(status))
     if status.fleet is not None:
         console.text(f"fleet: {status.fleet}")
     shown, left_out = of_note(status.roles)

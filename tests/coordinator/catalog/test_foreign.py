@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.catalog.status import is_supervised, live_status
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import metrics_table, one_line, print_status
@@ -19,6 +20,7 @@ from stagecoach.coordinator.fleet.autoscaler import Scaling
 from stagecoach.coordinator.lifecycle.preparation import create_flow, prepare_resume
 from stagecoach.coordinator.page.totals import Totals
 from stagecoach.coordinator.page.view import jsonable
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.shared.protocol import events
@@ -75,7 +77,7 @@ def every_reader(role: RunContext) -> None:
     status = live_status(role.redis, role.run_id)
     assert json.loads(json.dumps(status.as_dict(), default=str))
     console = PrintableConsole(file=io.StringIO(), width=120)
-    print_status(status, console)
+    print_status(Run(RunFolder(role.run_id, role.config.runs_dir), role.config), status, console)
     console.print(one_line(status))
     console.print(metrics_table(status))
     is_supervised(role.redis, role.run_id)
@@ -232,7 +234,7 @@ def test_much_garbage_is_counted_and_only_some_of_it_is_named(
     for _ in range(2):
         status = live_status(role.redis, role.run_id)
     console = PrintableConsole(file=(shown := io.StringIO()), width=200)
-    print_status(status, console)
+    print_status(Run(RunFolder(role.run_id, role.config.runs_dir), role.config), status, console)
     assert sum("is malformed and left out" in text for text in caplog.messages) == 10
     assert len(caplog.messages) < 20 and all(len(text) < 500 for text in caplog.messages)
     assert "malformed in Redis and left out: 290 more than those named above" in shown.getvalue()

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,17 +50,17 @@ def console() -> PrintableConsole:
 
 
 def test_brackets_in_a_reason_are_text(console: PrintableConsole, tmp_path: Path) -> None:
-    print_status(status(NASTY), console)
+    print_status(run(tmp_path), status(NASTY), console)
     print_summary(run(tmp_path), Outcome(RunEnd(NASTY), status(NASTY), 1.0), console)
     assert shown(console).count(NASTY) >= 2
 
 
-def test_run_at_its_bound_is_completed(console: PrintableConsole, tmp_path: Path) -> None:
+def test_run_at_its_bound_has_reached_stop_at(console: PrintableConsole, tmp_path: Path) -> None:
     beat = Beat("trainer", "trainer", "1-0", 0.0, 7, "host", "exhausted", None, 0.0, 0.0, {})
     ended = dataclasses.replace(status("exhausted"), roles=[beat], bottleneck=bottleneck([beat], {}))
-    print_status(ended, console)
+    print_status(run(tmp_path), ended, console)
     print_summary(run(tmp_path), Outcome(RunEnd("exhausted"), ended, 1.0), console)
-    assert shown(console).count("completed, it has reached stop_at") == 4  # state, waits for, roles, summary
+    assert shown(console).count("reached stop_at") == 4  # state, waits for, roles, summary
     assert "exhausted" not in shown(console) and ended.as_dict()["reason"] == "exhausted"
 
 
@@ -78,12 +77,13 @@ def fleet_of(count: int, **changed: Beat) -> list[Beat]:
     return [dataclasses.replace(plain, role="trainer", id="trainer"), *(changed.get(each.id, each) for each in workers)]
 
 
-def test_status_of_thousand_workers_shows_those_in_trouble(console: PrintableConsole) -> None:
+def test_status_of_thousand_workers_shows_those_in_trouble(console: PrintableConsole, tmp_path: Path) -> None:
     gone = dataclasses.replace(fleet_of(1)[1], id="worker-700", age_seconds=77.0, stages={})
     failed = dataclasses.replace(gone, id="worker-800", ended="it raised", failure=FailureKind.OTHER)
     beats = fleet_of(1000, **{"worker-700": gone, "worker-800": failed})
     ledger = {beat.id: LINE for beat in beats[1:]} | {"total": LINE}
-    print_status(dataclasses.replace(status("x"), roles=beats, fleet=summarize_fleet(beats), ledger=ledger), console)
+    found = dataclasses.replace(status("x"), roles=beats, fleet=summarize_fleet(beats), ledger=ledger)
+    print_status(run(tmp_path), found, console)
     text = shown(console)
     assert "fleet: 999 workers, 597,800 env steps/s; 599 on average, 100 at worst (worker-0); oldest heartbeat" in text
     assert "77.0 s (worker-700)" in text and "and 984 workers more: `stagecoach status a --json` has all" in text
@@ -92,7 +92,7 @@ def test_status_of_thousand_workers_shows_those_in_trouble(console: PrintableCon
     assert len(str(console.file.getvalue()).splitlines()) < 80  # type: ignore[attr-defined]
 
 
-def test_status_of_small_fleet_shows_all_workers(console: PrintableConsole) -> None:
+def test_status_of_small_fleet_shows_all_workers(console: PrintableConsole, tmp_path: Path) -> None:
     assert summarize_fleet(fleet_of(0)) is None and summarize_fleet([]) is None
     beats = fleet_of(3, **{"worker-1": dataclasses.replace(fleet_of(2)[2], stages={"start": 3.0}, progress={})})
     summary = summarize_fleet(beats)
@@ -102,7 +102,7 @@ def test_status_of_small_fleet_shows_all_workers(console: PrintableConsole) -> N
         101,
     )
     assert str(summarize_fleet(beats[2:3])) == "1 worker; oldest heartbeat 0.5 s (worker-1)", "it has not acted yet"
-    print_status(dataclasses.replace(status("x"), roles=beats, fleet=summary), console)
+    print_status(run(tmp_path), dataclasses.replace(status("x"), roles=beats, fleet=summary), console)
     assert set(re.findall(r"worker-\d+", shown(console))) == {"worker-0", "worker-1", "worker-2"}
     assert "more: `" not in shown(console)
 
@@ -115,25 +115,39 @@ def test_scores_keep_four_digits(value: float | None, text: str) -> None:
 
 
 def test_summary_shows_confirmed_best_and_last_score() -> None:
-    lucky, held, poor = (
-        {"mean_return": mean, "std_return": deviation, "episodes": 20}
-        for mean, deviation in ((500.0, 0.0), (481.0, 9.0), (166.0, 3.0))
+    held, poor = (
+        {"mean_return": mean, "std_return": deviation, "episodes": 20, "checkpoint": name}
+        for mean, deviation, name in ((481.0, 9.0, "2_Step-64.ckpt"), (166.0, 3.0, "3_Step-96.ckpt"))
     )
-    entries: list[dict[str, Any]] = [
-        {"name": "2_Step-64.ckpt", "marks": ["best"], "evaluation": lucky | {"confirmation": held}},
-        {"name": "3_Step-96.ckpt", "marks": ["latest", "final"], "evaluation": poor},
+    training = "training return", "150.5, mean of the last training episodes"
+    ended = dataclasses.replace(
+        status("x"), metrics={"rollout/ep_rew_mean": 150.5}, latest="3_Step-96.ckpt", best="2_Step-64.ckpt",
+        evaluation=poor, best_evaluation=held,
+    )  # fmt: skip
+    best = "best", "481 in a second evaluation (2_Step-64.ckpt)"
+    assert list(scores_of_note(ended)) == [
+        training,
+        ("last evaluation", "166 ± 3 over 20 episodes (3_Step-96.ckpt)"),
+        best,
     ]
-    assert list(scores_of_note(entries, "a")) == [
-        ("result", "481 ± 9 over 20 episodes, 2_Step-64.ckpt (the best, by its second evaluation)"),
-        ("last", "166 ± 3 over 20 episodes, 3_Step-96.ckpt (the last)"),
-    ]
-    entries[1]["evaluation"] = poor | {"ranking": 40.0}
-    [_, last] = scores_of_note(entries, "a")
-    assert last[1].startswith("ranked by 40; all agents together 166 ± 3 over 20 episodes"), "checkpoint.best_by"
-    entries[1]["evaluation"] = None
-    [_, last] = scores_of_note(entries, "a")
-    hint = "`stagecoach evaluate a/3_Step-96.ckpt` plays it"
-    assert last == ("last", f"3_Step-96.ckpt was not evaluated before the run ended; {hint}")
+    ranked = dataclasses.replace(ended, best_evaluation=held | {"ranking": 40.0, "ranked_by": "rating of cat"})
+    assert list(scores_of_note(ranked))[2][1].startswith("rating of cat 40; 481 in a second evaluation")
+    *_, last = scores_of_note(dataclasses.replace(ended, evaluation=None))
+    why = "3_Step-96.ckpt was not evaluated before the run ended"
+    assert last == ("not evaluated", f"{why}: stagecoach evaluate a/3_Step-96.ckpt")
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_summary_says_how_to_use_the_best_policy(
+    console: PrintableConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ("other" if elsewhere else "runs")
+    made = Run(RunFolder("a", folder / "a"), minimal_config(runs_dir=str(folder)))
+    print_status(made, dataclasses.replace(status("x"), best="2_Step-64.ckpt"), console)
+    named, loaded = (folder / "a", folder / "a") if elsewhere else ("a", "runs/a")
+    assert f'stagecoach evaluate {named} │ │ load_policy("{loaded}")' in shown(console)
+    assert f"best policy {loaded}/s3/stagecoach/a/checkpoints/2_Step-64.ckpt" in shown(console)
 
 
 def test_accounting_that_do_not_balance_say_so() -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from contextlib import closing
@@ -57,8 +58,13 @@ def test_list_runs_from_files_equals_status(folder: Path) -> None:
     assert (rows["a"].state, rows["cut-off"].state) == ("finished", "interrupted")
     assert rows["a"].best is not None and rows["a"].env_steps > 0
     assert (rows["rated"].best, rows["rated"].ranked_by) == (24.5, "rating of main")
-    assert set(asdict(rows["a"])) == {"run_id", "state", "env_steps", "best", "reason", "ranked_by"}
-    assert rows == {name: row_from_servers(folder / "runs" / name) for name in rows}
+    described = {
+        "environment": rows["a"].environment, "algorithm": rows["a"].algorithm, "created": rows["a"].created
+    }  # fmt: skip
+    assert (rows["a"].environment, rows["a"].algorithm) == ("CartPole-v1", "ppo")
+    assert abs((rows["a"].created or 0.0) - time.time()) < 3600
+    assert asdict(rows["a"]) == asdict(row_from_servers(folder / "runs" / "a")) | described
+    assert [row.best for row in rows.values()] == [row_from_servers(folder / "runs" / name).best for name in rows]
 
 
 PROGRAM = f"""

@@ -135,9 +135,9 @@ def test_run_without_evaluation_has_no_evaluator(config: MakeConfig) -> None:
     outcome = finish(run)
     screen = PrintableConsole(file=io.StringIO(), width=200)
     print_summary(run, outcome, screen)
-    print_status(run.status(), screen)
+    print_status(run, run.status(), screen)
     assert "has no score, with evaluation.episodes=0" in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "nothing (evaluation.episodes=0)" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "none (evaluation.episodes=0)" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert not outcome.status.evaluates and not any(event.kind == "evaluation" for event in run.events())
     assert run.status().as_dict()["evaluates"] is False
 

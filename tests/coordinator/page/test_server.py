@@ -152,7 +152,7 @@ def test_page_serves_its_files(page: Visitor) -> None:
 def test_ended_run_is_served_from_store(page: Visitor, runs_dir: Path) -> None:
     shutil.copytree(runs_dir / "a", runs_dir / "broken")
     rows = {row["run_id"]: row for row in page.ask("/api/runs").json}
-    assert (rows["a"]["state"], rows["a"]["reason"]) == ("finished", "completed, it has reached stop_at")
+    assert (rows["a"]["state"], rows["a"]["reason"]) == ("finished", "reached stop_at")
     assert rows["broken"]["state"] == "unreadable", "one that was copied spoils no other"
     snapshot = page.ask("/api/runs/a").json
     assert (snapshot["run_id"], snapshot["banner"], snapshot["state"]["updates"]) == ("a", "", 4)
