@@ -1,6 +1,7 @@
 """The coordinator: starts a run's services and roles, and supervises them until the run has ended."""
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from stagecoach.coordinator.catalog.status import Status, ended_status, live_sta
 from stagecoach.coordinator.lifecycle.inline import InlineRoles
 from stagecoach.coordinator.lifecycle.preparation import record_failure
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
+from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
@@ -78,6 +80,9 @@ class Coordinator:
         logs = folder.path / LOGS
         running.callback(folder.unlock)
         log_to_file(str(folder.path), "coordinator")
+        if not inline and (excess := excess_workers(config, available_cores())):
+            _LOGGER.warning("%s", excess)
+            print(f"Warning: {excess}", file=sys.stderr, flush=True)
         try:
             # Services: embedded ones are children of this process; Ray starts first, since it takes longest
             _LOGGER.info("starting services")

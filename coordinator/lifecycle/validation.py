@@ -1,6 +1,7 @@
 """Checks before a run starts: environment, policies, device, sizes, data and servers."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.vector_env import NamedFailures, reject_unusable
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError, headline
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.process import keeping_sigterm
 from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
@@ -41,6 +43,8 @@ from stagecoach.trainer_node.metrics.writers import check_writers
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST_VALUE_BYTES = 511 << 20
 """Below Redis's limit of 512 MiB a value (proto-max-bulk-len), which includes names and a header."""
+_WORKERS_PER_CORE = 2
+"""Workers also wait, for credit and for the network, so that some more than cores are useful."""
 _TRAINED_COPIES = 4
 """Weights, their gradients, and Adam's two moments."""
 
@@ -181,6 +185,25 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc
             with suppress(OSError, ValueError):  # `max`: unlimited
                 found.append(int(folder.joinpath(*parts[:depth], name).read_text()))
     return min(found)
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores of the machine that this process may use, by its affinity and its container's quota."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # `max`: unlimited
+        most, period = map(int, quota.read_text().split())
+        found = min(found, math.ceil(most / period))
+    return found
+
+
+def excess_workers(config: Config, cores: int) -> str | None:
+    """Returns a warning if embedded Ray would run far more workers than this machine has cores."""
+    if config.ray.address != "embedded" or config.rollout.workers <= _WORKERS_PER_CORE * cores:
+        return None
+    return (
+        f"rollout.workers={config.rollout.workers} on {counted(cores, 'core')}: {cores} can act at once, others wait "
+        f"for a core, and each takes 0.3 GB of memory; set rollout.workers={cores}"
+    )
 
 
 def _size(policies: dict[str, Policy]) -> int:
