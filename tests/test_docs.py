@@ -158,7 +158,7 @@ def test_yaml_snippets_are_valid_configs() -> None:
     pages = (
         "README.md",
         "docs/guides/environments.md",
-        "docs/reference/metrics.md",
+        "docs/how-to/trackers.md",
         "docs/how-to/python.md",
         "docs/operations/deploy.md",
         "docs/guides/league.md",
@@ -238,7 +238,7 @@ def test_metrics_page_explains_exactly_what_runs_write() -> None:
     assert explained - set(STREAMS) - histograms == written - histograms - {"rollout/ep_shaped_rew"}
     assert histograms <= explained >= set(STREAMS) and {"fleet/fps", "time_share/<name>/<name>"} <= written
     assert WRITERS.keys() <= set(
-        re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/reference/metrics.md"), re.MULTILINE)
+        re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/how-to/trackers.md"), re.MULTILINE)
     )
 
 

@@ -317,7 +317,7 @@ class WriterConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Writers of the run's metrics, in addition to its store (docs/reference/metrics.md)."""
+    """Writers of the run's metrics, in addition to its store (docs/how-to/trackers.md)."""
 
     writers: tuple[Annotated[WriterConfig, BY_PATH], ...] = (WriterConfig(path="csv"), WriterConfig(path="tensorboard"))
     """Files in the run's folder under `metrics/`, and trackers. Exceptions in a writer do not end the run. A plain
