@@ -7,6 +7,15 @@ import ray
 
 from stagecoach.shared.base.process import at_rest, shield_from_terminal
 from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
+from stagecoach.shared.runtime.run_context import RunContext
+
+
+def _opened(launch: RoleLaunch, name: str) -> RunContext:
+    from stagecoach.rollout_worker.environments.objects import unpack
+
+    context = launch.open(name)  # extends the imports, which the object may need
+    unpack(context.config.environment, launch.environment)
+    return context
 
 
 class RayWorker:
@@ -15,7 +24,7 @@ class RayWorker:
     def __init__(self, launch: RoleLaunch, index: int) -> None:
         with at_rest():
             from stagecoach.rollout_worker.worker import Worker
-        self._open: Callable[[], Any] = lambda: Worker(launch.open(f"worker-{index}"), index)
+        self._open: Callable[[], Any] = lambda: Worker(_opened(launch, f"worker-{index}"), index)
 
     @ray.method
     def run(self) -> str:
@@ -32,7 +41,7 @@ class RayEvaluator(RayWorker):
     def __init__(self, launch: RoleLaunch) -> None:
         with at_rest():
             from stagecoach.rollout_worker.evaluator import Evaluator
-        self._open = lambda: Evaluator(launch.open("evaluator"))
+        self._open = lambda: Evaluator(_opened(launch, "evaluator"))
 
 
 WorkerActor: Any = ray.remote(RayWorker)

@@ -18,11 +18,12 @@ from stagecoach.coordinator.catalog.game_video import recorded, recordings
 from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
+from stagecoach.rollout_worker.environments.objects import with_object
 from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
 from stagecoach.shared.base.user_code import extend_imports, install, with_extra
-from stagecoach.shared.config.environments.environment import WrapperConfig
+from stagecoach.shared.config.environments.environment import OBJECT, WrapperConfig
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.schema.section import leaves
@@ -119,7 +120,7 @@ def named_code(config: Config) -> dict[str, str]:
     wrappers, and a league's players that are not scripted.
     """
     data = config.model_dump(mode="json", include=cast(Any, _PLAYED))
-    data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:")
+    data["environment"]["id"] = data["environment"]["id"].removeprefix("envpool:").removeprefix(OBJECT)
     fields = {field: value for field, value in leaves(data).items() if not field.startswith(_GIVEN)}
 
     def names_code(field: str, text: str) -> bool:
@@ -158,6 +159,7 @@ class Evaluation:
 def evaluate(
     target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None, *,
     show: bool = False, stochastic: bool = False, trust_config: bool = False, endpoint_url: str | None = None,
+    environment: Any = None,
 ) -> Evaluation:  # fmt: skip
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
@@ -168,9 +170,10 @@ def evaluate(
         show: renders for people.
         stochastic: draws actions as in training.
         trust_config: lets a config from another machine name code to import; else that raises `UserError`.
+        environment: the object of a run whose environment is one.
     """
     found = find_checkpoint(target, runs_dir, access_at(endpoint_url))
-    config, name = found.config, found.name
+    config, name = with_object(found.config, environment), found.name
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
     config.algorithms()

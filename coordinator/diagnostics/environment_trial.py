@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stagecoach.coordinator.services.embedded import spawn
+from stagecoach.rollout_worker.environments.checking.check import Check
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
 from stagecoach.shared.base import errors
 from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserError
@@ -74,12 +75,18 @@ def try_environment(
 ) -> Trial:  # fmt: skip
     """Makes the config's environment in another process, and acts `steps` random steps in it.
 
+    One that a program gave as an object is tried in this process, without a deadline.
+
     Args:
         deadline_seconds: for each call, by default `environment.step_deadline_seconds`.
         whole: also checks that the environment follows its seed.
         alone: for an environment without a run's config.
         any_api: then it may be of PettingZoo whatever the config says.
     """
+    if config.environment.given_object is not None:
+        lines: list[dict[str, Any]] = []
+        Check(config, seed, None, lines.append).run(steps, whole, alone, any_api)
+        return _trial([*lines, {"done": True}], 0, "", 0)
     deadline = deadline_seconds or config.environment.step_deadline_seconds
     asked = {
         "config": config.model_dump(mode="json"), "steps": steps, "seed": seed, "deadline_seconds": deadline,

@@ -1,9 +1,11 @@
 """Starts, resumes and submits runs, after checking everything."""
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any
 
 import redis
 
@@ -22,6 +24,7 @@ from stagecoach.coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, 
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.lifecycle.validation import check, check_services, with_recorded
 from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.rollout_worker.environments.objects import pack, with_object
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import (
     CheckpointDamaged,
@@ -36,7 +39,6 @@ from stagecoach.shared.base.errors import (
 from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.loading import parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.config.sections import StopConfig
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.protocol.keys import check_run_id
@@ -69,7 +71,7 @@ def start(
         if before.stop_at == config.stop_at and at_its_end and not how.arguments:
             folder.unlock()
             return folder, before, None
-        return _continue(folder, config, description, players, before.stop_at, how, inline, begun)
+        return _continue(folder, config, description, players, before, how, inline, begun)
     if how.arguments:
         raise UserError(f"{' '.join(how.arguments)}: run {name!r} does not exist yet; leave that out to start it")
     sources = first_policies(config, description)
@@ -84,6 +86,11 @@ def start(
 
 
 def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
+    if config.environment.given_object is not None:
+        raise UserError(
+            f"environment.id={config.environment.id}: roles that are started by other means cannot get an object; name "
+            f"a factory, module:factory"
+        )
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("roles on other machines need permanent servers: set redis.url and store.url")
     config, description, players = _checked(config, (os.getcwd(), *import_path))
@@ -94,13 +101,17 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
         prepare_new(context, description, sources, players)
 
 
-def resume(folder: RunFolder, overrides: tuple[str, ...], how: Continuation, inline: bool, begun: Begun) -> Started:
+def resume(
+    folder: RunFolder, overrides: tuple[str, ...], how: Continuation, inline: bool, begun: Begun,
+    environment: Any = None,
+) -> Started:  # fmt: skip
     if (elsewhere := folder.remote) is not None:
         return _resume_there(folder, elsewhere, overrides, how, inline, begun)
     before = folder.config()
-    config, description, players = _checked(folder.config(overrides), folder.import_path(), inline, before)
+    config = with_object(folder.config(overrides), environment)
+    config, description, players = _checked(config, folder.import_path(), inline, before)
     _check_same_learning(config, before)
-    return _continue(folder, config, description, players, before.stop_at, how, inline, begun)
+    return _continue(folder, config, description, players, before, how, inline, begun)
 
 
 def _resume_there(
@@ -186,6 +197,8 @@ def _checked(
     players' bytes.
     """
     extend_imports(import_path)
+    if config.environment.given_object is not None and not inline:
+        pack(config.environment.given_object)  # while nothing has been started
     description = check(config, inline)
     if before is None:
         check_new(config, description)
@@ -210,10 +223,20 @@ def _check_same_learning(config: Config, before: Config) -> None:
 
 
 def _continue(
-    folder: RunFolder, config: Config, description: EnvironmentDescription, players: Players, before: StopConfig,
+    folder: RunFolder, config: Config, description: EnvironmentDescription, players: Players, before: Config,
     how: Continuation, inline: bool, begun: Begun,
 ) -> Started:  # fmt: skip
-    """Continues a run whose goal was `before`. Removes the folder if it is new and the run cannot continue."""
+    """Continues a run whose config was `before`. Removes the folder if it is new and the run cannot continue."""
+    changed = config.environment.code_sha256 != before.environment.code_sha256
+    text = f"the code of environment {config.environment.id} is not the one that the run was started with"
+    if changed:
+        warnings.warn(f"run {folder.run_id}: {text}; it continues with the new code", stacklevel=4)
+
+    def prepared(context: RunContext) -> None:
+        beginning = None if folder.begun else begin
+        prepare_resume(context, **vars(how), before=before.stop_at, begin=beginning)
+        if changed:
+            context.emit_event("environment", text)
 
     def begin(context: RunContext) -> None:
         prepare_new(context, description, first_policies(config, description), players)
@@ -222,7 +245,6 @@ def _continue(
     try:
         if not made_here:
             folder.lock()
-        prepared = partial(prepare_resume, **vars(how), before=before, begin=None if folder.begun else begin)
         coordinator = Coordinator(folder, config, prepared, inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()

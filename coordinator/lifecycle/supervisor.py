@@ -15,16 +15,19 @@ from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.catalog.status import Status, ended_status, live_status
 from stagecoach.coordinator.lifecycle.inline import InlineRoles
 from stagecoach.coordinator.lifecycle.preparation import record_failure
+from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
+from stagecoach.rollout_worker.environments.objects import pack
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, read_events, recent_events
+from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch, log_to_file
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
@@ -101,7 +104,9 @@ class Coordinator:
             if ray_head is not None:
                 ray_head.wait()
             begun()
-            launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
+            made, own = config.model_dump(mode="json"), config.environment.given_object
+            packed = None if own is None or inline else pack(own)
+            launch = RoleLaunch(made, address, folder.import_path(), str(folder.path), packed)
             added_machines = 0.0 if ray_head is None else _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
             # no threads before: one could take a signal while Ray, during join, has its own handler
@@ -133,6 +138,7 @@ class Coordinator:
             raise
         name = coordinator_thread(folder.run_id)
         threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
+        end_with_program(self)
 
     def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
         """Supervises the roles, then stops everything; sets an outcome whatever fails."""
@@ -162,6 +168,29 @@ class Coordinator:
         finally:
             status = replace(status, evaluates=self._config.evaluation.enabled)
             self.outcome = Outcome(end, status, time.monotonic() - self._started)
+
+    @property
+    def run_id(self) -> str:
+        return self._folder.run_id
+
+    @property
+    def abandoned(self) -> bool:
+        return self._abandoned.is_set()
+
+    @property
+    def continued_by(self) -> str:
+        """How an interrupted run is continued."""
+        if self._config.environment.given_object is not None:
+            return f"Run.resume({self.run_id!r}, environment=…)"
+        return self._folder.continued_by
+
+    @property
+    def grace_seconds(self) -> float:
+        return self._config.trainer.grace_seconds
+
+    def stop(self) -> None:
+        """Asks the run to end with a last checkpoint."""
+        self._context.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
 
     def abandon(self) -> None:
         """Ends the run at once, without a final checkpoint; durable data stay."""

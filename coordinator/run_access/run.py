@@ -15,7 +15,7 @@ from typing import Any, Self
 import redis
 
 from stagecoach.coordinator.catalog import checkpoint_operations as operations
-from stagecoach.coordinator.catalog.checkpoint_lookup import named_code, require_trust
+from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation, evaluate, named_code, require_trust
 from stagecoach.coordinator.catalog.checkpoint_operations import Removed, Verdict
 from stagecoach.coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
 from stagecoach.coordinator.catalog.run_folder import RunFolder, Submission, link
@@ -107,17 +107,20 @@ class Run:
     def resume(
         cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
         drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = lambda: None,
+        environment: Any = None,
     ) -> Self:  # fmt: skip
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
 
         From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights continue as a new version,
         and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
         and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote. One that was
-        submitted to a cluster continues there, by another job.
+        submitted to a cluster continues there, by another job. `environment` is the class, function or registered id
+        of a run whose environment is an object.
         """
         folder = RunFolder.find(run_id, runs_dir)
         drop_ranges(drop)
-        return cls(*launcher.resume(folder, overrides, Continuation(origin, drop, strict), inline, begun))
+        how = Continuation(origin, drop, strict)
+        return cls(*launcher.resume(folder, overrides, how, inline, begun, environment))
 
     @classmethod
     def submit(
@@ -380,6 +383,21 @@ class Run:
             return load_policy(data)
         self._import_algorithms(trust_config)
         return load_policy(data)
+
+    def evaluate(
+        self, checkpoint: str | None = None, episodes: int | None = None, video: Path | None = None, *,
+        environment: Any = None, trust_config: bool = False,
+    ) -> Evaluation:  # fmt: skip
+        """Plays a checkpoint (else the promoted, the best or the newest one) as `stagecoach evaluate` does.
+
+        Args:
+            video: folder for an MP4 of each episode.
+            environment: the object of a run whose environment is one, by default that of this handle.
+        """
+        found = environment or self.config.environment.given_object
+        target = self.run_id if checkpoint is None else f"{self.run_id}/{checkpoint}"
+        runs_dir = self.folder.path.parent
+        return evaluate(target, runs_dir, episodes, video, trust_config=trust_config, environment=found)
 
     def replay(
         self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None, *,

@@ -18,8 +18,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -343,7 +345,24 @@ def spawn(command: list[str], given: bytes, ended_by: signal.Signals, **popen: A
 def _spawn(command: list[str], log: Path, environment: dict[str, str], given: bytes = b"") -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        return spawn(command, given, signal.SIGTERM, stdout=output, stderr=output, env=environment)
+        start = partial(spawn, command, given, signal.SIGTERM, stdout=output, stderr=output, env=environment)
+        return start() if threading.current_thread() is threading.main_thread() else _kept(start)
+
+
+def _kept(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Starts a process in a thread that lives as long: it ends with its thread, and the caller's may end before."""
+    started = Future[subprocess.Popen[bytes]]()
+
+    def keep() -> None:
+        try:
+            started.set_result(process := start())
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            process.wait()
+
+    threading.Thread(target=keep, name="service-keeper", daemon=True).start()
+    return started.result()
 
 
 def free_port() -> int:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,21 +82,7 @@ class RayHead:
         os.environ["RAY_AUTH_MODE"] = "token"
         token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # of all runs of this process
         cpus = self._cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
-        launch = partial(RayService, self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
-        if threading.current_thread() is threading.main_thread():
-            return launch()
-        launched = Future[RayService]()
-
-        def keep() -> None:  # Ray ends with the thread that starts it, which must outlive any one run
-            try:
-                launched.set_result(service := launch())
-            except BaseException as error:
-                launched.set_exception(error)
-            else:
-                service.process.wait()
-
-        threading.Thread(target=keep, name="ray-keeper", daemon=True).start()
-        return launched.result()
+        return RayService(self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
 
     def admit(self, address: str) -> None:
         """Adds a run; raises `UserError` if it needs another Ray."""

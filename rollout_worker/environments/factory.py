@@ -4,11 +4,14 @@ import difflib
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from stagecoach.rollout_worker.environments.action_masks import MaskFromInfo
@@ -86,8 +89,13 @@ def parameterized(config: EnvironmentConfig) -> Parameterized:
 
 
 def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:
-    # spawn: forking a process that has threads can hang it
-    made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED, **options)
+    # spawn: forking a process that has threads can hang it. It would run a script without a `__main__` guard again in
+    # each process, and nothing there needs it: objects of `__main__` travel by value.
+    program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED, **options)
+    finally:
+        sys.modules["__main__"] = program
     # An exception in a process becomes an `EnvironmentFailure`; Gymnasium would log it too, and fail on a '%' in it.
     gym.logger.min_level = gym.logger.ERROR + 1
     return made
@@ -102,23 +110,28 @@ def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
     return GuardedEnvironment(make_environment(config), index, config.info_columns, parameterized(config))
 
 
-def make_environment(config: EnvironmentConfig, **overrides: Any) -> Any:
+def make_environment(config: EnvironmentConfig | Config, **overrides: Any) -> Any:
     """Makes one environment as a run uses it: wrapped, with masks in its observations, with its levels or options.
 
-    Returns a Gymnasium `Env` or a PettingZoo environment; levels and options are played as a PettingZoo AEC
-    environment. `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
+    `config` is the run's, or its section `environment`. Returns a Gymnasium `Env` or a PettingZoo environment; levels
+    and options are played as a PettingZoo AEC environment. `overrides` (such as `render_mode`) replace config kwargs.
+    Raises `EnvironmentUnusable` with the cause.
     """
+    if isinstance(config, Config):
+        config = config.environment
     given = _of_one(config.kwargs) if config.vectorization == "native" else config.kwargs
     kwargs = {**given, **overrides}
     if config.id.startswith(PREFIX):
         env: Any = EnvPoolSingle(config.id, config.max_episode_steps, kwargs)
-    elif is_factory(config.id):
+    elif (own := config.given_object) is not None and not isinstance(own, EnvSpec):
+        env = _call(own, kwargs, config.id)
+    elif own is None and is_factory(config.id):
         env = _call_imported(config.id, "environment.id", kwargs)
     elif config.api == "pettingzoo":
         env = _in_pettingzoo(config.id, kwargs)
     else:
         limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # replaces its own
-        env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
+        env = _registered(lambda: gym.make(own or config.id, **limit, **kwargs), config.id)
     _check_api(env, config)
     for wrapper in config.wrappers:
         given = wrapper.kwargs
@@ -205,21 +218,24 @@ def _made_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, An
         raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
     if config.id.startswith(PREFIX):
         return EnvPoolVector(config.id, config.num_envs, config.max_episode_steps, config.kwargs)
-    if is_factory(config.id):
-        made = _call_imported(config.id, "environment.id", {"num_envs": config.num_envs, **config.kwargs})
+    own = config.given_object
+    if is_factory(config.id) and not isinstance(own, EnvSpec):
+        kwargs = {"num_envs": config.num_envs, **config.kwargs}
+        made = _call_imported(config.id, "environment.id", kwargs) if own is None else _call(own, kwargs, config.id)
         if not isinstance(made, gym.vector.VectorEnv):
             expected = "environment.vectorization=native expects a gymnasium VectorEnv"
             raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; {expected}")
         return made
-    if _registered(lambda: _spec(config.id), config.id).vector_entry_point is None:
+    spec = own or _registered(lambda: _spec(config.id), config.id)
+    if spec.vector_entry_point is None:
         found = f"{config.id} has no vectorized version of its own"
         raise ConfigError(f"{found}; use environment.vectorization: sync or async")
-    kwargs: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    kwargs = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
     kwargs |= {"num_envs": config.num_envs, "vectorization_mode": "vector_entry_point"}
     kwargs |= config.kwargs
     if (mode := str(kwargs.get(_AUTORESET))) in AutoresetMode.__members__:
         kwargs[_AUTORESET] = AutoresetMode[mode]
-    return _registered(lambda: gym.make_vec(config.id, **kwargs), config.id)
+    return _registered(lambda: gym.make_vec(own or config.id, **kwargs), config.id)
 
 
 def _spec(name: str) -> gym.envs.registration.EnvSpec:
@@ -231,7 +247,7 @@ def _spec(name: str) -> gym.envs.registration.EnvSpec:
 
 
 def is_factory(name: str) -> bool:
-    """Returns whether `name` is `module:factory`; Gymnasium's `module:Name-v0` imports a module, then makes an id."""
+    """Returns whether `name` is `module:factory` or `object:…`, not Gymnasium's `module:Name-v0`, an id."""
     return ":" in name and not re.search(r"-v\d+$", name) and not name.startswith(PREFIX)
 
 
@@ -276,9 +292,14 @@ def _registered(make_it: Callable[[], T], name: str) -> T:
         raise _unusable(name, error) from error
 
 
+def registering_module(name: str) -> str | None:
+    """Returns the module that registers this id when it is imported, of the packages that we know."""
+    return next((module for start, module in _REGISTERED_BY.items() if name.startswith(start)), None)
+
+
 def _module_hint(name: str) -> str:
     """Returns the advice for an id that a package registers only when it is imported."""
-    module = next((module for start, module in _REGISTERED_BY.items() if name.startswith(start)), None)
+    module = registering_module(name)
     if module is None:
         return f"; an environment of your own is given as module:factory{meant_path(name)}"
     missing = "" if importlib.util.find_spec(module) else f", and pip install {_PACKAGES.get(module, module)}"

@@ -23,7 +23,7 @@ from stagecoach.shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {
     "seed": True,
-    "environment": EnvironmentConfig.model_fields.keys() - {"failures_allowed", "step_deadline_seconds"},
+    "environment": EnvironmentConfig.model_fields.keys() - {"failures_allowed", "step_deadline_seconds", "code_sha256"},
     "policies": True,
     "agents": True,
     "league": True,

@@ -40,6 +40,8 @@ class RoleLaunch:
     address: Address
     import_path: tuple[str, ...]
     run_folder: str | None
+    environment: bytes | None = None
+    """An environment that a program gave as an object, for the roles that act in it."""
 
     def open(self, name: str) -> RunContext:
         """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""

@@ -1,6 +1,6 @@
 """Stagecoach for programs: everything that code of yours imports comes from here.
 
-`from stagecoach import Run, load_config, load_policy, read_experience`, and for algorithms and policies of your own
+`stagecoach.train`, `Run`, `load_config`, `load_policy`, `read_experience`, and for algorithms and policies of your own
 `Algorithm`, `AlgorithmConfig`, `register_policy` and the parts that the examples are made of. The packages behind it
 (`stagecoach.coordinator`, `.rollout_worker`, `.trainer_node`, `.shared`) are private: their names may change.
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
+    from stagecoach.coordinator.run_access.train import train
     from stagecoach.rollout_worker.environments.factory import make_environment
     from stagecoach.rollout_worker.exploration.base import Exploration
     from stagecoach.rollout_worker.sampling.director import EpisodeDirector
@@ -67,7 +68,7 @@ __all__ = [
     "Experience", "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork",
     "ReplayBuffer", "Run", "SACConfig", "Setting", "Shard",
     "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
-    "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "update_seed",
+    "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "train", "update_seed",
 ]  # fmt: skip
 
 

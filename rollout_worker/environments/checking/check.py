@@ -46,7 +46,9 @@ _GRAY = 16
 class Check:
     """Tries one environment. A Gymnasium environment counts as one with a single agent."""
 
-    def __init__(self, config: Config, seed: int, deadline_seconds: float, send: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self, config: Config, seed: int, deadline_seconds: float | None, send: Callable[[dict[str, Any]], None]
+    ):
         self._config, self._seed, self._report = config, seed, Report(deadline_seconds, send)
         self._many = config.environment.several_agents
         self._random = np.random.default_rng(seed)

@@ -46,7 +46,7 @@ class Unsteppable(Exception):
 class Report:
     """Makes calls, each with its name and a deadline, and sends what is wrong to `send`."""
 
-    def __init__(self, deadline_seconds: float, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, deadline_seconds: float | None, send: Callable[[dict[str, Any]], None]) -> None:
         self._deadline, self.send = deadline_seconds, send
         self._told: set[tuple[str, str]] = set()
 
@@ -74,13 +74,15 @@ class Report:
     def calling(self, what: str, call: Callable[[], Any]) -> Any:
         """Makes one call with its name and deadline; warnings of Gymnasium's own checkers become notes."""
         self.send({"doing": what})
-        faulthandler.dump_traceback_later(self._deadline, exit=True)
+        if self._deadline is not None:  # else in the caller's own process
+            faulthandler.dump_traceback_later(self._deadline, exit=True)
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always", UserWarning)
                 return call()
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            if self._deadline is not None:
+                faulthandler.cancel_dump_traceback_later()
             for item in said:
                 if issubclass(item.category, UserWarning):
                     text = " ".join(str(item.message).split()).removeprefix("\x1b[33mWARN:").removesuffix("\x1b[0m")

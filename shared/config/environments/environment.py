@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.environments.hierarchy import HierarchyConfig
 from stagecoach.shared.config.environments.parameters import ParameterField
 from stagecoach.shared.config.schema.section import OFF, Section, short_for
@@ -18,6 +19,8 @@ class WrapperConfig(Section):
     """Keyword arguments of the wrapper."""
 
 
+OBJECT = "object:"
+"""Prefix of the id of an environment that a program gave as an object."""
 BY_PATH = short_for("path", str)
 InfoName = Annotated[str, Field(pattern=r"^[A-Za-z][\w./-]*$", max_length=100)]
 
@@ -27,7 +30,8 @@ class EnvironmentConfig(Section):
 
     id: str = Field(min_length=1)
     """A registered gymnasium id (`CartPole-v1`); an EnvPool task, `envpool:TASK` (for `vectorization: native`; with
-    `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
+    `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment; or
+    `object:NAME`, which a program gave to `stagecoach.train` as an object (docs/how-to/python.md)."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
@@ -67,6 +71,26 @@ class EnvironmentConfig(Section):
     """Time limit of one step, reset, start or close of the environments of a worker or the evaluator, after which the
     process is replaced. With `--inline` only a close is limited, and the environments are abandoned. Choose much more
     than a healthy step takes; waiting has no other cost."""
+
+    code_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the code of an `object:NAME`, written by `stagecoach.train`; a resume with other code warns."""
+    _object: Any = PrivateAttr(None)
+    """The class, function or `EnvSpec` of an `object:NAME`; never part of the config as data."""
+
+    def hold(self, thing: Any) -> None:
+        """Sets the object behind `object:NAME`."""
+        self._object = thing
+
+    @property
+    def given_object(self) -> Any:
+        """The object behind `object:NAME`; None for other ids. Raises `ConfigError` if this process has none."""
+        if self.id.startswith(OBJECT) and self._object is None:
+            raise ConfigError(
+                f"environment.id={self.id} is an object of the program that started the run, and no config holds it; "
+                f"give it from Python: Run.resume(RUN, environment=…), Run.attach(RUN).evaluate(environment=…), "
+                f"stagecoach.train(…, config=…)"
+            )
+        return self._object
 
     @property
     def several_agents(self) -> bool:

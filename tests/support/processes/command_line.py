@@ -85,10 +85,19 @@ class CommandLine:
 
     def module(self, name: str, *arguments: str | Path, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """`python -m name` in the background; its output goes to files, which `ended` and `output` read."""
+        return self._python("-m", name, *arguments, environ=environ)
+
+    def program(self, text: str, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """A script of a user's in the background."""
+        path = self.folder / "program.py"
+        path.write_text(text)
+        return self._python(path, *arguments, environ=environ)
+
+    def _python(self, *arguments: str | Path, environ: dict[str, str] | None) -> subprocess.Popen[str]:
         number = len(self._started)
         with self._file(number, "out").open("w") as out, self._file(number, "err").open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", name, *map(str, arguments)], cwd=self.folder, stdin=subprocess.DEVNULL,
+                [sys.executable, *map(str, arguments)], cwd=self.folder, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=err, text=True, start_new_session=True, env={**self.environ, **(environ or {})},
             )  # fmt: skip
         self._started.append(process)

@@ -1,0 +1,99 @@
+"""`stagecoach.train`: a run from whatever names an environment or a config, started and returned."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from stagecoach.coordinator.run_access.run import Run
+from stagecoach.rollout_worker.environments.objects import own_folders, section_of
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.printable import printable
+from stagecoach.shared.base.user_code import extend_imports
+from stagecoach.shared.config.loading import load_config
+from stagecoach.shared.config.presets import config_file, list_presets, names_config
+from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.config.schema.plain_data import plain
+
+
+def train(
+    what: Any, *, algorithm: str | Mapping[str, Any] | None = None, env_steps: int | None = None,
+    workers: int | None = None, seed: int | None = None, env_kwargs: Mapping[str, Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None, run_id: str | None = None,
+    runs_dir: str | Path | None = None, inline: bool = False, **fields: Any,
+) -> Run:  # fmt: skip
+    """Starts a run and returns its handle at once; `run.wait()` blocks until it has ended.
+
+    The run lives in this process. A program that ends before it ends it in order, with a last checkpoint.
+
+    Args:
+        what: A preset's name, a config (file, dict or `Config`), or an environment: a Gymnasium id, `module:factory`,
+            a class, or a function that makes one.
+        algorithm: Its name, or its section as a dict with a `name`.
+        env_steps: Steps of training, `stop_at.env_steps`.
+        workers: Number of rollout workers, `rollout.workers`.
+        seed: The run's seed.
+        env_kwargs: Arguments of the environment, `environment.kwargs`.
+        config: The config below all this, if `what` is an environment.
+        run_id: The run's name, by default the environment's with the time.
+        runs_dir: Folder of the runs.
+        inline: Put all roles into this process and thread, for a debugger.
+        fields: Any other field of the config, dotted: `**{"rollout.fragment_steps": 128}`.
+
+    Returns:
+        The run, which trains in the background.
+
+    Raises:
+        ConfigError: An argument does not fit; nothing was started or written.
+        UserError: The run cannot start, for example because the environment is unusable.
+    """
+    named = {
+        "algorithm": algorithm, "stop_at.env_steps": env_steps, "rollout.workers": workers, "seed": seed,
+        "environment.kwargs": env_kwargs, "runs_dir": runs_dir,
+    }  # fmt: skip
+    given = {field: value for field, value in named.items() if value is not None}
+    if twice := sorted(given.keys() & fields.keys()):
+        raise ConfigError(f"{', '.join(twice)}: given twice, by its short name and by the field's; leave one out")
+    given, thing = given | fields, None
+    folders = own_folders()
+    extend_imports(folders)
+    if _is_config(what):
+        if config is not None:
+            raise ConfigError(
+                f"config={_shown(config)}: {_shown(what)} is a config already; give changes of it as keywords, or an "
+                f"environment with config=…"
+            )
+        config = what
+    else:
+        kwargs = plain(given.get("environment.kwargs", {}), "env_kwargs")
+        section, thing = section_of(_known(what) if isinstance(what, str) else what, kwargs)
+        given = {f"environment.{name}": value for name, value in {**section, "kwargs": kwargs}.items()} | given
+    made = load_config(config, given)
+    if thing is not None:
+        made.environment.hold(thing)
+    if isinstance(config, str | Path):
+        folders = (*folders, str(config_file(config).resolve().parent))
+    return Run.start(made, run_id, inline=inline, import_path=folders)
+
+
+def _is_config(what: Any) -> bool:
+    return isinstance(what, Config | Mapping | Path) or (isinstance(what, str) and names_config(what))
+
+
+def _known(name: str) -> str:
+    """Returns an environment's id that is known here, or that a worker's imports may register."""
+    if name in gym.registry or ":" in name or re.search(r"[-_]v\d+$", name):
+        return name
+    known = [*(preset.name for preset in list_presets()), *gym.registry]
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
+    module, _, function = name.rpartition(".")
+    guess = f"{module}:{function}" if module else next(iter(close), None)
+    hint = f"did you mean {guess}?" if guess else "`stagecoach presets` lists the presets"
+    raise ConfigError(f"{_shown(name)} is not a preset, a config file or a registered environment; {hint}")
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value), 60)

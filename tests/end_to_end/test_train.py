@@ -1,0 +1,194 @@
+"""`stagecoach.train` in programs of a user's: environments as objects, several runs, and the end of the program."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.command_line import CommandLine, command_line
+
+pytestmark = pytest.mark.timeout(400)
+MARK = "a-marker-of-this-environment"
+ENVIRONMENT = """
+import os, sys, threading, time
+import gymnasium as gym, numpy as np
+import stagecoach as sc
+
+with open("started", "a") as file:
+    file.write("once\\n")
+MARK = "MARKER"
+SIZE = 6
+
+class Mine(gym.Env):
+    observation_space = gym.spaces.Box(-10, 10, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, size=SIZE):
+        self.size, self.mark = size, MARK
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seen = self.np_random.normal(size=2).astype(np.float32)
+        self.left = self.size
+        return self.seen, {}
+
+    def step(self, action):
+        self.left -= 1
+        reward = float((self.seen[0] > 0) == action)
+        self.seen = self.np_random.normal(size=2).astype(np.float32)
+        return self.seen, reward, self.left == 0, False, {}
+
+small = {"environment.num_envs": 2, "rollout.fragment_steps": 8, "evaluation.episodes": 2, "algorithm": {
+    "name": "ppo", "minibatch_size": 16, "epochs": 1}}
+"""
+
+
+def script(text: str) -> str:
+    return ENVIRONMENT.replace("MARKER", MARK) + text
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    with command_line(tmp_path) as terminal:
+        yield terminal
+
+
+KINDS = """
+from stagecoach.rollout_worker.environments.objects import pack
+
+print(MARK.encode() in pack(Mine))
+gym.register("Mine-v0", Mine, max_episode_steps=4)
+one = sc.train(Mine, env_steps=320, workers=2, env_kwargs={"size": 5}, run_id="class", **small)
+two = sc.train("Mine-v0", env_steps=320, run_id="id", **small)  # at the same time
+print(one.wait(200).reason, two.wait(200).reason)
+few = sc.train(
+    lambda: Mine(3), env_steps=320, run_id="lambda", **small, **{"environment.vectorization": "async"}
+)  # after them
+print(few.wait(200).reason)
+print(one.evaluate(episodes=2).checkpoint, sc.make_environment(few.config).size)
+"""
+
+
+def test_objects_reach_workers_and_nothing_else(terminal: CommandLine) -> None:
+    """A class, a registered id and a lambda of `__main__`, two at once; a script without a guard runs once."""
+    done = terminal.ended(terminal.program(script(KINDS)))
+    assert done.code == 0, done
+    packed, both, third, last = done.out.splitlines()
+    assert (packed, both, third) == ("True", "exhausted exhausted", "exhausted"), done
+    assert last.endswith(".ckpt 3")
+    assert (terminal.folder / "started").read_text() == "once\n"
+    for run_id, name in (("class", "Mine"), ("id", "Mine-v0"), ("lambda", "lambda")):
+        config = terminal.handle(run_id).config
+        assert config.environment.id == f"object:{name}"
+        assert terminal.handle(run_id).status().env_steps >= 320
+    files = [path for path in (terminal.folder / "runs").rglob("*") if path.is_file()]
+    assert any("appendonly" in path.name for path in files), "what was in Redis"
+    for path in files:
+        data = path.read_bytes()
+        assert MARK.encode() not in data, path
+        assert b"cloudpickle" not in data, path
+    terminal.check_nothing_left()
+
+
+EXACT = """
+exact = small | {"rollout.max_policy_lag": 0, "checkpoint.every": "2 updates"}
+how, run_id = sys.argv[1:]
+if how == "start":
+    run = sc.train(Mine, env_steps=64 * 60, workers=1, seed=3, run_id=run_id, **exact)
+else:
+    run = sc.Run.resume(run_id, environment=Mine)
+print(run.wait(200).reason)
+"""
+
+
+def weights(terminal: CommandLine, run_id: str) -> str:
+    store = terminal.handle(run_id).checkpoint_store()
+    return hashlib.sha256(store.load(store.resolve("final")).objects["default/policy.safetensors"]).hexdigest()
+
+
+def test_object_run_resumes_exactly_and_warns_of_new_code(terminal: CommandLine) -> None:
+    """Killed with -9 in between; the last program behaves the same by other code."""
+    assert terminal.ended(terminal.program(script(EXACT), "start", "whole")).ok() == "exhausted\n"
+    killed = terminal.program(script(EXACT), "start", "cut")
+    terminal.until_checkpoint("cut", 8)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    terminal.wait_until("nothing is left", lambda: not terminal.left())
+
+    for command in ("resume", "evaluate"):
+        refused = terminal.run(command, "cut")
+        assert (refused.code, refused.out.count("Traceback")) == (2, 0), refused
+        assert "Run.resume(RUN, environment=…)" in refused.err
+        assert len(refused.err.strip().splitlines()) == 1, refused.err
+    assert "interrupted" in terminal.run("status", "cut").ok()
+
+    same = terminal.program(script(EXACT), "resume", "cut")
+    terminal.until_checkpoint("cut", 20)
+    os.kill(same.pid, signal.SIGKILL)
+    same.wait()
+    assert "UserWarning" not in terminal.output(same, "err")
+
+    changed = terminal.ended(
+        terminal.program(script(EXACT).replace("self.left -= 1", "self.left = self.left - 1"), "resume", "cut")
+    )
+    assert changed.ok() == "exhausted\n"
+    assert "the code of environment object:Mine is not the one that the run was started with" in changed.err
+    rows = [text for rows in terminal.handle("cut").metrics("events") for text in rows.labels]
+    assert any("the code of environment object:Mine" in text for text in rows)
+    assert weights(terminal, "cut") == weights(terminal, "whole")
+
+
+SEVERAL = """
+def begin(run_id, **more):
+    runs[run_id] = sc.train(Mine, env_steps=10**8, run_id=run_id, **small | more)
+
+def learns(run_id):
+    before = runs[run_id].status().version
+    while runs[run_id].status().version <= before + 3:
+        time.sleep(0.05)
+
+runs = {}
+for run_id, more in (("first", {}), ("inline", {"inline": True}), ("second", {})):
+    thread = threading.Thread(target=begin, args=(run_id,), kwargs=more)
+    thread.start()
+    thread.join()  # the thread that has started its services ends
+for run_id in runs:
+    learns(run_id)
+for run_id in list(runs):
+    runs[run_id].stop()
+    print(runs.pop(run_id).wait(100).reason)
+    for other in runs:
+        learns(other)
+begin("last")
+learns("last")
+print("the end")
+"""
+
+
+def test_runs_share_a_program_that_ends_before_its_last(terminal: CommandLine) -> None:
+    """With Ray and inline, from threads that end at once; the first to end takes nothing from the others."""
+    done = terminal.ended(terminal.program(script(SEVERAL)))
+    assert (done.code, done.out.splitlines()) == (0, ["stopped", "stopped", "stopped", "the end"]), done
+    (line,) = done.err.splitlines()
+    assert "the program ended while run last was live" in line
+    assert "Run.resume('last', environment=…)" in line
+    terminal.check_nothing_left()
+    terminal.check_ended("last")
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["ray", "inline"])
+def test_interrupt_of_wait_ends_run_in_order(terminal: CommandLine, inline: bool) -> None:
+    text = f"run = sc.train(Mine, env_steps=10**8, run_id='live', inline={inline}, **small)\nrun.wait()\n"
+    program = terminal.program(script(text))
+    terminal.until("live", "it learns", lambda status: status.version > 2)
+    program.send_signal(signal.SIGINT)
+    done = terminal.ended(program)
+    assert done.err.splitlines()[-2] == "KeyboardInterrupt", done
+    assert done.err.splitlines()[-1].startswith("stagecoach: the program ended while run live was live")
+    terminal.check_nothing_left()
+    terminal.check_ended("live")
