@@ -27,6 +27,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps, checkpoint_version
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.protocol import events
 from stagecoach.shared.protocol.flow_control import RunState
@@ -102,6 +103,7 @@ class Evaluator:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
+        import_policies(context.config.policies, context.config.algorithm)
         self.heartbeat = Heartbeat(context.redis, context.run_id, "evaluator", "evaluator")
         self._profile = Profile(context.checkpoints.store, "evaluator", context.config.metrics.profile)
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)

@@ -31,6 +31,7 @@ from stagecoach.shared.config.sections import EvaluationConfig
 from stagecoach.shared.config.services import StoreConfig
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.league.table import kind_of
+from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.runtime.launch import RESOLVED_CONFIG
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, CheckpointStore
@@ -176,7 +177,7 @@ def evaluate(
     config, name = with_object(found.config, environment), found.name
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
-    config.algorithms()
+    import_policies(config.policies, config.algorithm)
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)

@@ -22,6 +22,7 @@ from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError, headline
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.process import keeping_sigterm
+from stagecoach.shared.base.user_code import raised
 from stagecoach.shared.config.algorithms.replay_buffer import OwnReplay
 from stagecoach.shared.config.compatibility import check_algorithm, in_its_place
 from stagecoach.shared.config.environments.parameters import evaluated_table
@@ -38,6 +39,7 @@ from stagecoach.trainer_node.learning.algorithms.off_policy import make_replay_b
 from stagecoach.trainer_node.learning.building_blocks.compilation import check_compiling
 from stagecoach.trainer_node.learning.folds import own_folds
 from stagecoach.trainer_node.learning.learner import ExperienceFilter, algorithm_class
+from stagecoach.trainer_node.learning.reward_signals.own_signal import make_own_signal
 from stagecoach.trainer_node.metrics.writers import check_writers
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -169,7 +171,32 @@ def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> N
             f"policy_versions.transport: object_store, or {smaller}"
         )
     with keeping_sigterm():  # PyTorch's threads start here, and could take the signal during Ray's join
-        build()  # perhaps gigabytes, freed at once
+        for policy_id, policy in build().items():  # perhaps gigabytes, freed at once
+            _try_own_parts(config, policy_id, policy)
+
+
+@torch.no_grad()
+def _try_own_parts(config: Config, policy_id: str, policy: Policy) -> None:
+    """Makes custom reward signals, and lets a custom network act once; raises `ConfigError`."""
+    signals, own = config.algorithm_of(policy_id).signals, config.policies[policy_id].network
+    for name in signals.own if signals else ():
+        make_own_signal(name, getattr(signals, name), policy)
+    if own is None:
+        return
+    where = f"policies.{policy_id}.network={own.path}: step"
+    zeros = policy.spaces.observation.zeros("obs", 2)
+    observed = {name: torch.from_numpy(array) for name, array in zeros.items()}
+    try:
+        params, _ = policy.step(observed, policy.initial_state(2))
+        actions = policy.distribution.mode(params)
+        policy.estimates(observed, policy.initial_state(2))
+        wrong = [
+            leaf for leaf in policy.spaces.action.leaves if actions[leaf.column("action")].shape != (2, *leaf.shape)
+        ]
+    except Exception as failed:
+        raise ConfigError(f"{where} {raised(failed)}") from failed
+    if wrong or not params.isfinite().all():
+        raise ConfigError(f"{where} gives {list(params.shape)} for 2 observations; expected finite action parameters")
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:

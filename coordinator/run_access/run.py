@@ -41,6 +41,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.protocol.events import Event, emit, read_events, recent_events
 from stagecoach.shared.protocol.flow_control import Flow, RunState
 from stagecoach.shared.protocol.heartbeat import Wait, poll
@@ -327,23 +328,23 @@ class Run:
             return operations.withdraw(self.checkpoint_store())
         return operations.promote(self.checkpoint_store(), checkpoint, live=self.live).checkpoint
 
-    def _import_algorithms(self, trust_config: bool) -> None:
-        """Imports the user's own algorithms, which bring their kinds of policy; raises `UserError` without trust."""
-        if any("algorithm" in field for field in named_code(self.config)):
+    def _import_classes(self, trust_config: bool) -> None:
+        """Imports the user's own algorithms and networks with their kinds; raises `UserError` without trust."""
+        if any("algorithm" in field or "network" in field for field in named_code(self.config)):
             require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
             extend_imports((os.getcwd(), *self.folder.import_path()))
-            self.config.algorithms()
+            import_policies(self.config.policies, self.config.algorithm)
 
     def export(self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
         """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; returns its folder."""
-        self._import_algorithms(trust_config)
+        self._import_classes(trust_config)
         return operations.export(self.checkpoint_store(), self.config, checkpoint, directory)
 
     def export_onnx(
         self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False
     ) -> tuple[Export, dict[str, Path]]:  # fmt: skip
         """Writes the policies of a checkpoint as ONNX files; returns how they compare with torch, and the files."""
-        self._import_algorithms(trust_config)
+        self._import_classes(trust_config)
         return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, directory)
 
     def prune(
@@ -381,7 +382,7 @@ class Run:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
         with suppress(PolicyKindUnknown):
             return load_policy(data)
-        self._import_algorithms(trust_config)
+        self._import_classes(trust_config)
         return load_policy(data)
 
     def evaluate(

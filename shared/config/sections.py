@@ -101,9 +101,20 @@ class PolicyConfig(Section):
         return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
 
 
+class NetworkConfig(Section):
+    """A network of your own (docs/how-to/own-network.md)."""
+
+    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`module:Class`, a class that derives from the algorithm's policy, such as `stagecoach.ActorCritic`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+
 class RunPolicyConfig(PolicyConfig):
     """One policy id: its network, and how its learning differs from the run's other policies."""
 
+    network: Annotated[NetworkConfig, BY_PATH] | None = None
+    """Network of your own: `module:Class`, or `{path: "module:Class", kwargs: {…}}` (docs/how-to/own-network.md)."""
     algorithm: AlgorithmField | None = None
     """Fields that replace those of the run's `algorithm`. Another `name` starts from that algorithm's defaults;
     defaults of other sections follow the run's `algorithm` (docs/guides/policies.md)."""
@@ -115,8 +126,8 @@ class RunPolicyConfig(PolicyConfig):
     `#POLICY`."""
 
     @property
-    def network(self) -> PolicyConfig:
-        """Returns the network's fields, which travel with the weights."""
+    def carried(self) -> PolicyConfig:
+        """Returns the fields that travel with the weights."""
         return PolicyConfig.model_validate({name: getattr(self, name) for name in PolicyConfig.model_fields})
 
 

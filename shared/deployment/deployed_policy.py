@@ -21,6 +21,7 @@ from stagecoach.shared.experience.mixture import decode_mixture, is_mixture
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.distributions import ActionDistribution
 from stagecoach.shared.policies.policy import Policy
+from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.storage.checkpoint_store import (
     CHECKPOINTS,
@@ -301,19 +302,20 @@ def load_policy(
     data = _found(path, policy_id, str(checkpoint))
     with contextlib.suppress(PolicyKindUnknown):
         return _deployed(data)
-    _import_algorithms(path.resolve(), trust_config)
+    _import_classes(path.resolve(), trust_config)
     return _deployed(data)
 
 
-def _import_algorithms(path: Path, trusted: bool) -> None:
-    """Imports the algorithms that the config of the run of this folder or file names; raises `UserError` without
-    trust."""
+def _import_classes(path: Path, trusted: bool) -> None:
+    """Imports the algorithms and networks that the run's config names, in the folder of this path or above; raises
+    `UserError` without trust."""
     folder = next((folder for folder in (path, *path.parents[:5]) if (folder / CONFIG).is_file()), None)
     if folder is None:
         return
     config = load_config(folder / CONFIG, environ={})
     chosen = [config.algorithm, *(its.algorithm for its in config.policies.values() if its.algorithm)]
-    named = ", ".join(sorted({its.name for its in chosen if ":" in its.name}))
+    networks = [its.network.path for its in config.policies.values() if its.network]
+    named = ", ".join(sorted({*networks, *(its.name for its in chosen if ":" in its.name)}))
     if named and not trusted and not any(folder.glob(f"s3/*/{folder.name}")):  # of a run that this machine made
         raise UserError(
             f"{folder / CONFIG} comes from an exported folder or from another machine, and its network needs {named} "
@@ -321,7 +323,7 @@ def _import_algorithms(path: Path, trusted: bool) -> None:
         )
     if (own := folder / IMPORT_PATH).is_file():
         extend_imports(json.loads(own.read_text()))
-    config.algorithms()
+    import_policies(config.policies, config.algorithm)
 
 
 def _found(path: Path, policy_id: str, asked: str) -> bytes:

@@ -86,12 +86,12 @@ class ActorCritic(Heads):
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
         super().__init__(spaces, config, **network)
-        self.actor = Encoder(spaces.observation.own, config)
+        self.actor = self.make_encoder(spaces.observation.own, config)
         self.critic: Encoder | TeamEncoder
         if self.agents:
             self.critic = TeamEncoder(spaces.observation, config, self.agents)
         else:
-            self.critic = self.actor if config.share_encoder else Encoder(spaces.observation, config)
+            self.critic = self.actor if config.share_encoder else self.make_encoder(spaces.observation, config)
         self._make_heads(self.actor.features, self.critic.features)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ class RecurrentActorCritic(Core, Heads):
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
         super().__init__(spaces, config, **network)
-        self.encoder = Encoder(spaces.observation, config)
+        self.encoder = self.make_encoder(spaces.observation, config)
         self._make_core()
         self._make_heads(config.core_size, config.core_size)
 

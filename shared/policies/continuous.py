@@ -17,7 +17,7 @@ from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.distributions import HALF_LOG_2PI, LOG_STD_BOUNDS, ActionDistribution
-from stagecoach.shared.policies.encoders import Encoder, linear, unrounded
+from stagecoach.shared.policies.encoders import linear, unrounded
 from stagecoach.shared.policies.masks import masked
 from stagecoach.shared.policies.policy import Distribution, Policy
 
@@ -93,7 +93,7 @@ class Actor(Policy):
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
         super().__init__(spaces, config)
-        self.actor = Encoder(spaces.observation, config)
+        self.actor = self.make_encoder(spaces.observation, config)
         if any(leaf.kind == "box" for leaf in spaces.action.leaves):
             self.bounds = BoundedActions(spaces.action)
             self.distribution: SquashedGaussian | ActionDistribution = SquashedGaussian(self.bounds)
@@ -119,7 +119,7 @@ class Deterministic(Policy):
         super().__init__(spaces, config)
         self.bounds = BoundedActions(spaces.action)
         self.distribution: Distribution = Certain(self.bounds)
-        self.actor = Encoder(spaces.observation, config)
+        self.actor = self.make_encoder(spaces.observation, config)
         self.head = linear(self.actor.features, self.bounds.size, 0.01)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stagecoach.shared.config.sections import PolicyConfig
-from stagecoach.shared.experience.spaces import PolicySpaces
-from stagecoach.shared.policies.encoders import ObservationNormalizer
+from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
+from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -52,6 +52,10 @@ class Policy(nn.Module):
         """Constructor arguments in addition to the config; stored in its file."""
         normalizer = ObservationNormalizer(spaces.observation, config.clip_observations)
         self.normalizer = normalizer if config.normalize_observations else None
+
+    def make_encoder(self, observation: SpaceSpec, config: PolicyConfig) -> Encoder:
+        """Returns a new encoder of observations; the constructor calls it for each that the network has."""
+        return Encoder(observation, config)
 
     @property
     def state_size(self) -> int:

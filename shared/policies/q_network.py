@@ -18,7 +18,7 @@ from stagecoach.shared.base.errors import UnsupportedSpace
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.experience.spaces import PolicySpaces, SpaceSpec
 from stagecoach.shared.policies.actor_critic import Core
-from stagecoach.shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
+from stagecoach.shared.policies.encoders import ACTIVATIONS, ParallelLayerNorm, unrounded
 from stagecoach.shared.policies.masks import ILLEGAL, masked
 from stagecoach.shared.policies.policy import Policy
 
@@ -126,7 +126,7 @@ class QNetwork(Policy):
         self.distribution: BestChoice = BestChoice(spaces.action)
         *below, hidden = config.hidden_sizes or (None,)
         common = config.model_copy(update={"hidden_sizes": tuple(below)})
-        self.encoder = Encoder(spaces.observation.own, common)
+        self.encoder = self.make_encoder(spaces.observation.own, common)
         features = self._features()
         self.advantage = Stream(features, hidden, self.choices * self.width, config, noisy=noisy, heads=heads)
         self.value = Stream(features, hidden, self.width, config, noisy=noisy, heads=heads) if dueling else None
@@ -135,7 +135,7 @@ class QNetwork(Policy):
                 module.reset_parameters()
         self._prior_scale = prior_scale
         if prior_scale:
-            self.prior_encoder = Encoder(spaces.observation.own, common).requires_grad_(False)
+            self.prior_encoder = self.make_encoder(spaces.observation.own, common).requires_grad_(False)
             self.prior = Stream(features, hidden, self.choices * self.width, config, noisy=False, heads=heads)
             self.prior.requires_grad_(False)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from stagecoach.shared.base.errors import ConfigError
-from stagecoach.shared.base.user_code import import_object
+from stagecoach.shared.base.user_code import import_class, import_object, make_own
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.sections import PolicyConfig, RunPolicyConfig
 from stagecoach.shared.experience.spaces import PolicySpaces
@@ -79,19 +79,42 @@ def build_policies(
     `ConfigError` for a recurrent core whose algorithm cannot learn sequences."""
     policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
-        config, chosen = configs[policy_id], algorithm.resolved()
-        if isinstance(config, RunPolicyConfig):
-            chosen = (config.algorithm or algorithm).resolved()
-            config = config.network
-        kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
-        if kind is None:
-            raise ConfigError(
-                f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
-                f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo or r2d2"
-            )
-        made, network = policy_class(kind), chosen.network()
+        config, (chosen, made) = configs[policy_id], _chosen(policy_id, configs[policy_id], algorithm)
+        own = config.network if isinstance(config, RunPolicyConfig) else None
+        config, network = config.carried if isinstance(config, RunPolicyConfig) else config, chosen.network()
         if config.critic_observes == "team":
             network["agents"] = slots(policy_id)
         with borrowed_random_state(seed + index):
-            policies[policy_id] = made(spaces[policy_id], config, **network)
+            if own is None:
+                policies[policy_id] = made(spaces[policy_id], config, **network)
+                continue
+            field = f"policies.{policy_id}.network"
+            if twice := sorted(network.keys() & own.kwargs.keys()):
+                raise ConfigError(f"{field}: kwargs {twice} are set by algorithm {chosen.name}; use other names")
+            policies[policy_id] = make_own(own.path, field, made, spaces[policy_id], config, **network, **own.kwargs)
+            policies[policy_id].network |= own.kwargs
     return policies
+
+
+def import_policies(configs: Mapping[str, RunPolicyConfig], algorithm: AlgorithmConfig) -> None:
+    """Imports a run's custom algorithms and networks, so that their kinds are registered; raises `ConfigError`."""
+    for policy_id, config in configs.items():
+        _chosen(policy_id, config, algorithm)
+
+
+def _chosen(policy_id: str, config: PolicyConfig, algorithm: AlgorithmConfig) -> tuple[AlgorithmConfig, type[Policy]]:
+    """Returns the algorithm and the class of a policy; a custom class is registered."""
+    run = config if isinstance(config, RunPolicyConfig) else RunPolicyConfig()
+    chosen = (run.algorithm or algorithm).resolved()
+    kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
+    if kind is None:
+        raise ConfigError(
+            f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
+            f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo or r2d2"
+        )
+    if run.network is None:
+        return chosen, policy_class(kind)
+    own = import_class(run.network.path, f"policies.{policy_id}.network", policy_class(kind))
+    if "kind" not in vars(own):
+        own.kind = run.network.path
+    return chosen, register_policy(own)

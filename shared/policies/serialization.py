@@ -101,6 +101,7 @@ def decode_policy(blob: bytes) -> tuple[Policy, int]:
         spaces, config = PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"])
         with borrowed_random_state():
             policy = policy_class(header["kind"])(spaces, config, **header["network"])
+        policy.network = header["network"]  # a custom class need not keep its own arguments there
         version = int(header["version"])
     except ConfigError as error:
         kind = CheckpointDamaged if is_registered(header["kind"]) else PolicyKindUnknown

@@ -20,18 +20,22 @@ if TYPE_CHECKING:
     from stagecoach.rollout_worker.sampling.director import EpisodeDirector
     from stagecoach.shared.base.errors import StagecoachError
     from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
-    from stagecoach.shared.config.algorithms.off_policy import SACConfig
+    from stagecoach.shared.config.algorithms.off_policy import SACConfig, TD3Config
     from stagecoach.shared.config.algorithms.on_policy import A2CConfig, PPOConfig
     from stagecoach.shared.config.algorithms.q_learning import DQNConfig
     from stagecoach.shared.config.loading import load_config
     from stagecoach.shared.config.run_config import Config
+    from stagecoach.shared.config.sections import PolicyConfig
     from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
     from stagecoach.shared.experience.counters import Counters
-    from stagecoach.shared.experience.spaces import Columns
-    from stagecoach.shared.policies.actor_critic import ActorCritic
+    from stagecoach.shared.experience.spaces import Columns, PolicySpaces, SpaceSpec
+    from stagecoach.shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
+    from stagecoach.shared.policies.continuous import Actor, Deterministic, SquashedGaussian
+    from stagecoach.shared.policies.distributions import ActionDistribution, Categorical, DiagonalGaussian
+    from stagecoach.shared.policies.encoders import Encoder, ObservationNormalizer
     from stagecoach.shared.policies.masks import masked
     from stagecoach.shared.policies.policy import Policy
-    from stagecoach.shared.policies.q_network import QNetwork
+    from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork
     from stagecoach.shared.policies.registry import register_policy
     from stagecoach.shared.storage.log_archive import read_experience
     from stagecoach.trainer_node.learning.algorithms.a2c import A2C
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
     from stagecoach.trainer_node.learning.algorithms.ppo import PPO
     from stagecoach.trainer_node.learning.algorithms.sac import SAC
+    from stagecoach.trainer_node.learning.algorithms.td3 import TD3
     from stagecoach.trainer_node.learning.building_blocks.advantages import Trajectories, gae
     from stagecoach.trainer_node.learning.building_blocks.compilation import compiled
     from stagecoach.trainer_node.learning.building_blocks.interface import (
@@ -51,7 +56,9 @@ if TYPE_CHECKING:
     )
     from stagecoach.trainer_node.learning.building_blocks.optimization import Adam
     from stagecoach.trainer_node.learning.fold import Fold
+    from stagecoach.trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
     from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+    from stagecoach.trainer_node.learning.reward_signals.base import RewardSignal, Rows
     from stagecoach.trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
 
 _MODULES = {
@@ -63,12 +70,15 @@ _MODULES = {
 """Name → module, from the imports above: what type checkers read and what is imported are one list."""
 
 __all__ = [
-    "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
-    "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "EpisodeDirector",
-    "Experience", "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork",
-    "ReplayBuffer", "Run", "SACConfig", "Setting", "Shard",
-    "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy",
-    "make_environment", "masked", "read_experience", "register_policy", "side_by_side", "train", "update_seed",
+    "A2C", "DQN", "PPO", "SAC", "TD3", "A2CConfig", "ActionDistribution", "Actor", "ActorCritic", "Adam",
+    "Algorithm", "AlgorithmConfig", "BatchOfUpdate", "Callback", "Categorical", "Columns", "Config", "Counters",
+    "DQNConfig", "DeployedPolicy", "Deterministic", "DiagonalGaussian", "Encoder", "EpisodeDirector", "Experience",
+    "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "ObservationNormalizer", "PPOConfig", "Policy",
+    "PolicyConfig", "PolicySpaces", "PrioritizedReplayBuffer", "QNetwork", "RecurrentActorCritic",
+    "RecurrentQNetwork", "ReplayBuffer", "RewardSignal", "Rows", "Run", "SACConfig", "Setting", "Shard",
+    "SpaceSpec", "SquashedGaussian", "StagecoachError", "TD3Config", "Trajectories", "WrittenRun", "compiled",
+    "gae", "load_config", "load_policy", "make_environment", "masked", "read_experience", "register_policy",
+    "side_by_side", "train", "update_seed",
 ]  # fmt: skip
 
 

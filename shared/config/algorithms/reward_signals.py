@@ -1,10 +1,12 @@
 """Reward signals in addition to the environment's: novelty (RND, curiosity) or similarity to demonstrations (GAIL)."""
 
-from typing import Self
+import difflib
+import re
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section, Width
+from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField, Section, Width
 
 
 class ExtrinsicConfig(Section):
@@ -64,9 +66,22 @@ class GAILConfig(SignalConfig):
     """Weight of the discriminator's gradient penalty (Gulrajani et al. 2017); 10 as there."""
 
 
+class OwnSignalConfig(SignalConfig):
+    """Custom signal under a name of your own (docs/how-to/own-reward-signal.md)."""
+
+    kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
+    """Import path of a class that derives from `stagecoach.RewardSignal`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class, in addition to the policy."""
+
+
 class RewardSignalsConfig(Section):
     """Reward signals, each with a strength, a discount and, without a replay buffer, a value network
-    (docs/guides/reward-signals.md)."""
+    (docs/guides/reward-signals.md). Any other name is a custom signal: `{kind: module:Class, kwargs: {}}` and the
+    fields of every signal (docs/how-to/own-reward-signal.md)."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, OwnSignalConfig] = Field(init=False)
 
     extrinsic: ExtrinsicConfig = ExtrinsicConfig()
     rnd: RNDConfig | None = None
@@ -76,10 +91,30 @@ class RewardSignalsConfig(Section):
     gail: GAILConfig | None = None
     """Generative adversarial imitation of `demonstrations`; docs/guides/demonstrations.md."""
 
+    @property
+    def own(self) -> list[str]:
+        """Names of the custom signals, in the order in which they are added up."""
+        return sorted(self.__pydantic_extra__)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_have_a_kind(cls, data: Any) -> Any:
+        """Accepts `name: module:Class` for a custom signal without arguments."""
+        own = sorted({*data} - {*cls.model_fields}, key=str) if isinstance(data, dict) else []
+        named = {name: {"kind": data[name]} if isinstance(data[name], str) else data[name] for name in own}
+        for name, section in named.items():
+            if not (hasattr(section, "kind") or (isinstance(section, dict) and "kind" in section)):
+                guesses = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f"did you mean {guesses[0]}?" if guesses else "a signal of your own needs kind: module:Class"
+                raise ValueError(f"unknown key {name}; {hint}")
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)):
+                raise ValueError(f"{name!r} is not a name for a signal; use lower-case letters, digits and _")
+        return {**data, **named} if named else data
+
     @model_validator(mode="after")
     def _some_signal(self) -> Self:
         names = [name for name in type(self).model_fields if name != "extrinsic"]
-        if all(getattr(self, name) is None for name in names):
+        if not self.own and all(getattr(self, name) is None for name in names):
             raise ValueError(
                 f"extrinsic needs no section; add one of {', '.join(names)}, or leave "
                 f"reward_signals out (policies.<id>.reward_scale scales rewards)"

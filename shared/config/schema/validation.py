@@ -1,6 +1,7 @@
 """Translates pydantic's errors in a config into plain words: expected, found, remedy."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
@@ -105,7 +106,8 @@ def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Pl
                 owner, rivals, others = choices[0], others, []
                 field = owner.model_fields.get(str(part))
                 in_container = field is not None and get_origin(field.annotation) in (dict, tuple)
-                choices = sections_in(field.annotation) if field else []
+                named = inspect.get_annotations(owner).get("__pydantic_extra__")  # under names of the user's choice
+                choices = sections_in(field.annotation if field else named)
     return _Place(path, owner, rivals, choices)
 
 

@@ -50,13 +50,23 @@ class Clipped(OnPolicy):
         params, value = batch.outputs(self.policy)
         return self._objective(batch.flat(), params, value, clip, rows)
 
+    def surrogate(self, ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+        """Returns the objective of each step `[B]`, to be maximized (eq. 7).
+
+        Args:
+            ratio: probability of the action now, divided by that when it was taken.
+            advantage: of the action, normalized if the config says so.
+            clip: current value of `clip_range`.
+        """
+        return torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
+
     def _objective(self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int) -> Terms:
         """Returns the loss of this rank's part of a minibatch of `rows`, from the policy's outputs for it."""
         mean, advantage = self.shard.mean, batch.advantage
         log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
         log_ratio = (log_prob - batch.log_prob).clamp_max(_LARGEST_LOG_RATIO)
         ratio = log_ratio.exp()
-        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
+        surrogate = self.surrogate(ratio, advantage, clip)
         errors = (value - batch.target).square()
         if (bound := self._config.clip_range_value) is not None:
             clipped = batch.value + (value - batch.value).clamp(-bound, bound)

@@ -1,5 +1,6 @@
-"""A replay buffer of the user's: what it draws is looked at before it is learned from."""
+"""A replay buffer of the user's: what it draws is checked before it is learned from."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,22 @@ from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 
 def make_own_replay_buffer(config: OwnReplay, *size: Any) -> ReplayBuffer:
-    """Raises `ConfigError` for an unfit class, and in `draw` for rows that it does not hold."""
+    """Returns a new buffer of the user's class; raises `ConfigError`. Its methods raise `ConfigError` for errors of the
+    class, and `draw` for rows that it does not hold."""
     field = "algorithm.replay_buffer.kind"
     made = make_own(config.kind, field, ReplayBuffer, *size, **config.kwargs)
     draw, ring, where = made.draw, made.ring, f"{field}={config.kind}: draw"
+
+    def named(method: str) -> Callable[..., Any]:
+        own = getattr(made, method)
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return own(*arguments)
+            except Exception as failed:
+                raise ConfigError(f"{field}={config.kind}: {method} {raised(failed)}") from failed
+
+        return call
 
     def checked(count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         try:
@@ -32,5 +45,9 @@ def make_own_replay_buffer(config: OwnReplay, *size: Any) -> ReplayBuffer:
             raise ConfigError(f"{where} gave {told}; expected transitions that it holds, as super().draw gives them")
         return rows, weight
 
-    made.draw = checked  # type: ignore[method-assign]
+    state = named("state")
+    copied = lambda: {name: np.array(array) for name, array in state().items()}  # noqa: E731 - written while it learns on
+    methods = {"draw": checked, "state": copied, **{name: named(name) for name in ("added", "update_priorities")}}
+    for name, method in methods.items():
+        setattr(made, name, method)
     return made

@@ -18,16 +18,14 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 class PrioritizedReplayBuffer(ReplayBuffer):
     """Draws by priority. Rows that may not be drawn, of absent agents, have none."""
 
-    has_priorities = True
-
     def __init__(self, *size: Any, alpha: float, epsilon: float) -> None:
         super().__init__(*size)
         self._alpha, self._epsilon = alpha, epsilon
-        self._tree = SumTree(self.ring.fragments * self.ring.rows_each)
+        self._tree = SumTree(self.rows)
         self._largest = 1.0
 
-    def _added(self, place: int) -> None:
-        self._tree.put_from(place * self.ring.rows_each, self._drawable(place) * self._powers(self._largest))
+    def added(self, rows: slice, drawable: Array) -> None:
+        self._tree.put_from(rows.start, drawable * self._powers(self._largest))
 
     def _powers(self, priorities: Array | float) -> Array:
         return np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
@@ -57,7 +55,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def load_state(self, arrays: Columns) -> None:
         super().load_state(arrays)
         self._largest = float(arrays["largest"])
-        self._tree = SumTree(self.ring.fragments * self.ring.rows_each)
+        self._tree = SumTree(self.rows)
         if len(arrays["powers"]):
             self._tree.put_from(0, arrays["powers"])
 

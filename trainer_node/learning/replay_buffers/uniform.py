@@ -79,8 +79,6 @@ class ReplayBuffer:
     """Number of classes of its transitions."""
     info_columns: tuple[str, ...] = ()
     """Names of the `info` columns that it stores."""
-    has_priorities = False
-    """True if it needs TD errors, for which the trainer waits for the device."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
         """Keeps the newest `capacity` transitions, rounded up to whole fragments of `steps` × `slots`."""
@@ -89,6 +87,16 @@ class ReplayBuffer:
         self.ring = FragmentRing(spaces, steps, slots, self.fragments, self.info_columns)
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
         self._to_come = 0
+
+    @property
+    def has_priorities(self) -> bool:
+        """Returns whether it needs TD errors, for which the trainer waits for the device."""
+        return type(self).update_priorities is not ReplayBuffer.update_priorities
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, drawable or not: each row of a batch is less."""
+        return self.fragments * self.ring.rows_each
 
     def __len__(self) -> int:
         return int(self._index.bounds[-1])
@@ -101,7 +109,8 @@ class ReplayBuffer:
         if self._to_come:
             self._to_come -= 1
         else:
-            self._added(place)
+            each = self.ring.rows_each
+            self.added(slice(place * each, (place + 1) * each), self._drawable(place))
 
     def _drawable(self, place: int) -> Array:
         """Returns the drawable rows of a fragment, `[T · S]`."""
@@ -114,8 +123,13 @@ class ReplayBuffer:
     def _placed(self, place: int) -> None:
         """Hook of subclasses for each fragment, new or restored."""
 
-    def _added(self, place: int) -> None:
-        """Hook of subclasses for new fragments alone."""
+    def added(self, rows: slice, drawable: Array) -> None:
+        """Hook of subclasses for each new fragment, in log order; a restore does not call it.
+
+        Args:
+            rows: the fragment's rows, which were the oldest fragment's before.
+            drawable: `[rows]`: those of them that may be drawn; absent agents' may not.
+        """
 
     def sample(
         self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0,
@@ -148,7 +162,7 @@ class ReplayBuffer:
         return {}
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
-        """Updates the priorities of these rows of a batch, in buffers that have some."""
+        """Updates the priorities of these rows of a batch; buffers without priorities do not override it."""
 
     def value_bounds(self, gamma: float) -> tuple[float, float] | None:
         """Returns the least and greatest possible value of a transition; None if unknown."""

@@ -24,8 +24,9 @@ class Rows(Pairs):
     """`obs…` after the step; where it terminated and that is not known, what stands there means nothing."""
 
 
-class Signal(nn.Module):
-    """Base of all signals. A subclass computes `reward` and `loss`; parameters that want gradients are learned."""
+class RewardSignal(nn.Module):
+    """Base of all signals. A subclass computes `reward`, and `loss` if it learns; parameters that want gradients are
+    learned. Parameters and buffers are its state: named arrays in each checkpoint."""
 
     needs_next: ClassVar[bool] = True
     """True if it reads next observations; then steps without a known one are neither rewarded nor learned."""
@@ -44,11 +45,17 @@ class Signal(nn.Module):
         self.normalizer.update(observations)
 
     def reward(self, rows: Rows) -> Tensor:
-        """`[B]`; no gradients are recorded."""
+        """Returns the rewards of transitions, `[B]`; no gradients are recorded. Must not change the state."""
         raise NotImplementedError
 
-    def loss(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError
+    def loss(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Returns the scalar loss of a minibatch, None for a signal that does not learn, and metrics by name.
+
+        Args:
+            rows: transitions of the update.
+            generator: source of all randomness (CPU).
+        """
+        return None, {}
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, activation: Literal["tanh", "relu"]) -> nn.Sequential:

@@ -4,6 +4,7 @@ In each update an algorithm calls `observe_batch`, `join` for the advantages of 
 gradient steps. Each learner rank evaluates them on the whole batch, so ranks do not communicate about them.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stagecoach.shared.config.algorithms.on_policy import ClippedConfig
-from stagecoach.shared.config.algorithms.reward_signals import RewardSignalsConfig, SignalConfig
+from stagecoach.shared.config.algorithms.reward_signals import OwnSignalConfig, RewardSignalsConfig, SignalConfig
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
@@ -30,11 +31,12 @@ from stagecoach.trainer_node.learning.building_blocks.optimization import (
     state_of,
 )
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardScaling
-from stagecoach.trainer_node.learning.reward_signals.base import Embedding, Rows, Signal
+from stagecoach.trainer_node.learning.reward_signals.base import Embedding, RewardSignal, Rows
+from stagecoach.trainer_node.learning.reward_signals.own_signal import make_own_signal
 from stagecoach.trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
 
 ORDER = ("rnd", "icm", "gail")
-"""All signals; a signal's index determines its random numbers, so append new signals."""
+"""All built-in signals; a signal's index determines its random numbers, so append new signals."""
 
 
 class Rewarding:
@@ -45,13 +47,14 @@ class Rewarding:
     """The current update's transitions."""
 
     def __init__(
-        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, setting: Setting
+        self, name: str, signal: RewardSignal, config: SignalConfig, policy: Policy, algorithm: Any, setting: Setting
     ) -> None:
         self.signal, self.strength = signal.to(setting.device), config.strength
         self._name, self._config, self._policy, self._algorithm = name, config, policy, algorithm
         self._device, self._among_others = setting.device, setting.among_others
-        self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
-        self._optimizers: dict[str, Part] = {"signal_adam/": self._adam}
+        learned = [item for item in signal.parameters() if item.requires_grad]
+        self._adam = Adam(learned, algorithm.adam_epsilon) if learned else None
+        self._optimizers: dict[str, Part] = {} if self._adam is None else {"signal_adam/": self._adam}
         self._networks: dict[str, nn.Module] = {"signal/": self.signal}
         """Networks with their buffers. Keys of both dicts prefix the names of arrays."""
         self.scaling = RewardScaling(config.gamma) if signal.scaled else None
@@ -87,6 +90,14 @@ class Rewarding:
             scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
         return torch.from_numpy(scaling.scaled(raw)).to(self._device)
 
+    def _train(self, rows: Rows, counters: Counters, generator: torch.Generator) -> dict[str, Tensor]:
+        """Performs one gradient step of the signal on `rows`, if it learns; returns the metrics."""
+        loss, terms = self.signal.loss(rows, generator)
+        if loss is not None and self._adam is not None:
+            rate = self._config.learning_rate.value(counters)
+            gradient_step(loss, self._adam, rate, self._algorithm.max_grad_norm)
+        return terms
+
     def state(self) -> Columns:
         networks = {prefix: state_arrays(network) for prefix, network in self._networks.items()}
         networks |= {"scaling/": {} if self.scaling is None else self.scaling.state()}
@@ -104,7 +115,7 @@ class Rewarding:
 class Stream(Rewarding):
     """A signal with a value network of its own, for advantages."""
 
-    def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
+    def __init__(self, name: str, signal: RewardSignal, config: SignalConfig, policy: Policy, *more: Any) -> None:
         super().__init__(name, signal, config, policy, *more)
         self._value = Embedding(policy.spaces.observation.own, policy.config, 1, gain=1.0).to(self._device)
         """Value of its return: the policy's layers without a core, and the policy's normalization."""
@@ -128,12 +139,10 @@ class Stream(Rewarding):
     def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
         """Trains signal and value on the update's transitions; returns the metrics."""
         known, bound = self.known.flatten(), self._algorithm.max_grad_norm
-        rows, rate = self._rows.take(known), self._config.learning_rate.value(counters)
-        history: list[dict[str, Tensor]] = []
-        for chosen in self._minibatches(len(rows), generator):
-            loss, terms = self.signal.loss(rows.take(chosen), generator)
-            gradient_step(loss, self._adam, rate, bound)
-            history.append(terms)
+        rows = self._rows.take(known)
+        history = [
+            self._train(rows.take(chosen), counters, generator) for chosen in self._minibatches(len(rows), generator)
+        ]
         there, rate = self._tensors["mask"].flatten(), self._algorithm.learning_rate.value(counters)
         valued, target = self._rows.take(there), self._target.flatten()[there]
         for chosen in self._minibatches(len(target), generator):
@@ -163,19 +172,21 @@ class RewardSignals:
         self._policy, self._seed = policy, setting.seed
         self._strength = 1.0 if config is None else config.extrinsic.strength
         self.streams: dict[str, Any] = {}
-        kinds: dict[str, Callable[..., Signal]] = {
+        kinds: dict[str, Callable[..., RewardSignal]] = {
             "rnd": RND,
             "icm": ICM,
             "gail": partial(GAIL, demonstrations=setting.demonstrations),
         }
-        for name in ORDER if config is not None else ():
+        for name in (*ORDER, *config.own) if config is not None else ():
             if (section := getattr(config, name)) is not None:
                 with borrowed_random_state(self._seed_of(name, 0)):
-                    signal = kinds[name](policy, section)
+                    own = isinstance(section, OwnSignalConfig)
+                    signal = make_own_signal(name, section, policy) if own else kinds[name](policy, section)
                     self.streams[name] = self.stream(name, signal, section, policy, algorithm, setting)
 
     def _seed_of(self, name: str, update: int) -> int:
-        return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
+        number = ORDER.index(name) + 1 if name in ORDER else zlib.crc32(name.encode()) + len(ORDER) + 1
+        return update_seed(update_seed(self._seed, update), number)
 
     def observe(self, tensors: Mapping[str, Tensor]) -> None:
         """Updates statistics by the observations of columns `[T, S, …]`; all there is to do in warm-up."""
@@ -241,8 +252,7 @@ class ReplayedStream(Rewarding):
                 reward = torch.from_numpy(self.scaling.scaled(reward.cpu().numpy())).to(self._device)
         if not known.any():
             return reward, {}
-        loss, terms = self.signal.loss(rows.take(known), generator)
-        gradient_step(loss, self._adam, self._config.learning_rate.value(counters), self._algorithm.max_grad_norm)
+        terms = self._train(rows.take(known), counters, generator)
         return reward, terms | {f"train/{self._name}_reward": reward[known].mean()}
 
 

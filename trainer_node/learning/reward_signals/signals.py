@@ -16,10 +16,10 @@ from stagecoach.shared.config.algorithms.reward_signals import GAILConfig, ICMCo
 from stagecoach.shared.policies.encoders import Encoder
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.building_blocks.demonstrations import Demonstrations
-from stagecoach.trainer_node.learning.reward_signals.base import ActionEncoding, Rows, Signal, embedding, mlp
+from stagecoach.trainer_node.learning.reward_signals.base import ActionEncoding, RewardSignal, Rows, embedding, mlp
 
 
-class RND(Signal):
+class RND(RewardSignal):
     def __init__(self, policy: Policy, config: RNDConfig) -> None:
         super().__init__(policy)
         self.target = embedding(policy, config.hidden_sizes, config.embedding_size).requires_grad_(False)
@@ -36,7 +36,7 @@ class RND(Signal):
         return loss, {"train/rnd_loss": loss.detach()}
 
 
-class ICM(Signal):
+class ICM(RewardSignal):
     def __init__(self, policy: Policy, config: ICMConfig) -> None:
         super().__init__(policy)
         self._forward_weight = config.forward_weight
@@ -66,7 +66,7 @@ class ICM(Signal):
         return 0.5 * (predicted - there).square().sum(dim=1), self.actions.errors(guessed, action)
 
 
-class GAIL(Signal):
+class GAIL(RewardSignal):
     needs_next = False
     scaled = False
     clip = 10.0
