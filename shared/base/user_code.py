@@ -96,7 +96,7 @@ def import_class(path: str, field: str, base: type[Made]) -> type[Made]:
     return found
 
 
-def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
+def make_own(path: str, field: str, base: type[Made], /, *arguments: Any, **kwargs: Any) -> Made:
     """Creates an object of the subclass of `base` that `module:Class` names; raises `ConfigError`."""
     own = import_class(path, field, base)
     try:

@@ -91,8 +91,11 @@ def build_policies(
             field = f"policies.{policy_id}.network"
             if twice := sorted(network.keys() & own.kwargs.keys()):
                 raise ConfigError(f"{field}: kwargs {twice} are set by algorithm {chosen.name}; use other names")
-            policies[policy_id] = make_own(own.path, field, made, spaces[policy_id], config, **network, **own.kwargs)
-            policies[policy_id].network |= own.kwargs
+            policy = make_own(own.path, field, made, spaces[policy_id], config, **network, **own.kwargs)
+            if getattr(policy, "distribution", None) is None:
+                raise ConfigError(f"{field}={own.path}: call super().__init__(spaces, config, **network) in __init__")
+            policy.network |= own.kwargs
+            policies[policy_id] = policy
     return policies
 
 

@@ -44,7 +44,7 @@ _EXPECTED = {
 """Pydantic's error type → the expectation, with the bounds in it."""
 
 _PATTERNS = {
-    r"^[\w.]+:\w+$": "package.module:function",
+    r"^[\w.]+:\w+$": "package.module:name",
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:0, cuda:1 …",
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:0, cuda:1 …",
     r"^[A-Za-z][\w-]*$": "a name of letters, digits, - and _ that begins with a letter",

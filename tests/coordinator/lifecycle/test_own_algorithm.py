@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sqlite3
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -257,3 +258,42 @@ def test_own_network_is_loaded_by_class_of_its_config(
     assert MODULE not in sys.modules
     monkeypatch.syspath_prepend(tmp_path)
     assert load_policy("copy/own", trust_config=True).version == load_policy("runs/own").version
+
+
+def test_own_network_is_exported_as_onnx(
+    stagecoach: Stagecoach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that has not trained it; the file acts as `load_policy` does, to 1e-5."""
+    runtime = pytest.importorskip("onnxruntime")
+    for name in ("own_network.py", "own_network.yaml"):
+        shutil.copy(SOURCE / "examples" / name, tmp_path)
+    settings = ("rollout.workers=1", "evaluation.episodes=1", "stop_at={updates: 3}")
+    stagecoach("train", "own_network.yaml", "--run-id=own", "--inline", *(f"--set={each}" for each in settings)).ok()
+    monkeypatch.setattr("stagecoach.shared.policies.registry._registered", {})
+    assert "default.onnx" in stagecoach("checkpoints", "export", "own", "onnx", "--onnx").ok()
+    observations = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    session = runtime.InferenceSession("onnx/default.onnx")
+    actions, parameters = session.run(["action", "parameters"], {"obs": observations})
+    policy = load_policy("runs/own")
+    chances = np.exp(parameters - parameters.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(
+        policy.inspect_batch(observations).probabilities, chances / chances.sum(axis=1, keepdims=True), atol=1e-5
+    )
+    assert np.array_equal(policy.act_batch(observations), actions)
+
+
+def test_own_writer_has_each_row_once_after_resume(stagecoach: Stagecoach, tmp_path: Path) -> None:
+    shutil.copy(SOURCE / "examples" / "own_writer.py", tmp_path)
+    (tmp_path / "own.yaml").write_text(
+        yaml.safe_dump(CONFIG | {"metrics": {"writers": ["csv", "own_writer:SqliteWriter"]}})
+    )
+    stagecoach("train", "own.yaml", "--run-id=own", "--inline", "--set=stop_at={updates: 2}").ok()
+    stagecoach("resume", "own", "--inline", "--set=stop_at.updates=4").ok()
+    rows = list(csv.DictReader(Path("runs/own/metrics/train.csv").read_text().splitlines()))
+    database = sqlite3.connect("runs/own/metrics/metrics.sqlite")
+    written = database.execute(
+        "SELECT step, value FROM metrics WHERE stream = 'train' AND name = 'train/policy_loss' ORDER BY step"
+    ).fetchall()
+    database.close()
+    assert len(written) == 4
+    assert [value for _, value in written] == pytest.approx([float(row["train/policy_loss"]) for row in rows])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagecoach.shared.base.errors import UserCodeError
+from stagecoach.shared.base.errors import ConfigError, UserCodeError
 from stagecoach.shared.base.user_code import make_own, raised
 from stagecoach.shared.config.algorithms.reward_signals import OwnSignalConfig
 from stagecoach.shared.policies.policy import Policy
@@ -18,6 +18,9 @@ def make_own_signal(name: str, config: OwnSignalConfig, policy: Policy) -> Rewar
     """Returns a new signal of the user's class; raises `ConfigError`. Its methods raise `UserCodeError`."""
     where = f"algorithm.reward_signals.{name}"
     made = make_own(config.kind, f"{where}.kind", RewardSignal, policy, **config.kwargs)
+    if type(made).reward is RewardSignal.reward or getattr(made, "normalizer", None) is None:
+        expected = "a method reward(rows), and super().__init__(policy) in __init__"
+        raise ConfigError(f"{where}.kind={config.kind}: expected {expected}, as stagecoach.RewardSignal has")
     given: dict[str, Callable[..., Any]] = {method: getattr(made, method) for method in ("observe", "reward", "loss")}
 
     @contextmanager
