@@ -88,7 +88,7 @@ def has_signals(game: Game) -> None:
     assert "signals/surprise/signal_adam/0/exp_avg" in state, "it learned"
 
 
-Check = Callable[[Game], None]
+Check = Callable[[Game], object]
 CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "network-ppo": ({"algorithm": PPO, "policies": network("ResidualActorCritic")}, has_network),
     "network-dqn": ({"algorithm": DQN, "policies": network("ResidualQNetwork")}, has_network),
@@ -160,13 +160,13 @@ def test_unusable_own_part_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "bad_parts.py").write_text(BAD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = {
+    sections: dict[str, dict[str, Any]] = {
         "network": {"policies": {"default": {"network": value}}},
         "signal": {"algorithm": {"name": "ppo", "reward_signals": {"x": value}}},
-    }[part]
+    }
     description = describe_environment(minimal_config())
     with pytest.raises(ConfigError) as refused:
-        check_description(minimal_config(**given), description)
+        check_description(minimal_config(**sections[part]), description)
     assert said in str(refused.value) and "\n" not in str(refused.value), refused.value
 
 
@@ -195,7 +195,7 @@ def test_own_signal_errors_name_signal_and_method(
     reward = {"reward": lambda _, rows: torch.ones(len(rows))}
     own = type("Own", (RewardSignal,), reward | {method: answer})
     monkeypatch.setattr("stagecoach.shared.base.user_code.import_object", lambda *_, **__: own)
-    more = {"gradient_steps_per_env_step": 0.25} if name == "dqn" else {}
+    more: dict[str, Any] = {"gradient_steps_per_env_step": 0.25} if name == "dqn" else {}
     algorithm = make(name, reward_signals={"x": "m:Own"}, **more)
     with pytest.raises(UserCodeError, match=rf"^algorithm\.reward_signals\.x: {said}"):
         algorithm.update([random_fragment(algorithm.policy, seed) for seed in range(2)], Counters(env_steps=40))

@@ -275,10 +275,10 @@ def test_own_network_is_exported_as_onnx(
     session = runtime.InferenceSession("onnx/default.onnx")
     actions, parameters = session.run(["action", "parameters"], {"obs": observations})
     policy = load_policy("runs/own")
+    expected = policy.inspect_batch(observations).probabilities
+    assert expected is not None
     chances = np.exp(parameters - parameters.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(
-        policy.inspect_batch(observations).probabilities, chances / chances.sum(axis=1, keepdims=True), atol=1e-5
-    )
+    np.testing.assert_allclose(chances / chances.sum(axis=1, keepdims=True), expected, atol=1e-5)
     assert np.array_equal(policy.act_batch(observations), actions)
 
 
