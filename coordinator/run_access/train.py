@@ -69,6 +69,8 @@ def train(
         config = what
     else:
         kwargs = plain(given.get("environment.kwargs", {}), "env_kwargs")
+        if not isinstance(kwargs, dict):
+            raise ConfigError(f"env_kwargs: expected a dict of arguments, found {_shown(kwargs)}")
         section, thing = section_of(_known(what) if isinstance(what, str) else what, kwargs)
         given = {f"environment.{name}": value for name, value in {**section, "kwargs": kwargs}.items()} | given
     made = load_config(config, given)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -277,7 +278,10 @@ def _ask_server(host: str, port: int) -> None:
 
 def _ray() -> Any:
     """Imports Ray, with the current settings and token."""
-    import ray
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook it asks for ipywidgets
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # and so does tqdm, which it imports
+        import ray
 
     ray_internals.reread_settings()
     return ray

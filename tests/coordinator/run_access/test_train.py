@@ -1,0 +1,167 @@
+"""What `stagecoach.train` takes, and refuses in one line before anything exists; digests of environments' code."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import EnvSpec
+
+import stagecoach
+from stagecoach.rollout_worker.environments import objects
+from stagecoach.shared.base.errors import ConfigError, UserError
+from tests.conftest import minimal_config
+
+SMALL: dict[str, Any] = {"rollout.fragment_steps": 8, "evaluation.episodes": 1, "stop_at.updates": 1}
+
+
+class Mine(gym.Env[Any, Any]):
+    """Ends after `size` steps."""
+
+    observation_space: ClassVar[Any] = gym.spaces.Box(-1, 1, (2,), np.float32)  # type: ignore[misc]
+    action_space: ClassVar[Any] = gym.spaces.Discrete(2)  # type: ignore[misc]
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.left = self.size
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        return np.zeros(2, np.float32), 1.0, self.left == 0, False, {}
+
+
+class Needs(Mine):
+    def __init__(self, size: int, depth: int) -> None:
+        super().__init__(size)
+
+
+class OldStep(Mine):
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 1.0, True, {}
+
+
+class Plain:
+    def play(self) -> None: ...
+
+
+LOCK = threading.Lock()
+
+
+MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
+    ("cartpol", {}, "'cartpol' is not a preset, a config file or a registered environment; did you mean cartpole"),
+    ("CartPole", {}, "did you mean CartPole-v"),
+    ("my_envs.make", {}, "did you mean my_envs:make"),
+    ("CartPole-v7", {}, "CartPole-v7"),
+    ("nowhere:make", {}, "nowhere"),
+    ("nowhere/run.yaml", {}, "no config file .*nowhere/run.yaml"),
+    ({"environment": {"id": "CartPole-v1"}}, {"config": "cartpole"}, "is a config already"),
+    (minimal_config(), {"config": {}}, "is a config already"),
+    (7, {}, "int is not an environment .*give its class"),
+    (Mine(), {}, "an instance of Mine, but each worker makes its own; give its class"),
+    (gym.vector.SyncVectorEnv([Mine]), {}, "an instance of SyncVectorEnv"),
+    (gym.vector.SyncVectorEnv, {}, "SyncVectorEnv is a vector environment"),
+    (Plain, {}, "Plain is not an environment .no reset and step."),
+    (lambda: Plain(), {}, "returned a Plain; environment.api=gymnasium expects a gymnasium.Env"),
+    (lambda: None, {}, "it returned nothing: return the environment"),
+    (lambda size: Mine(size), {}, "lambda cannot be called with .*missing a required argument: 'size'"),
+    (Needs, {"env_kwargs": {"size": 3}}, "Needs cannot be called with .*'depth'"),
+    (Mine, {"env_kwargs": {"length": 3}}, "Mine cannot be called with .*'length'"),
+    (Mine, {"env_kwargs": {"size": socket.socket}}, "env_kwargs.size: expected plain data.*socket"),
+    (Mine, {"env_kwargs": [3]}, "env_kwargs: expected a dict"),
+    (OldStep, {}, "step.. returned 4 values"),
+    (lambda: LOCK.locked() or Mine(), {}, "lambda cannot be sent to workers: .*lock"),
+    (Mine, {"workers": "many"}, "rollout.workers: expected a whole number"),
+    (Mine, {"workers": 2, "rollout.workers": 3}, "rollout.workers: given twice"),
+    (Mine, {"algorithm": "pppo"}, "did you mean ppo"),
+    (Mine, {"algorithm": {"name": "td3"}}, "continuous actions need Boxes"),
+    (Mine, {"rollout.fragment_step": 8}, "did you mean rollout.fragment_steps"),
+    (Mine, {"learning_rate": 0.1}, "algorithm.learning_rate"),
+    (Mine, {"seed": -1}, "seed: expected 0 or more"),
+    (Mine, {"run_id": "a/b"}, "a/b"),
+    (Mine, {"runs_dir": "/proc/nowhere"}, "cannot create the run's folder /proc/nowhere"),
+    (Mine, {"environment.wrappers": ["nowhere:Wrapper"]}, "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("what", "arguments", "message"), MISTAKES)
+def test_train_refuses_in_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    before = threading.active_count()
+    with pytest.raises(UserError, match=message) as refused:
+        stagecoach.train(what, **SMALL | arguments)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "id_"),
+    [
+        (Mine, {"env_kwargs": {"size": 3}}, f"{__name__}:Mine"),
+        (partial(Mine, 3), {}, "object:Mine"),
+        (lambda: Mine(), {"config": {"environment": {"id": "CartPole-v1", "num_envs": 2}}}, "object:lambda"),
+        (CartPoleEnv, {"environment.max_episode_steps": 20}, "gymnasium.envs.classic_control.cartpole:CartPoleEnv"),
+        ("Own-v0", {}, "object:Own-v0"),
+        ("CartPole-v1", {"algorithm": "dqn", "workers": 1, "seed": 7}, "CartPole-v1"),
+        ("cartpole", {"algorithm": {"name": "a2c"}}, "CartPole-v1"),
+        (minimal_config(), {}, "CartPole-v1"),
+    ],
+)
+def test_train_starts_from_whatever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, arguments: dict[str, Any], id_: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    own: Any = Mine
+    monkeypatch.setitem(gym.registry, "Own-v0", EnvSpec("Own-v0", own, max_episode_steps=3))
+    run = stagecoach.train(what, inline=True, **SMALL | arguments)
+    assert run.wait(100).reason == "exhausted"
+    assert run.config.environment.id == id_
+    assert run.evaluate(episodes=1).scores["episodes"] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(gym.registry, "Own-v0")
+        stagecoach.make_environment(run.config).close()
+
+
+def made(size: int = 3, scale: float = 1.0) -> Mine:
+    return Mine(helper(size))
+
+
+def helper(size: int) -> int:
+    return size + 1
+
+
+def test_digest_follows_code_and_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = objects.digest(made)
+    assert before == objects.digest(made)
+    assert before != objects.digest(partial(made, scale=2.0))
+    assert objects.digest(partial(made, scale=2.0)) != objects.digest(partial(made, scale=3.0))
+    monkeypatch.setitem(globals(), "helper", lambda size: size + 2)
+    assert objects.digest(made) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(Mine, "size", 7, raising=False)  # of a class that it makes
+    assert objects.digest(made) != before
+
+
+def test_object_is_no_part_of_the_config() -> None:
+    config = minimal_config(environment={"id": "object:Mine", "code_sha256": "0" * 64})
+    with pytest.raises(ConfigError, match=r"object of the program .* Run.resume\(RUN, environment=…\)"):
+        stagecoach.make_environment(config)
+    config.environment.hold(Mine)
+    assert isinstance(stagecoach.make_environment(config.replace("seed", 2)), Mine)
+    assert "Mine" not in str(config.model_dump()).replace("object:Mine", "")
+    assert config.hash() == minimal_config(environment={"id": "object:Mine", "code_sha256": "1" * 64}).hash()
