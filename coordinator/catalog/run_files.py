@@ -29,7 +29,7 @@ class RunStatus(StrEnum):
 
 
 def run_paths(runs_dir: Path) -> list[Path]:
-    found = (path.parent for path in runs_dir.expanduser().resolve().glob(f"*/{CONFIG}"))
+    found = (path.parent for path in runs_dir.expanduser().resolve().glob(f"[!.]*/{CONFIG}"))
     return sorted(found, key=lambda path: path.stat().st_ctime)
 
 

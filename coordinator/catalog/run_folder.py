@@ -23,7 +23,7 @@ from stagecoach.coordinator.catalog.run_files import LOCK, REMOTE, former_name, 
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
-from stagecoach.shared.base.local_disk import replacing
+from stagecoach.shared.base.local_disk import TEMPORARY, replacing
 from stagecoach.shared.base.user_code import IMPORT_PATH
 from stagecoach.shared.config.loading import dump_config, load_config, parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
@@ -82,7 +82,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
         raise ConfigError(f"{run_id} comes from another version of Stagecoach: {error}") from None
     config = config.model_copy(update={"runs_dir": runs_dir})
     path = runs_dir.expanduser().resolve() / run_id
-    known = read_remote(path) if path.exists() else RemoteLink()
+    known = read_remote(path) if (path / RESOLVED_CONFIG).exists() else RemoteLink()
     if known is None:
         raise UserError(f"{path} is already a run of this machine; name it by its id: {run_id}")
     path.mkdir(parents=True, exist_ok=True)
@@ -113,29 +113,48 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> Self:
-        """Creates a locked folder with the resolved config; raises `RunExists`."""
+        """Creates a locked folder with the resolved config; raises `RunExists`.
+
+        It gets its name once it is complete. What a start that was killed before has left is overwritten.
+        """
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
+        folder = cls.incomplete(run_id, path.parent)
         try:
-            path.mkdir(parents=True)
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise FileExistsError
+            folder.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise RunExists(
-                f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: "
-                f"{cls(run_id, path).continued_by}"
-            ) from None
+            raise RunExists(cls(run_id, path)._why_it_exists()) from None
         except OSError as error:
             raise UserError(
                 f"cannot create the run's folder {path}: {error}; check runs_dir and its permissions"
             ) from None
-        folder = cls(run_id, path)
+        folder.lock()
         try:
-            (path / LOGS).mkdir()
+            for partial in folder.path.glob(f"{TEMPORARY}*"):
+                partial.unlink()
+            (folder.path / LOGS).mkdir(exist_ok=True)
             folder.write_config(config)
-            (path / IMPORT_PATH).write_text(json.dumps(import_path))
-            folder.lock()
+            (folder.path / IMPORT_PATH).write_text(json.dumps(import_path))
+            folder.path.rename(path)
         except OSError as error:
             folder.remove()
             raise UserError(f"cannot write the run's folder {path}: {error}; is the disk full?") from None
+        folder.path = path
         return folder
+
+    @classmethod
+    def incomplete(cls, run_id: str, runs_dir: Path) -> Self:
+        """The folder of a run that is being created, or whose start was killed before it was complete."""
+        return cls(run_id, runs_dir.expanduser().resolve() / f".{check_run_id(run_id)}.incomplete")
+
+    def _why_it_exists(self) -> str:
+        if (self.path / RESOLVED_CONFIG).is_file():
+            again = f"choose another --run-id, or continue it: {self.continued_by}"
+            return f"run {self.run_id!r} exists in {self.path.parent} (runs_dir); {again}"
+        return (
+            f"{self.path} exists and is not a run: {RESOLVED_CONFIG} is missing; choose another --run-id, or delete it"
+        )
 
     @classmethod
     def find(cls, run_id: str, runs_dir: Path) -> Self:
@@ -146,8 +165,8 @@ class RunFolder:
             nearest = ", ".join(difflib.get_close_matches(run_id, known, cutoff=0.5))
             hint = f"did you mean {nearest}?" if nearest else f"runs there: {len(known)};"
             raise RunNotFound(
-                f"no run {run_id!r} in {runs_dir}; {hint} `stagecoach runs` lists them; for one on other machines "
-                f"give its folder in the store: s3://bucket/prefix/{run_id}"
+                f"no run {run_id!r} in {path.parent} (runs_dir); {hint} `stagecoach runs` lists them; for one on other "
+                f"machines give its folder in the store: s3://bucket/prefix/{run_id}"
             )
         if former := former_name(path):
             raise RunNotFound(

@@ -67,9 +67,9 @@ def init(
         with path.open("x") as file:
             file.write(text)
     except FileExistsError:
-        raise RunExists(f"{path} exists; choose another name") from None
+        raise RunExists(f"{path.absolute()} exists; choose another name") from None
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+        raise UserError(f"cannot write {path.absolute()}: {error.strerror or error}") from None
     console.print(f"wrote {path}; start it with: stagecoach train {path}")
 
 

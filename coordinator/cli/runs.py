@@ -39,7 +39,9 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
     if as_json:
         console.json(rows)
     else:
-        console.print(table if rows else f"no runs in {runs_dir}; start one: stagecoach train cartpole")
+        console.print(
+            table if rows else f"no runs in {runs_dir.expanduser().resolve()}; start one: stagecoach train cartpole"
+        )
 
 
 @app.command(epilog=example('stagecoach note my-run "new reward from here on"'))
@@ -92,6 +94,12 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     from stagecoach.coordinator.catalog.run_folder import RunFolder
     from stagecoach.coordinator.run_access.run import Run
 
+    left = RunFolder.incomplete(run_id, runs_dir)
+    if left.path.exists() and not left.live:
+        left.remove()
+        console.text(f"deleted {left.path}, which a start that was killed had left")
+        if not left.path.with_name(run_id).exists():
+            return
     folder = RunFolder.find(run_id, runs_dir)
     try:
         run = None if is_all_here(folder.path) else Run.attach(run_id, runs_dir)

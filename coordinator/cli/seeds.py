@@ -64,7 +64,8 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
     ids = {seed: check_run_id(f"{name}-seed-{seed}") for seed in seeds}
     known = [run_id for run_id in ids.values() if (runs_dir.expanduser() / run_id).exists()]
     if known and not {"--or-resume", "--force"} & set(command):
-        raise RunExists(f"run {known[0]!r} exists in {runs_dir}; choose another --run-id, or continue: --or-resume")
+        where = f"{runs_dir.expanduser().resolve()} (runs_dir)"
+        raise RunExists(f"run {known[0]!r} exists in {where}; choose another --run-id, or continue: --or-resume")
     waiting, codes, signaled = deque(seeds), dict[int, int](), False
     running: dict[int, tuple[subprocess.Popen[bytes], IO[bytes] | None]] = {}
 

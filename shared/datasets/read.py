@@ -43,7 +43,10 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
     if kind == "archive":
         episodes = archive_format.read(config.path, description, config.endpoint_url)
     elif not path.exists():
-        raise DatasetError(f"{config.section}.path={config.path} does not exist; expected a {kind} dataset there")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DatasetError(
+            f"{config.section}.path={config.path} does not exist{where}; expected a {kind} dataset there"
+        )
     elif kind == "csv":
         episodes = read_csv(path, description)
     else:
@@ -83,7 +86,13 @@ def _format(config: RecordedConfig) -> str:
     if path.suffix.lower() in by_suffix:
         return by_suffix[path.suffix.lower()]
     listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) if path.is_dir() else ""
-    found = f"it holds {listed or 'nothing'}" if path.is_dir() else "a file" if path.exists() else "it does not exist"
+    found = (
+        f"it holds {listed or 'nothing'}"
+        if path.is_dir()
+        else "a file"
+        if path.exists()
+        else f"it does not exist in {Path.cwd()}"
+    )
     raise DatasetError(
         f"{config.section}.path={config.path} is of no known format ({found}); expected a run's folder with "
         f"{EXPERIENCE}, a Minari dataset's folder with {_MINARI}, an .hdf5 or .h5 file, or a .csv file"

@@ -15,12 +15,14 @@ import pytest
 
 from stagecoach.coordinator.catalog.run_files import run_paths
 from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.cli.runs import _delete
 from stagecoach.coordinator.services.embedded import BUCKET
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import RunExists, RunNotFound, UserError
+from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import minimal_config
-from tests.support.processes.command_line import contents
+from tests.support.processes.command_line import Stagecoach, check_refused, contents
 
 ADDRESS = Address("a", "redis://127.0.0.1:7/0", "s3://bucket", "http://127.0.0.1:8", "/where/credentials.json")
 
@@ -62,11 +64,71 @@ def test_create_explains_existing_or_unwritable_folder(config: Config, folder: R
     folder.unlock()
     before = contents(runs)
     other = Config.model_validate({**config.model_dump(), "seed": 99})
-    with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
+    with pytest.raises(
+        RunExists, match=r"run 'a' exists in /.*runs .runs_dir.; choose another --run-id, or .*stagecoach resume a"
+    ):
         RunFolder.create(other, "a")
     assert contents(runs) == before
     with pytest.raises(UserError, match=r"cannot create the run's folder .*check runs_dir"):
         RunFolder.create(minimal_config(runs_dir=str(runs / "a" / "lock" / "runs")), "a")
+
+
+KILLED_AT_EACH_STEP = """
+import os, signal, sys
+from pathlib import Path
+from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.shared.config.loading import load_config
+
+def create(runs, last):
+    config, steps = load_config("cartpole", {"runs_dir": runs, "seed": last + 1}, {}), [0]
+    def count(event, arguments):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.truncate", "fcntl.flock"):
+            steps[0] += 1
+            if steps[0] > last:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count)
+    RunFolder.create(config, "a")
+    os._exit(0)
+
+for last in range(100):
+    runs = f"{sys.argv[1]}/{last}"
+    if not (child := os.fork()):
+        create(runs, last)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+print(last)
+"""
+
+
+def test_folder_killed_at_each_step_can_be_created_again(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", KILLED_AT_EACH_STEP, str(tmp_path)]
+    steps = int(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    assert 8 < steps < 100
+    left = 0
+    for killed in range(steps + 1):
+        runs = tmp_path / str(killed)
+        config, before = load_config("cartpole", {"runs_dir": str(runs), "seed": 99}, {}), [*runs.glob("**/*")]
+        if run_paths(runs):
+            assert killed == steps
+            assert RunFolder.find("a", runs).config().seed == killed + 1
+            with pytest.raises(RunExists, match="run 'a' exists in"):
+                RunFolder.create(config, "a")
+            _delete("a", runs, ask=False)
+        elif killed % 2:
+            left += bool(before)
+            folder = RunFolder.create(config, "a")
+            assert (folder.config().seed, folder.live, [*runs.iterdir()]) == (99, True, [runs / "a"])
+            folder.remove()
+        elif RunFolder.incomplete("a", runs).path.exists():
+            _delete("a", runs, ask=False)
+        assert not runs.exists() or [*runs.iterdir()] == []
+    assert left >= 3
+
+
+def test_run_killed_before_it_is_prepared_is_resumed(config: Config, stagecoach: Stagecoach) -> None:
+    RunFolder.create(config.replace("stop_at", {"updates": 1}), "a").unlock()
+    check_refused(stagecoach("train", "config.yaml", "--run-id", "a"), "exists in", "continue it: stagecoach resume a")
+    assert "1 update" in stagecoach("resume", "a", "--inline").ok()
 
 
 def test_somebody_who_only_looks_does_not_hold_it(

@@ -99,7 +99,7 @@ def test_init_writes_a_config_that_trains_and_overwrites_none(stagecoach: Stagec
     assert "starting the roles" in ended
     check_refused(stagecoach("init", "mine.yaml"), "mine.yaml exists")
     assert (tmp_path / "mine.yaml").read_text() == written
-    check_refused(stagecoach("init", "nowhere/mine.yaml"), "cannot write nowhere/mine.yaml")
+    check_refused(stagecoach("init", "nowhere/mine.yaml"), f"cannot write {tmp_path}/nowhere/mine.yaml: No such file")
     check_refused(stagecoach("init", "other.yaml", "--algorithm", "SAC"), "found 'SAC'; did you mean sac?")
     assert not (tmp_path / "other.yaml").exists()
 

@@ -183,7 +183,8 @@ def test_presets_are_the_examples_by_name(stagecoach: Stagecoach) -> None:
     assert {"cartpole", "own_environment"} <= set(listed) and "bitflip" not in listed
     assert all(row["about"] for row in listed.values())
     assert "CartPole-v1" in stagecoach("config", "cartpole").out
-    check_refused(stagecoach("train", "cartpool"), "no file cartpool", "presets: ", "cartpole")
+    check_refused(stagecoach("train", "cartpool"), "no file cartpool", "did you mean cartpole?")
+    check_refused(stagecoach("train", "nothing"), "no file nothing in /", "presets: a2c, ")
 
 
 def test_version_is_the_projects(stagecoach: Stagecoach) -> None:
