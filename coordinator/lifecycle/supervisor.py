@@ -33,6 +33,8 @@ from stagecoach.shared.runtime.launch import LOGS, RoleLaunch, log_to_file
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
+_LOGS: list[logging.Handler] = []
+"""Of this process's live runs, each of which has all its lines."""
 _SHARED_LOGS = ("redis", "s3", "ray", "background")
 """Logs written by embedded services, or by a detached coordinator's whole process."""
 
@@ -82,7 +84,8 @@ class Coordinator:
         """All events, once the run has ended and Redis is gone."""
         logs = folder.path / LOGS
         running.callback(folder.unlock)
-        log_to_file(str(folder.path), "coordinator")
+        _LOGS.append(log := log_to_file(str(folder.path), "coordinator", keep=_LOGS))
+        running.callback(_LOGS.remove, log)
         if not inline and (excess := excess_workers(config, available_cores())):
             _LOGGER.warning("%s", excess)
             print(f"Warning: {excess}", file=sys.stderr, flush=True)
@@ -104,9 +107,7 @@ class Coordinator:
             if ray_head is not None:
                 ray_head.wait()
             begun()
-            made, own = config.model_dump(mode="json"), config.environment.given_object
-            packed = None if own is None or inline else pack(own)
-            launch = RoleLaunch(made, address, folder.import_path(), str(folder.path), packed)
+            launch = _launch(folder, config, address, inline)
             added_machines = 0.0 if ray_head is None else _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
             # no threads before: one could take a signal while Ray, during join, has its own handler
@@ -219,6 +220,12 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         address = replace(address, store_url=f"s3://{BUCKET}", endpoint_url=endpoint_url, store_folder=str(data))
         _LOGGER.info("the S3 server serves")
     return address, services
+
+
+def _launch(folder: RunFolder, config: Config, address: Address, inline: bool) -> RoleLaunch:
+    own = config.environment.given_object
+    packed = None if own is None or inline else pack(own)
+    return RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path), packed)
 
 
 def _join(head: RayHead, launch: RoleLaunch, config: Config) -> float:

@@ -2,14 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.rollout_worker.environments.objects import own_folders, section_of
+from stagecoach.rollout_worker.environments.objects import import_path, own_folders, section_of
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.base.user_code import extend_imports
@@ -17,13 +17,15 @@ from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.presets import config_file, list_presets, names_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.schema.plain_data import plain
+from stagecoach.trainer_node.metrics.writers import Callback
 
 
 def train(
     what: Any, *, algorithm: str | Mapping[str, Any] | None = None, env_steps: int | None = None,
     workers: int | None = None, seed: int | None = None, env_kwargs: Mapping[str, Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None, run_id: str | None = None,
-    runs_dir: str | Path | None = None, inline: bool = False, **fields: Any,
+    runs_dir: str | Path | None = None, inline: bool = False, callbacks: Sequence[type[Callback] | str] = (),
+    **fields: Any,
 ) -> Run:  # fmt: skip
     """Starts a run and returns its handle at once; `run.wait()` blocks until it has ended.
 
@@ -41,6 +43,7 @@ def train(
         run_id: The run's name, by default the environment's with the time.
         runs_dir: Folder of the runs.
         inline: Put all roles into this process and thread, for a debugger.
+        callbacks: Callbacks and metric writers besides the config's: classes of a module, or `module:Class`.
         fields: Any other field of the config, dotted: `**{"rollout.fragment_steps": 128}`.
 
     Returns:
@@ -74,11 +77,25 @@ def train(
         section, thing = section_of(_known(what) if isinstance(what, str) else what, kwargs)
         given = {f"environment.{name}": value for name, value in {**section, "kwargs": kwargs}.items()} | given
     made = load_config(config, given)
+    if callbacks:
+        writers = [*made.metrics.writers, *({"path": _path_of(callback)} for callback in callbacks)]
+        made = made.replace("metrics.writers", writers)
     if thing is not None:
         made.environment.hold(thing)
     if isinstance(config, str | Path):
         folders = (*folders, str(config_file(config).resolve().parent))
     return Run.start(made, run_id, inline=inline, import_path=folders)
+
+
+def _path_of(callback: Any) -> str:
+    path = callback if isinstance(callback, str) else import_path(callback)
+    if path is None:
+        name = getattr(callback, "__name__", _shown(callback))
+        raise ConfigError(
+            f"callbacks: {name} cannot be imported by the trainer's process, which calls it; give a class of a module, "
+            f"not of the program itself"
+        )
+    return path
 
 
 def _is_config(what: Any) -> bool:

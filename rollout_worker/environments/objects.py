@@ -45,7 +45,7 @@ def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], A
             return {"id": f"{module}:{thing}"}, None
         thing = spec
     _check(thing, kwargs)
-    if isinstance(thing, type | FunctionType) and (path := _import_path(thing)) is not None:
+    if isinstance(thing, type | FunctionType) and (path := import_path(thing)) is not None:
         return {"id": path}, None
     pack(thing)
     return {"id": OBJECT + _name(thing), "code_sha256": digest(thing)}, thing
@@ -98,9 +98,9 @@ def _name(thing: Any) -> str:
     return str(getattr(named, "__name__", type(named).__name__)).strip("<>")
 
 
-def _import_path(thing: Any) -> str | None:
+def import_path(thing: Any) -> str | None:
     """`module:Name` if a process with our `sys.path` would import this very object by it."""
-    module, name = sys.modules.get(thing.__module__), thing.__qualname__
+    module, name = sys.modules.get(getattr(thing, "__module__", None) or ""), getattr(thing, "__qualname__", "")
     if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not thing:
         return None
     return f"{module.__name__}:{name}" if _importable(module.__name__) else None

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
@@ -56,20 +56,22 @@ class RoleLaunch:
         return open_run_context(config, self.address, cast(RoleName, user))
 
 
-def log_to_file(run_folder: str | None, name: str) -> None:
-    """Sends this process's log to `<run>/logs/<name>.log`, which is rotated, or else to standard error."""
+def log_to_file(run_folder: str | None, name: str, keep: Collection[logging.Handler] = ()) -> logging.Handler:
+    """Sends this process's log to `<run>/logs/<name>.log`, which is rotated, or else to standard error; and to `keep`,
+    of former calls."""
     handler: logging.Handler = logging.StreamHandler()
     if run_folder and (folder := Path(run_folder, LOGS)).is_dir():
         path = folder / f"{name}.log"
         handler = _LogFile(path, maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8")
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("stagecoach")
-    for old in logger.handlers[:]:
+    for old in set(logger.handlers).difference(keep):
         logger.removeHandler(old)
         old.close()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    return handler
 
 
 class _LogFile(RotatingFileHandler):

@@ -192,3 +192,44 @@ def test_interrupt_of_wait_ends_run_in_order(terminal: CommandLine, inline: bool
     assert done.err.splitlines()[-1].startswith("stagecoach: the program ended while run live was live")
     terminal.check_nothing_left()
     terminal.check_ended("live")
+
+
+REPLACED = """
+import signal
+from stagecoach.coordinator.services import ray_head
+
+def learns():
+    before = run.status().version
+    while run.status().version <= before + 3:
+        time.sleep(0.05)
+
+def pid_of(name):
+    while not (found := [beat.pid for beat in run.status().roles if beat.id == name and beat.alive]):
+        time.sleep(0.05)
+    return found[0]
+
+run = sc.train(Mine, env_steps=10**8, run_id="live", **small | {"checkpoint.every": "5 updates"})
+learns()
+for name in ("worker-0", "evaluator"):
+    former = pid_of(name)
+    os.kill(former, signal.SIGKILL)
+    while pid_of(name) == former:
+        time.sleep(0.05)
+    learns()
+run.scale(2)
+former = pid_of("worker-1")
+os.kill(ray_head._head.parts()["gcs_server"], signal.SIGKILL)
+while pid_of("worker-1") == former:
+    time.sleep(0.05)
+learns()
+run.stop()
+print(run.wait(100).reason)
+"""
+
+
+def test_replaced_roles_and_ray_get_the_object(terminal: CommandLine) -> None:
+    done = terminal.ended(terminal.program(script(REPLACED)))
+    assert (done.code, done.out) == (0, "stopped\n"), done
+    evaluations = [name for rows in terminal.handle("live").metrics("evaluations") for name in rows.labels]
+    assert evaluations, "scores of the evaluators"
+    terminal.check_ended("live")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from functools import partial
@@ -14,10 +15,12 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 
-import stagecoach
+import stagecoach as sc
+from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments import objects
 from stagecoach.shared.base.errors import ConfigError, UserError
 from tests.conftest import minimal_config
+from tests.support.processes.command_line import Stagecoach
 
 SMALL: dict[str, Any] = {"rollout.fragment_steps": 8, "evaluation.episodes": 1, "stop_at.updates": 1}
 
@@ -102,7 +105,7 @@ def test_train_refuses_in_one_line_and_leaves_nothing(
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     before = threading.active_count()
     with pytest.raises(UserError, match=message) as refused:
-        stagecoach.train(what, **SMALL | arguments)
+        sc.train(what, **SMALL | arguments)
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == before
@@ -128,13 +131,13 @@ def test_train_starts_from_whatever_names_it(
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     own: Any = Mine
     monkeypatch.setitem(gym.registry, "Own-v0", EnvSpec("Own-v0", own, max_episode_steps=3))
-    run = stagecoach.train(what, inline=True, **SMALL | arguments)
+    run = sc.train(what, inline=True, **SMALL | arguments)
     assert run.wait(100).reason == "exhausted"
     assert run.config.environment.id == id_
     assert run.evaluate(episodes=1).scores["episodes"] == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(gym.registry, "Own-v0")
-        stagecoach.make_environment(run.config).close()
+        sc.make_environment(run.config).close()
 
 
 def made(size: int = 3, scale: float = 1.0) -> Mine:
@@ -160,8 +163,78 @@ def test_digest_follows_code_and_what_it_uses(monkeypatch: pytest.MonkeyPatch) -
 def test_object_is_no_part_of_the_config() -> None:
     config = minimal_config(environment={"id": "object:Mine", "code_sha256": "0" * 64})
     with pytest.raises(ConfigError, match=r"object of the program .* Run.resume\(RUN, environment=…\)"):
-        stagecoach.make_environment(config)
+        sc.make_environment(config)
     config.environment.hold(Mine)
-    assert isinstance(stagecoach.make_environment(config.replace("seed", 2)), Mine)
+    assert isinstance(sc.make_environment(config.replace("seed", 2)), Mine)
     assert "Mine" not in str(config.model_dump()).replace("object:Mine", "")
     assert config.hash() == minimal_config(environment={"id": "object:Mine", "code_sha256": "1" * 64}).hash()
+
+
+def test_commands_refuse_or_work_without_the_object(stagecoach: Stagecoach, tmp_path: Path) -> None:
+    run = sc.train(partial(Mine, 3), inline=True, run_id="own", **SMALL)
+    assert run.wait(100).reason == "exhausted"
+    config = str(run.folder.path / "config.yaml")
+    exported = str(run.export(tmp_path / "exported"))
+    for command in (
+        ["resume", "own", "--set", "stop_at.updates=2"], ["evaluate", "own"], ["evaluate", exported], ["play", "own"],
+        ["train", config], ["check", config],
+    ):  # fmt: skip
+        done = stagecoach(*command)
+        assert done.code == 2, (command, done)
+        assert "is an object of the program that started the run" in done.out + done.err, (command, done)
+        assert "Traceback" not in done.err
+    for command in (["status", "own"], ["runs"], ["checkpoints", "own"], ["metrics", "own"], ["league", "own"]):
+        done = stagecoach(*command)
+        assert "object of the program" not in done.out + done.err, (command, done)
+    assert Run.attach("own").evaluate(episodes=1, environment=partial(Mine, 3)).scores["mean_length"] == 3
+    with pytest.raises(ConfigError, match="an instance of Mine"):
+        Run.resume("own", environment=Mine())
+    with pytest.raises(ConfigError, match="'Nothing-v0' is not registered with Gymnasium in this process"):
+        Run.resume("own", environment="Nothing-v0")
+    more: dict[str, Any] = {"overrides": ("stop_at.updates=2",), "inline": True}
+    with pytest.warns(UserWarning, match="run own: the code of environment object:Mine is not the one"):
+        again = Run.resume("own", environment=partial(Mine, 2), **more)
+    assert again.wait(100).reason == "exhausted"
+    assert again.evaluate(episodes=1).scores["mean_length"] == 2
+
+
+class Stops(sc.Callback):
+    """Leaves a file in the run's folder."""
+
+    def on_update(self, row: dict[str, float], env_steps: int) -> None:
+        (self.run.needed_folder / f"seen-{env_steps}").touch()
+
+
+def test_callbacks_are_added_to_the_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = sc.train(Mine, inline=True, callbacks=[Stops, "tensorboard"], **SMALL)
+    assert run.wait(100).reason == "exhausted"
+    paths = [writer.path for writer in run.config.metrics.writers]
+    assert paths[-2:] == [f"{__name__}:Stops", "tensorboard"]
+    assert list(tmp_path.rglob("seen-*"))
+
+    class Local(sc.Callback):
+        pass
+
+    with pytest.raises(ConfigError, match=r"callbacks: Local cannot be imported by the trainer's process"):
+        sc.train(Mine, callbacks=[Local], **SMALL)
+
+
+def test_each_live_run_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = SMALL | {"stop_at.updates": 10**6}
+    first, second = (sc.train(Mine, inline=True, run_id=name, **fields) for name in ("first", "second"))
+    logger = logging.getLogger("stagecoach.coordinator")
+    logger.info("both are live")
+    second.stop()
+    second.wait(100)
+    logger.info("one is live")
+    first.stop()
+    first.wait(100)
+    third = sc.train(Mine, inline=True, run_id="third", **SMALL)
+    third.wait(100)
+    logs = {run.run_id: (run.folder.path / "logs" / "coordinator.log").read_text() for run in (first, second, third)}
+    assert [name for name, text in logs.items() if "both are live" in text] == ["first", "second"]
+    assert "one is live" in logs["first"]
+    assert logs["third"].count("the run is prepared") == 1
+    assert logs["first"].count("the run is prepared") == 2, "its own and, beside it, the second's"
