@@ -1,4 +1,4 @@
-"""A fold of your own, adaptive difficulty: `stagecoach train examples/own_fold.yaml` (docs/guides/curriculum.md)."""
+"""A fold of your own, adaptive difficulty: `stagecoach train examples/own_fold.yaml`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -27,7 +27,7 @@ from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
-from stagecoach.shared.config.loading import load_config, parse_config
+from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
 from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.protocol.keys import TYPES
@@ -153,6 +153,20 @@ def test_example_configs_load_and_name_their_scores() -> None:
             assert (config.stop_at.env_steps or 0) <= rate.over.amount, f"{name} goes on when it learns no more"
 
 
+def own_parts() -> list[str]:
+    """Returns the pages about parts of one's own."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "how-to").glob("own-*.md"))
+
+
+@pytest.mark.parametrize("page", own_parts())
+def test_page_on_own_part_shows_its_example(page: str) -> None:
+    text, example = text_of(page), ROOT / "examples" / Path(page).stem.replace("-", "_")
+    for suffix, language in ((".py", "python"), (".yaml", "yaml")):
+        assert f"```{language}\n{example.with_suffix(suffix).read_text()}```" in text
+    code = [line for line in example.with_suffix(".py").read_text().splitlines() if line.strip()]
+    assert len(code) <= 40 and len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 220
+
+
 def test_yaml_snippets_are_valid_configs() -> None:
     """Each block on its own, with what it leaves out."""
     pages = (
@@ -160,6 +174,7 @@ def test_yaml_snippets_are_valid_configs() -> None:
         "docs/guides/environments.md",
         "docs/how-to/trackers.md",
         "docs/how-to/python.md",
+        *own_parts(),
         "docs/operations/deploy.md",
         "docs/guides/league.md",
         "docs/coming-from/ml-agents.md",
@@ -167,9 +182,10 @@ def test_yaml_snippets_are_valid_configs() -> None:
         "docs/guides/hierarchy.md",
     )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 16
+    assert len(blocks) == 22
     for block in blocks:
-        parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
+        given = parse_yaml(block, "a block")
+        parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | given)
 
 
 def test_commented_config_holds_the_defaults(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ class StopConfig(Section):
 
 
 class FoldConfig(Section):
-    """A fold of your own (docs/guides/curriculum.md)."""
+    """A fold of your own (docs/how-to/own-fold.md)."""
 
     path: str = Field(pattern=r"^[\w.]+:\w+$")
     """`module:Class`, a class that derives from `stagecoach.Fold`."""
@@ -322,7 +322,7 @@ class WriterConfig(Section):
 
     path: str = Field(pattern=r"^(\w+|[\w.]+:\w+)$")
     """`csv`, `jsonl`, `tensorboard`; `wandb`, `mlflow`, `trackio` (each an extra of that name); or `module:Class`, a
-    `stagecoach.MetricWriter` of your own (docs/reference/metrics.md)."""
+    `stagecoach.MetricWriter` of your own (docs/how-to/own-writer.md)."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the writer, for example `{project: cartpole}` for wandb."""
 
@@ -367,7 +367,7 @@ class ConfigFields(Section):
     """League: agents that play current weights, snapshots and fixed players, all rated (docs/guides/league.md)."""
     folds: dict[FoldName, Annotated[FoldConfig, BY_PATH]] = {}
     """Folds of your own by name. Each observes all episodes in log order, and decides environment parameters of later
-    episodes, exact over resume and replay (docs/guides/curriculum.md). A plain string is a class without arguments."""
+    episodes, exact over resume and replay (docs/how-to/own-fold.md). A plain string is a class without arguments."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None

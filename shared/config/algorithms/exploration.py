@@ -96,7 +96,7 @@ class ParameterNoise(Section):
 
 
 class OwnExploration(Section):
-    """Custom exploration (docs/how-to/python.md)."""
+    """Custom exploration (docs/how-to/own-exploration.md)."""
 
     kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
     """Import path of a class that derives from `stagecoach.Exploration`."""

@@ -77,7 +77,7 @@ class BalancedReplay(MemorySection):
 
 
 class OwnReplay(MemorySection):
-    """Custom replay buffer (docs/how-to/python.md)."""
+    """Custom replay buffer (docs/how-to/own-replay-buffer.md)."""
 
     kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
     """Import path of a class that derives from `stagecoach.ReplayBuffer`."""
