@@ -197,8 +197,8 @@ def _checked(
     players' bytes.
     """
     extend_imports(import_path)
-    if config.environment.given_object is not None and not inline:
-        pack(config.environment.given_object)  # while nothing has been started
+    if (own := config.environment.given_object) is not None and not inline:
+        config.environment.hold(own, pack(own))  # before the trial, which may change what its class holds
     description = check(config, inline)
     if before is None:
         check_new(config, description)

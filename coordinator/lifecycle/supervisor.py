@@ -21,7 +21,6 @@ from stagecoach.coordinator.lifecycle.validation import available_cores, excess_
 from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
-from stagecoach.rollout_worker.environments.objects import pack
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
@@ -107,7 +106,8 @@ class Coordinator:
             if ray_head is not None:
                 ray_head.wait()
             begun()
-            launch = _launch(folder, config, address, inline)
+            data, packed = config.model_dump(mode="json"), config.environment.packed_object
+            launch = RoleLaunch(data, address, folder.import_path(), str(folder.path), packed)
             added_machines = 0.0 if ray_head is None else _join(ray_head, launch, config)
             shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
             # no threads before: one could take a signal while Ray, during join, has its own handler
@@ -220,12 +220,6 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         address = replace(address, store_url=f"s3://{BUCKET}", endpoint_url=endpoint_url, store_folder=str(data))
         _LOGGER.info("the S3 server serves")
     return address, services
-
-
-def _launch(folder: RunFolder, config: Config, address: Address, inline: bool) -> RoleLaunch:
-    own = config.environment.given_object
-    packed = None if own is None or inline else pack(own)
-    return RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path), packed)
 
 
 def _join(head: RayHead, launch: RoleLaunch, config: Config) -> float:

@@ -28,7 +28,7 @@ from stagecoach.coordinator.services.embedded import (
     process_stat,
 )
 from stagecoach.shared.base.errors import UserError
-from stagecoach.shared.base.process import keeping_sigterm
+from stagecoach.shared.base.process import keeping_sigterm, signals_after
 from stagecoach.shared.config.run_config import Config
 
 _EMBEDDED_CPUS = 64
@@ -242,7 +242,7 @@ def join(address: str, **options: Any) -> Any:
     """Makes this process a driver of the Ray at `address`; returns `ray.init`'s result. Raises `UserError`."""
     ray = _ray()
     try:
-        with keeping_sigterm():
+        with signals_after(), keeping_sigterm():  # an exception in the midst of joining would break Ray
             return ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except ray.exceptions.AuthenticationError:
         raise UserError(
@@ -277,9 +277,9 @@ def _ask_server(host: str, port: int) -> None:
 
 
 def _ray() -> Any:
-    """Imports Ray, with the current settings and token."""
+    """Imports Ray, with the current settings and token; an exception in the midst of it would break the module."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook it asks for ipywidgets
-    with warnings.catch_warnings():
+    with signals_after(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # and so does tqdm, which it imports
         import ray
 

@@ -35,7 +35,7 @@ def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], A
         kwargs: The arguments with which it will be called.
 
     Raises:
-        ConfigError: It is none of these, needs other arguments, or cannot be sent to another process.
+        ConfigError: It is none of these, or needs other arguments.
     """
     if isinstance(thing, str):
         spec = gym.registry.get(thing)
@@ -47,7 +47,6 @@ def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], A
     _check(thing, kwargs)
     if isinstance(thing, type | FunctionType) and (path := import_path(thing)) is not None:
         return {"id": path}, None
-    pack(thing)
     return {"id": OBJECT + _name(thing), "code_sha256": digest(thing)}, thing
 
 

@@ -233,3 +233,27 @@ def test_replaced_roles_and_ray_get_the_object(terminal: CommandLine) -> None:
     evaluations = [name for rows in terminal.handle("live").metrics("evaluations") for name in rows.labels]
     assert evaluations, "scores of the evaluators"
     terminal.check_ended("live")
+
+
+INTERRUPTED = """
+import signal
+
+def interrupt():
+    while "ray" not in sys.modules:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    sc.train(Mine, env_steps=10**8, run_id="one", **small)
+except KeyboardInterrupt:
+    print(os.listdir("runs"))
+print(sc.train(Mine, env_steps=64, run_id="one", **small).wait(100).reason)
+"""
+
+
+def test_interrupted_start_leaves_nothing_and_ray_whole(terminal: CommandLine) -> None:
+    """The interrupt comes while Ray is being imported, which Python would not do again."""
+    done = terminal.ended(terminal.program(script(INTERRUPTED)))
+    assert (done.code, done.out.splitlines()) == (0, ["[]", "exhausted"]), done
+    terminal.check_nothing_left()

@@ -76,10 +76,15 @@ class EnvironmentConfig(Section):
     """SHA-256 of the code of an `object:NAME`, written by `stagecoach.train`; a resume with other code warns."""
     _object: Any = PrivateAttr(None)
     """The class, function or `EnvSpec` of an `object:NAME`; never part of the config as data."""
+    _packed: bytes | None = PrivateAttr(None)
 
-    def hold(self, thing: Any) -> None:
-        """Sets the object behind `object:NAME`."""
-        self._object = thing
+    def hold(self, thing: Any, packed: bytes | None = None) -> None:
+        """Sets the object behind `object:NAME`, and its bytes for other processes."""
+        self._object, self._packed = thing, packed
+
+    @property
+    def packed_object(self) -> bytes | None:
+        return self._packed
 
     @property
     def given_object(self) -> Any:

@@ -118,6 +118,7 @@ def test_train_refuses_in_one_line_and_leaves_nothing(
         (partial(Mine, 3), {}, "object:Mine"),
         (lambda: Mine(), {"config": {"environment": {"id": "CartPole-v1", "num_envs": 2}}}, "object:lambda"),
         (CartPoleEnv, {"environment.max_episode_steps": 20}, "gymnasium.envs.classic_control.cartpole:CartPoleEnv"),
+        (lambda: LOCK.locked() or Mine(), {}, "object:lambda"),  # which no other process could get
         ("Own-v0", {}, "object:Own-v0"),
         ("CartPole-v1", {"algorithm": "dqn", "workers": 1, "seed": 7}, "CartPole-v1"),
         ("cartpole", {"algorithm": {"name": "a2c"}}, "CartPole-v1"),
