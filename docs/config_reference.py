@@ -18,7 +18,8 @@ _BEGINNING = """# Configuration
 Generated from the sections of shared/ by `make docs`; do not edit by hand.
 
 Later sources win: default < file < environment < command line. A field is set in the file as nested YAML, in
-the environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`.
+the environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`, in Python by
+`load_config(source, {"section.field": value})` or `config.replace("section.field", value)`.
 Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` or `50 episodes`.
 
 ## Defaults that depend on the algorithm

@@ -1,5 +1,5 @@
 """Mistakes in configs, in one's own words and in those of other libraries: one line that names the value and what is
-expected, from `load_config` and from `stagecoach train`, and nothing is left behind."""
+expected, from `load_config`, `stagecoach.train` and the command line, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stagecoach.coordinator.run_access.train import train
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.run_config import Config
@@ -100,6 +101,9 @@ def test_mistake_is_refused_in_one_line(field: str, stagecoach: Stagecoach, tmp_
         load_config(base, {field: value}, {})
     text = str(caught.value)
     assert said in text and "\n" not in text and field.split(".")[0] in text
+    with pytest.raises(ConfigError) as caught:
+        train(base, **{field: value})
+    assert str(caught.value) == text
     (tmp_path / "config.yaml").write_text(json.dumps(base))
     before = contents(tmp_path), children()
     done = stagecoach("train", "config.yaml", "--run-id", "a", f"--set={field}={json.dumps(value)}")
