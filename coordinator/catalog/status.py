@@ -187,7 +187,7 @@ class Status:
     evaluation: dict[str, Any] | None = None
     """Scores of the newest evaluation, with its `checkpoint`."""
     best_evaluation: dict[str, Any] | None = None
-    """Scores of the second evaluation, which made `best` the best."""
+    """Scores of the second evaluation, which confirmed `best`."""
     failure: FailureKind | None = None
 
     @property

@@ -18,7 +18,7 @@ from stagecoach.coordinator.cli import league, profile_and_bench, runs
 from stagecoach.coordinator.cli import page as pages
 from stagecoach.coordinator.cli.config import ConfigArgument
 from stagecoach.coordinator.cli.curves import compare, metrics, plot
-from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.console import console, progress
 from stagecoach.coordinator.cli.terminal.options import (
     RUNS,
     EndpointUrl,
@@ -168,6 +168,7 @@ def train(
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
+    progress("loading PyTorch and Ray", background)
     with interruptible():
         from stagecoach.coordinator.catalog.run_folder import new_run_id
         from stagecoach.coordinator.cli import foreground
@@ -260,7 +261,14 @@ def resume(
     else:
         overrides, drops = tuple(set_ or ()), tuple(drop or ())
         start = partial(
-            Run.resume, folder.run_id, runs_dir, overrides, origin=origin, drop=drops, strict=strict, inline=inline
+            Run.resume,
+            folder.run_id,
+            folder.path.parent,
+            overrides,
+            origin=origin,
+            drop=drops,
+            strict=strict,
+            inline=inline,
         )
         where = "" if folder.remote is None else "submitting to its cluster"
         with foreground.in_one_process(inline):
@@ -373,6 +381,7 @@ def scale(
 def stop(run: "Run") -> None:
     """End a live run with a final checkpoint, and wait until it has ended."""
     run.stop()
+    progress("ending with a last checkpoint")
     console.print(f"{run.run_id}: {reason_in_words(run.wait().reason)}")
 
 
@@ -392,6 +401,7 @@ def evaluate(
     """Play a checkpoint, greedily by default, and print its score."""
     from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate as score
 
+    progress(f"playing {f'{episodes} episodes' if episodes else 'the episodes of an evaluation'} of {target}", as_json)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         given: dict[str, Any] = {"stochastic": stochastic, "trust_config": trust_config, "endpoint_url": endpoint_url}
         found = score(target, runs_dir, episodes, video, **given)

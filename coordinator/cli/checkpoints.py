@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
 from stagecoach.coordinator.catalog.checkpoint_operations import State
-from stagecoach.coordinator.cli.terminal.console import NARROW, console
+from stagecoach.coordinator.cli.terminal.console import NARROW, console, progress
 from stagecoach.coordinator.cli.terminal.live_view import dropped_in_words, ledger_line
 from stagecoach.coordinator.cli.terminal.options import Exit, Json, TrustConfig, example, on_run
 from stagecoach.coordinator.run_access.run import Run
@@ -67,6 +67,7 @@ def save(run: Run) -> None:
 @on_run
 def verify(run: Run, name: Name = None, as_json: Json = False) -> None:
     """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
+    progress(f"reading every byte of {name or 'all checkpoints'}", as_json)
     verdicts = run.verify(name)
     if as_json:
         console.json(verdicts)
@@ -171,6 +172,7 @@ def prune(
 
     What is not given is as in the run's config. A live run's trainer prunes by itself.
     """
+    progress("choosing the checkpoints to remove" if dry_run else "removing checkpoints", as_json)
     removed = run.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
     if as_json:
         console.json(removed)
@@ -214,6 +216,7 @@ def export(
     if len(rest) > 2:
         raise UserError(f"export: expected [NAME] DIR, found {' '.join(rest)}")
     *name, directory = rest
+    progress("writing ONNX files and comparing them with torch" if onnx else f"copying to {directory}")
     if onnx:
         made, files = run.export_onnx(Path(directory), *name, trust_config=trust_config)
         console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagecoach.coordinator.cli.terminal.console import NARROW, console
+from stagecoach.coordinator.cli.terminal.console import NARROW, console, progress
 from stagecoach.coordinator.cli.terminal.options import RUNS, EndpointUrl, Json, RunsDir, TrustConfig, example, on_run
 from stagecoach.shared.base.printable import counted, figure
 
@@ -97,6 +97,7 @@ def match(
     """Let two players play each other, as many games on each side, from the same starts."""
     from stagecoach.coordinator.catalog.league import match as played
 
+    progress(f"playing {games} games", as_json)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         given: dict[str, Any] = {"greedy": greedy, "trust_config": trust_config, "endpoint_url": endpoint_url}
         found = played(first, second, games, runs_dir, seed, **given).as_dict()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagecoach.coordinator.catalog.run_files import is_all_here
-from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.console import console, progress
 from stagecoach.coordinator.cli.terminal.options import RUNS, Exit, Json, RunsDir, example, on_run, run_ids
 from stagecoach.coordinator.run_access.run_list import list_runs
 from stagecoach.shared.base.errors import DeletionRefused, RunNotFound, UserError
@@ -115,6 +115,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
         raise UserError(f"this would delete {what}; without a terminal, confirm by --yes")
     if ask and not typer.confirm(f"delete {what}? This cannot be undone"):
         raise typer.Exit(Exit.REFUSED)
+    progress(f"deleting {what}")
     with folder.locked():
         if run:
             store = run.checkpoint_store().store

@@ -13,9 +13,9 @@ from typing import IO, Any
 
 import numpy as np
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from stagecoach.coordinator.cli.terminal.console import console
+from stagecoach.coordinator.cli.terminal.console import NARROW, console
 from stagecoach.coordinator.cli.terminal.options import Exit
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import RunResult, interval, result_of
@@ -120,7 +120,7 @@ def _print_end(run_id: str, code: int, errors: IO[bytes] | None) -> None:
 
 def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
     """A line for each run, then mean, standard deviation and interval of each score."""
-    table = Table("run", "state", "env steps", *_SCORES, title="seeds", title_justify="left")
+    table = Table(Column("run", overflow="fold"), "state", "env steps", *_SCORES, **NARROW)
     results: list[RunResult] = []
     for run_id in run_ids:
         try:

@@ -57,7 +57,7 @@ def test_cartpole_is_solved_as_view_and_summary_say(trained: Ended) -> None:
     for word in ("checkpoint  0_Step-0.ckpt", "evaluation  ", "worker-0 joined", "worker-1 joined", "env steps"):
         assert word in trained.out
     assert f"{RUN}: solved" in trained.out
-    for word in ("last evaluation", "best", "trained", "time", "use it", "store", "balances"):
+    for word in ("last evaluation", "best", "trained", "time", "best policy", "use it", "balances"):
         assert word in trained.out.rpartition("summary")[2]
 
 

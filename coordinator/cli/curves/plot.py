@@ -43,7 +43,11 @@ _AXIS_LABELS = {Axis.ENV_STEPS: "env steps", Axis.TIME: "hours since the first r
 def plot(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help=PLACE.replace("The run's id", "Ids of runs"), autocompletion=run_ids),
+        typer.Argument(
+            metavar="RUN...",
+            help=PLACE.replace("The run's id or folder", "Ids or folders of runs"),
+            autocompletion=run_ids,
+        ),
     ],
     metric: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="What to draw; may be repeated, a chart each.")

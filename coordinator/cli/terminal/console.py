@@ -1,6 +1,7 @@
 """The console of the command line."""
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any
@@ -41,3 +42,9 @@ class PrintableConsole(Console):
 
 
 console = PrintableConsole()
+
+
+def progress(what: str, silent: bool = False) -> None:
+    """Says on standard error, if that is a terminal, what a command begins that may take seconds."""
+    if sys.stderr.isatty() and not silent:
+        PrintableConsole(stderr=True).print(f"{what} …", style="dim")

@@ -186,7 +186,7 @@ def _evaluated_return(scores: Mapping[str, Any]) -> str:
 
 
 def _best(status: Status) -> str:
-    """The score that made `status.best` the best: that of a second evaluation, from other starts."""
+    """The score of `status.best` in a second evaluation, from other starts."""
     if (scores := status.best_evaluation) is None:
         return "–"
     rank = f"{scores['ranked_by']} {figure(ranking(scores))}; " if scores.get("ranked_by") else ""
@@ -218,17 +218,17 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
         table.add_row(*row)
     numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
     table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
-    table.add_row("time", f"{outcome.seconds:.1f} s with the start and end of all services{_speed(run, status)}")
+    table.add_row("time", f"{outcome.seconds:.1f} s with start and end{_speed(run, status)}")
     for row in _use(run, status):
         table.add_row(*row)
     if outcome.reason == EndReason.ABANDONED:
         table.add_row("continue", f"stagecoach resume {run.run_id}")
-    table.add_row("", "")
+    table.add_row()
+    table.add_row(Text("experience", style="bold"), f"{_CONCEPTS} explains it")
     marks = ", ".join(f"{mark} {getattr(status, mark) or '–'}" for mark in ("latest", "best", "final"))
     table.add_row("checkpoints", marks)
-    table.add_row("store", run.store_location)
     if total := status.ledger.get("total"):
-        table.add_row("ledger", f"{ledger_line(total)} ({_CONCEPTS} explains it)")
+        table.add_row("ledger", ledger_line(total))
     console.print(Panel(table, title="summary", expand=False))
 
 
@@ -267,9 +267,10 @@ def _use(run: Run, status: Status) -> Iterator[tuple[str, str]]:
     embedded, place, here = run.config.store.url == "embedded", run.store_location, RUNS / run.run_id
     folder = here if here.resolve() == run.folder.path.resolve() else run.folder.path
     path = place.replace(str(run.folder.path), str(folder), 1) if embedded else place
-    yield f"{'best' if status.best else 'newest'} policy", f"{path}/{CHECKPOINTS}{name}"
+    yield f"{'best' if status.best else 'newest'} policy", f"{name} in {path}/{CHECKPOINTS}"
     yield "use it", f"stagecoach evaluate {run.run_id if folder is here else folder}"
-    loaded = f'load_policy("{folder if embedded else place}")'
+    own = "" if "default" in run.config.policies else f', "{next(iter(run.config.policies))}"'
+    loaded = f'load_policy("{folder if embedded else place}"{own})'
     yield "", f'Run.attach("{run.run_id}").load_policy()' if place.startswith("s3://") else loaded
 
 
@@ -293,7 +294,8 @@ def print_status(run: Run, status: Status, console: PrintableConsole) -> None:
     for row in _use(run, status):
         table.add_row(*row)
     console.print(Panel(table, title=Text(status.run_id, style="bold"), expand=False))
-    console.print(f"\nprocesses and experience ({_CONCEPTS} explains them)", style="bold")
+    console.print("\nprocesses and experience", style="bold", end="")
+    console.print(f" ({_CONCEPTS} explains them)")
     if status.live or status.roles:
         console.text(_machinery(status))
     if status.fleet is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagecoach.coordinator.catalog.run_files import LOCK
+
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
 
@@ -34,7 +36,7 @@ def run_ids(context: typer.Context, incomplete: str) -> list[str]:
     return [path.name for path in found if path.name.startswith(incomplete)]
 
 
-PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
+PLACE = "The run's id or folder; or, of one on other machines, s3://bucket/prefix/RUN."
 Place = Annotated[str, typer.Argument(metavar="RUN", help=PLACE, autocompletion=run_ids)]
 EndpointUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
@@ -53,9 +55,11 @@ TrustConfig = Annotated[bool, typer.Option("--trust-config", help="Run code that
 
 
 def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
-    """Attaches to a run; imports `Run`, with PyTorch and Ray, no earlier."""
+    """Attaches to a run, also by its folder; imports `Run`, with PyTorch and Ray, no earlier."""
     from stagecoach.coordinator.run_access.run import Run
 
+    if "/" in run and (folder := Path(run).expanduser().resolve()).joinpath(LOCK).is_file():
+        run, runs_dir = folder.name, folder.parent
     return Run.attach(run, runs_dir, **reached)
 
 

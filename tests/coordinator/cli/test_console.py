@@ -147,7 +147,7 @@ def test_summary_says_how_to_use_the_best_policy(
     print_status(made, dataclasses.replace(status("x"), best="2_Step-64.ckpt"), console)
     named, loaded = (folder / "a", folder / "a") if elsewhere else ("a", "runs/a")
     assert f'stagecoach evaluate {named} │ │ load_policy("{loaded}")' in shown(console)
-    assert f"best policy {loaded}/s3/stagecoach/a/checkpoints/2_Step-64.ckpt" in shown(console)
+    assert f"best policy 2_Step-64.ckpt in {loaded}/s3/stagecoach/a/checkpoints/" in shown(console)
 
 
 def test_accounting_that_do_not_balance_say_so() -> None:
