@@ -33,7 +33,7 @@ from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _LOGS: list[logging.Handler] = []
-"""Of this process's live runs, each of which has all its lines."""
+"""Log handlers of the live runs; each logs all lines of this process."""
 _SHARED_LOGS = ("redis", "s3", "ray", "background")
 """Logs written by embedded services, or by a detached coordinator's whole process."""
 
@@ -180,7 +180,7 @@ class Coordinator:
 
     @property
     def continued_by(self) -> str:
-        """How an interrupted run is continued."""
+        """Command or call that continues the run."""
         if self._config.environment.given_object is not None:
             return f"Run.resume({self.run_id!r}, environment=…)"
         return self._folder.continued_by

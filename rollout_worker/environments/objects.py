@@ -35,7 +35,7 @@ def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], A
         kwargs: The arguments with which it will be called.
 
     Raises:
-        ConfigError: It is none of these, or needs other arguments.
+        ConfigError: It is something else, or needs other arguments.
     """
     if isinstance(thing, str):
         spec = gym.registry.get(thing)
@@ -77,7 +77,7 @@ def _check(thing: Any, kwargs: Mapping[str, Any]) -> None:
     if isinstance(thing, EnvSpec):
         return
     if isinstance(thing, gym.Env | gym.vector.VectorEnv) or (hasattr(thing, "reset") and not isinstance(thing, type)):
-        raise ConfigError(f"environment: found an instance of {name}, but each worker makes its own; {_GIVE}")
+        raise ConfigError(f"environment: {name} is an instance, but each worker makes its own; {_GIVE}")
     if isinstance(thing, type) and issubclass(thing, gym.vector.VectorEnv):
         raise ConfigError(
             f"environment: {name} is a vector environment; {_GIVE} of a single one (environment.num_envs)"
@@ -121,8 +121,8 @@ def pack(thing: Any) -> bytes:
         return bytes(cloudpickle.dumps(thing))
     except Exception as error:  # whatever its parts raise
         raise ConfigError(
-            f"environment {_name(thing)} cannot be sent to workers: {headline(error)}; create what it holds when it is "
-            f"made, or run inline=True"
+            f"environment {_name(thing)} cannot be sent to workers: {headline(error)}; create what it holds in its "
+            f"__init__, or use inline=True"
         ) from None
     finally:
         if by_value:

@@ -43,6 +43,15 @@ CELLS = [
     "again = sc.train(Mine, env_steps=320, **small)",
     "again.wait(200).reason, again.evaluate(episodes=2).scores['mean_length']",
     "live = sc.train(Mine, env_steps=10**8, run_id='live', **small)",
+    """
+import os, signal
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    live.wait()
+except KeyboardInterrupt:  # the cell was interrupted
+    ended = live.ended
+ended
+""",
 ]
 
 
@@ -60,6 +69,6 @@ def test_class_of_a_cell_trains_on_ray(terminal: CommandLine, monkeypatch: pytes
     client = nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(terminal.folder)}}, timeout=300)
     client.execute()
     shown = [output.get("text") or output.data["text/plain"] for cell in notebook.cells for output in cell.outputs]
-    assert shown == ["(True, True)", "('exhausted', 'object:Mine', 5.0)", "True", "('exhausted', 7.0)"], shown
+    assert shown == ["(True, True)", "('exhausted', 'object:Mine', 5.0)", "True", "('exhausted', 7.0)", "False"], shown
     terminal.check_nothing_left()
     assert terminal.handle("live").status().env_steps >= 0

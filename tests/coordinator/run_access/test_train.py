@@ -71,8 +71,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     ({"environment": {"id": "CartPole-v1"}}, {"config": "cartpole"}, "is a config already"),
     (minimal_config(), {"config": {}}, "is a config already"),
     (7, {}, "int is not an environment .*give its class"),
-    (Mine(), {}, "an instance of Mine, but each worker makes its own; give its class"),
-    (gym.vector.SyncVectorEnv([Mine]), {}, "an instance of SyncVectorEnv"),
+    (Mine(), {}, "Mine is an instance, but each worker makes its own; give its class"),
+    (gym.vector.SyncVectorEnv([Mine]), {}, "SyncVectorEnv is an instance"),
     (gym.vector.SyncVectorEnv, {}, "SyncVectorEnv is a vector environment"),
     (Plain, {}, "Plain is not an environment .no reset and step."),
     (lambda: Plain(), {}, "returned a Plain; environment.api=gymnasium expects a gymnasium.Env"),
@@ -188,7 +188,7 @@ def test_commands_refuse_or_work_without_the_object(stagecoach: Stagecoach, tmp_
         done = stagecoach(*command)
         assert "object of the program" not in done.out + done.err, (command, done)
     assert Run.attach("own").evaluate(episodes=1, environment=partial(Mine, 3)).scores["mean_length"] == 3
-    with pytest.raises(ConfigError, match="an instance of Mine"):
+    with pytest.raises(ConfigError, match="Mine is an instance"):
         Run.resume("own", environment=Mine())
     with pytest.raises(ConfigError, match="'Nothing-v0' is not registered with Gymnasium in this process"):
         Run.resume("own", environment="Nothing-v0")

@@ -48,6 +48,7 @@ FOLDERS = {
 SLOW = (
     "/cli/test_app.py", "/test_checkpoint_operations.py", "/test_doctor.py", "/test_due_evaluations.py",
     "/test_environment_trial.py", "/lifecycle/test_inline.py", "/test_installing.py", "/catalog/test_league.py",
+    "/run_access/test_train.py",
     "/cli/test_metrics.py", "/test_onnx_translation.py", "/test_options.py", "/test_remote_link.py",
     "/test_resuming_every_algorithm.py", "/cli/test_runs.py", "/page/test_server.py", "/test_tls.py",
 )  # fmt: skip
