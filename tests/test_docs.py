@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
+import json
 import re
+import subprocess
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +22,7 @@ import typer
 import yaml
 from pydantic import TypeAdapter
 
+from docs.build_site import AT_ROOT, DOCS, pages_of, site_nav
 from docs.config_reference import config_markdown
 from stagecoach.coordinator.cli import checkpoints
 from stagecoach.coordinator.cli.app import app
@@ -40,12 +44,16 @@ from stagecoach.trainer_node.learning.reward_signals import reward_signals
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from stagecoach.trainer_node.metrics.update_metrics import of_episodes, spread
 from stagecoach.trainer_node.metrics.writers import WRITERS
+from tests.support.suite.pages import SHELL, Block, blocks
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SIGNAL = r"(?:rollout|environment|train|time|policy|wait)/"
+COMMAND = typer.main.get_command(app)
+BASE = {"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}}
+"""What a config that is a part of one leaves out."""
 
 
 def offenders(find: Callable[[Path, str], Iterable[str]]) -> list[str]:
@@ -131,6 +139,58 @@ def dependencies() -> dict[str, str]:
     return {re.split(r"[\[<>=;! ]", item)[0]: group for group, items in groups.items() for item in items}
 
 
+def parse_command(words: Sequence[str]) -> None:
+    """Parses the arguments of `stagecoach` as the command line does.
+
+    Raises:
+        typer._click.exceptions.UsageError: for an unknown command or option, or a missing argument.
+    """
+    command: Any = COMMAND
+    context = command.make_context("stagecoach", list(words))
+    while hasattr(command, "resolve_command") and (rest := [*context._protected_args, *context.args]):
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+
+
+def check_shell(block: Block) -> None:
+    """Checks the syntax, the options of `stagecoach`, and that modules and files of the repository exist."""
+    checked = subprocess.run(["bash", "-n"], input=block.script, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    commands = list(block.commands())
+    assert commands, "no command"
+    for words in commands:
+        if Path(words[0]).name == "stagecoach":
+            parse_command(words[1:])
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), words
+        for word in words:
+            if re.fullmatch(r"(?:examples|deploy)/[\w./-]+", word):
+                assert (ROOT / word).exists(), word
+
+
+def check_yaml(block: Block) -> None:
+    data = parse_yaml(block.text, block.place)
+    if not block.not_run:
+        parse_config(BASE | data)
+
+
+def check_plain(block: Block) -> None:
+    """Commands belong into a block with a language, where they are checked."""
+    command = r"^(?:\$ |stagecoach |make |pip |python |cd |git |import |from \w+ import )"
+    assert not re.search(command, block.text, re.MULTILINE), "give the block a language"
+
+
+CHECKS = {
+    "python": lambda block: compile(block.text, block.place, "exec"),
+    "yaml": check_yaml,
+    "json": lambda block: json.loads(block.text),
+    "toml": lambda block: tomllib.loads(block.text),
+    **dict.fromkeys(SHELL, check_shell),
+    "": check_plain,
+    **dict.fromkeys(("text", "promql"), lambda block: None),
+}
+
+
 def test_config_md_equals_the_generated_page() -> None:
     assert text_of("docs/reference/config.md") == config_markdown(), "run `make docs`"
 
@@ -167,25 +227,40 @@ def test_page_on_own_part_shows_its_example(page: str) -> None:
     assert len(code) <= 40 and len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 220
 
 
-def test_yaml_snippets_are_valid_configs() -> None:
-    """Each block on its own, with what it leaves out."""
-    pages = (
-        "README.md",
-        "docs/guides/environments.md",
-        "docs/how-to/trackers.md",
-        "docs/how-to/python.md",
-        *own_parts(),
-        "docs/operations/deploy.md",
-        "docs/guides/league.md",
-        "docs/coming-from/ml-agents.md",
-        "docs/guides/curriculum.md",
-        "docs/guides/hierarchy.md",
-    )
-    blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 22
-    for block in blocks:
-        given = parse_yaml(block, "a block")
-        parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | given)
+@pytest.mark.parametrize(
+    "page", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_blocks_are_valid(page: Path) -> None:
+    """test_doc_blocks.py runs them."""
+    for block in blocks(page):
+        assert block.language in CHECKS, f"{block.place}: no check for {block.language!r}"
+        try:
+            CHECKS[block.language](block)
+        except Exception as error:
+            raise AssertionError(f"{block.place}: {error}") from error
+
+
+def test_named_options_exist() -> None:
+    """Those of commands in the text, outside of blocks."""
+    unknown = []
+    for page in DOCUMENTS:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for span in re.findall(r"`stagecoach ([^`]+)`", text):
+            command: Any = COMMAND
+            words = span.split()
+            while hasattr(command, "commands") and words and words[0] in command.commands:
+                command = command.commands[words.pop(0)]
+            options = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+            used = {word.partition("=")[0] for word in re.findall(r"(?<!\S)\[?(--[\w=-]+)", " ".join(words))}
+            unknown += [f"{page.name}: {span}: {option}" for option in used - options - {"--help", "--version"}]
+    assert unknown == []
+
+
+def test_nav_has_every_page() -> None:
+    listed = list(pages_of(site_nav()))
+    existing = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(AT_ROOT)
+    assert existing - set(listed) == set(), "add a line for it to `nav` in zensical.toml"
+    assert sorted(listed) == sorted(existing)
 
 
 def test_commented_config_holds_the_defaults(tmp_path: Path) -> None:
