@@ -180,7 +180,7 @@ def check_plain(block: Block) -> None:
     assert not re.search(command, block.text, re.MULTILINE), "give the block a language"
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[[Block], object]] = {
     "python": lambda block: compile(block.text, block.place, "exec"),
     "yaml": check_yaml,
     "json": lambda block: json.loads(block.text),
