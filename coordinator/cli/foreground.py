@@ -194,6 +194,11 @@ def detach(arguments: list[str], run_id: str) -> None:
     if not live:
         print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
         raise typer.Exit(process.wait() or Exit.FAILED)
+    os.set_blocking(process.stderr.fileno(), False)  # services that it started hold the pipe too
+    with contextlib.suppress(BlockingIOError):
+        for line in os.read(process.stderr.fileno(), 1 << 16).decode(errors="replace").splitlines():
+            if line.startswith("Warning: "):
+                print(printable(line), file=sys.stderr)
     _print_detached(run_id, f"in the background (process {process.pid})")
 
 

@@ -72,13 +72,14 @@ def test_workers_far_beyond_cores_are_named_with_what_fits(tmp_path: Path) -> No
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_train_warns_of_workers_beyond_cores_before_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--detach"]], ids=str)
+def test_train_warns_of_workers_beyond_cores(flags: list[str], tmp_path: Path) -> None:
     former = os.sched_getaffinity(0)
     with command_line(tmp_path) as terminal:
         config = terminal.write_config(rollout={"workers": 3, "fragment_steps": 8}, stop_at={"updates": 1})
         os.sched_setaffinity(0, {min(former)})  # which a process inherits
         try:
-            started = terminal.start("train", config, "--run-id", "a")
+            started = terminal.start("train", config, "--run-id", "a", *flags)
         finally:
             os.sched_setaffinity(0, former)
         done = terminal.ended(started)
