@@ -269,7 +269,10 @@ def test_own_network_is_exported_as_onnx(
         shutil.copy(SOURCE / "examples" / name, tmp_path)
     settings = ("rollout.workers=1", "evaluation.episodes=1", "stop_at={updates: 3}")
     stagecoach("train", "own_network.yaml", "--run-id=own", "--inline", *(f"--set={each}" for each in settings)).ok()
+    stagecoach("checkpoints", "export", "own", "copy").ok()
     monkeypatch.setattr("stagecoach.shared.policies.registry._registered", {})
+    with pytest.raises(UserError, match=r"needs own_network:ResidualActorCritic imported and run; .*trust_config=True"):
+        load_policy("copy/own")
     assert "default.onnx" in stagecoach("checkpoints", "export", "own", "onnx", "--onnx").ok()
     observations = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     session = runtime.InferenceSession("onnx/default.onnx")
