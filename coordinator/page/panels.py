@@ -84,7 +84,8 @@ PANELS = (
     Panel(
         "Learning", "return", "Return", "return", "return", TRAIN,
         (_train("rollout/ep_rew_mean", "training", ("rollout/ep_rew_p10", "rollout/ep_rew_p90")),),
-        "Mean of the last training episodes, 10th to 90th percentile shaded; dots are evaluations, ★ is the best.",
+        "Mean of the last training episodes, 10th to 90th percentile shaded; dots are evaluations, ★ is the second "
+        "evaluation of the best checkpoint.",
         "No episode has ended yet.", queries=(("evaluation", _gauge("stagecoach_evaluation_return")),),
     ),
     Panel(
@@ -206,7 +207,7 @@ PANELS = (
     Panel("Records", "config", "Config", "config"),
     Panel(
         "Records", "video", "Last evaluation", "video",
-        absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
+        absent="No video yet; `stagecoach evaluate RUN --video runs/RUN/videos` records one.",
     ),
     Panel("Records", "league", "League", "league", absent="No checkpoint has ratings yet.", needs="league/rating/*"),
     Panel(

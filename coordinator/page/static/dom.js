@@ -83,6 +83,13 @@ export function clock(unixSeconds) {
   return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
 }
 
+/** Formats local date and time to the minute. */
+export function day(unixSeconds) {
+  if (!known(unixSeconds)) return NONE;
+  const date = new Date(1000 * unixSeconds);
+  return `${date.toLocaleDateString("en-CA")} ${date.toLocaleTimeString("en-GB").slice(0, 5)}`;
+}
+
 /** Fetches JSON; throws an `Error` with the server's message and `status` (0: no response). */
 export async function api(path, body) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };

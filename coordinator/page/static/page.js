@@ -1,7 +1,8 @@
 // Entry point: shows the index or one run, depending on the URL, and reconnects to the server.
 
 import { recolor } from "./charts.js";
-import { api, el, ranked, runPath, setText, whole } from "./dom.js";
+import { api, day, el, ranked, runPath, setText, whole } from "./dom.js";
+import { Overlay } from "./overlay.js";
 import { RunPage } from "./run.js";
 import { PagedTable } from "./tables.js";
 
@@ -132,9 +133,11 @@ function updates(path, page) {
 
 async function showIndex() {
   document.title = "Runs · Stagecoach";
+  const overlay = new Overlay();
   const table = new PagedTable(
     "All runs",
     [
+      { label: "", value: (row) => row.run_id, node: (row) => overlay.box(row.run_id) },
       {
         label: "run",
         left: true,
@@ -147,17 +150,24 @@ async function showIndex() {
         value: (row) => row.state,
         node: (row) => el("span", { class: "state", "data-state": row.state }, row.state),
       },
-      { label: "env steps", value: (row) => row.env_steps, text: whole },
       { label: "best", value: (row) => row.best, text: (best, row) => ranked(best, row.ranked_by) },
+      { label: "env steps", value: (row) => row.env_steps, text: whole },
+      { label: "environment", left: true, value: (row) => row.environment, text: (value) => value || "–" },
+      { label: "algorithm", left: true, value: (row) => row.algorithm, text: (value) => value || "–" },
+      { label: "created", left: true, value: (row) => row.created, text: day },
       { label: "reason", left: true, value: (row) => row.reason, text: (value) => value || "–" },
     ],
     { filter: "Find a run", empty: "No runs yet. Start one with: stagecoach train cartpole" },
   );
-  main.replaceChildren(el("div", { class: "index" }, el("h1", {}, "Runs"), table.root));
+  const hint = "Check runs to draw their returns in one chart. Best is the return in a second evaluation, which confirmed it.";
+  const note = el("p", { class: "note" }, hint);
+  main.replaceChildren(el("div", { class: "index" }, el("h1", {}, "Runs"), note, overlay.root, table.root));
   for (;;) {
     const rows = await insistently(() => api("/api/runs"));
     showBanner("");
     table.set(rows.toReversed());
+    note.hidden = !rows.length;
+    overlay.read();
     await new Promise((resolve) => setTimeout(resolve, INDEX_MILLISECONDS));
   }
 }

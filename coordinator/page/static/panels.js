@@ -228,10 +228,11 @@ class ReturnPanel extends ChartPanel {
       mean: column("eval/ep_rew_mean"),
     };
     const best = rows.find((row) => row.label === run.snapshot.state.best);
-    const marked = best && {
+    const confirmed = run.snapshot.state.best_evaluation;
+    const marked = best && confirmed && {
       env_steps: best["time/env_steps"],
       unix_seconds: best["time/unix_seconds"],
-      value: best["eval/ep_rew_mean"],
+      value: confirmed.mean_return,
     };
     const hue = trained.length > 1 ? HUES : 2;
     return [...trained, { label: "evaluations", hue, series, dots: true, best: marked }];
@@ -422,9 +423,14 @@ class TimelinePanel extends Panel {
       [
         { label: "checkpoint", left: true, value: (row) => row.name },
         {
-          label: "evaluation",
+          label: "evaluated",
           value: ({ evaluation }) => evaluation?.ranking ?? evaluation?.mean_return ?? null,
           text: (value, { evaluation }) => ranked(value, evaluation?.ranked_by),
+        },
+        {
+          label: "again",
+          value: ({ evaluation }) => evaluation?.confirmation?.ranking ?? evaluation?.confirmation?.mean_return ?? null,
+          text: (value, { evaluation }) => ranked(value, evaluation?.confirmation?.ranked_by),
         },
         { label: "size", value: (row) => row.bytes, text: bytes },
         { label: "made", value: (row) => row.created, text: clock },
@@ -436,7 +442,7 @@ class TimelinePanel extends Panel {
         },
         { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
       ],
-      { empty: "No checkpoints yet.", sortBy: 3, descending: true },
+      { empty: "No checkpoint yet; the first one is written when training starts.", sortBy: 4, descending: true },
     );
     this.events = new PagedTable(
       "Events",

@@ -143,35 +143,31 @@ export class RunPage {
   }
 
   drawHead() {
-    const { state, evaluations } = this.snapshot;
+    const { state } = this.snapshot;
     document.title = `${this.runId} · ${state.state} · ${compact(state.env_steps)} steps`;
     setText(this.state, state.state);
     this.state.dataset.state = state.state;
     setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : this.snapshot.reason);
     for (const button of this.orders) button.disabled = !this.canOrder || !state.live;
     this.promoteOrder.disabled = !this.canOrder || !this.snapshot.checkpoints?.length;
-    const best = evaluations.find((row) => row.label === state.best);
-    const rank = this.snapshot.checkpoints?.find((kept) => kept.name === state.best)?.evaluation?.confirmation;
+    const { evaluation: evaluated, best_evaluation: best } = state;
     const newest = state.metrics || {};
     const last = (name) => newest[name] ?? this.series.train[name]?.mean.at(-1);
     const rated = Object.keys(this.series.train).filter((name) => name.startsWith(RATINGS));
     const scores = rated.length
       ? rated.sort().slice(0, 3).map((name) => [`rating of ${name.slice(RATINGS.length)}`, figure(last(name)), "training"])
       : [
-          ["return", figure(last("rollout/ep_rew_mean")), "training"],
-          [
-            "best evaluation",
-            ranked(rank?.ranking ?? best?.["eval/ep_rew_mean"], rank?.ranked_by),
-            best && `at ${compact(best["time/env_steps"])} steps`,
-          ],
+          ["training return", figure(last("rollout/ep_rew_mean")), "last episodes"],
+          ["last evaluation", figure(evaluated?.mean_return), evaluated && `at ${compact(evaluated.env_steps)} steps`],
+          ["best", ranked(best?.ranking ?? best?.mean_return, best?.ranked_by), best && "second evaluation"],
         ];
     drawTiles(this.tiles, [
-      ["env steps", whole(state.env_steps)],
-      ["updates", whole(state.updates)],
-      ["episodes", whole(state.episodes)],
-      ["policy version", whole(state.version)],
       ...scores,
-      ["trained", `${compact(last("time/fps"))} /s`, "env steps"],
+      ["env steps", whole(state.env_steps)],
+      ["speed", `${compact(last("time/fps"))} /s`, "env steps"],
+      ["episodes", whole(state.episodes)],
+      ["updates", whole(state.updates)],
+      ["policy version", whole(state.version)],
     ]);
   }
 
@@ -300,9 +296,9 @@ export class RunPage {
         options: ["fixed number", "automatic"],
         value: scaling.mode === "auto" ? "automatic" : "fixed number",
       },
-      { name: "workers", label: "Number, where fixed", type: "number", value: wanted },
-      { name: "min", label: "At least, where automatic", type: "number", value: scaling.min },
-      { name: "max", label: "At most, where automatic", type: "number", value: scaling.max },
+      { name: "workers", label: "Number, if fixed", type: "number", value: wanted },
+      { name: "min", label: "At least, if automatic", type: "number", value: scaling.min },
+      { name: "max", label: "At most, if automatic", type: "number", value: scaling.max },
     ];
     const found = await ask("Scale the fleet", fields, { yes: "Scale" });
     if (!found) return;

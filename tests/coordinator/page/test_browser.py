@@ -14,6 +14,7 @@ import pytest
 from stagecoach.coordinator.page.server import serve
 from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_list import list_runs
 from tests.conftest import minimal_config
 from tests.support.environments.small import CHASE, CHASE_POLICIES
 from tests.support.processes.page import TOKEN, live_run, soon
@@ -63,7 +64,12 @@ class Visitor:
 
     @property
     def env_steps(self) -> int:
-        return int(self.page.locator(".summary dd").first.inner_text().replace(",", ""))
+        return int(self.tile("env steps").replace(",", ""))
+
+    def tile(self, name: str) -> str:
+        """The value under this name at the head of a run's page."""
+        term = self.page.locator("dt").get_by_text(name, exact=True)
+        return self.page.locator(".summary > div", has=term).locator("dd").inner_text()
 
 
 @pytest.fixture
@@ -180,6 +186,28 @@ def test_page_shows_league_and_win_rates(tmp_path: Path, visitor: Visitor) -> No
         page.locator("#panel-video video[aria-label='a.mp4']").wait_for(state="attached")  # the newest
         page.goto(f"{url}/")
         page.locator("td", has_text="(rating of ").wait_for()
+
+
+def test_checked_runs_share_a_chart_and_best_is_the_same(runs_dir: Path, visitor: Visitor) -> None:
+    shutil.copytree(runs_dir / "a", runs_dir / "b")
+    store = runs_dir / "b" / "s3" / "stagecoach"
+    (store / "a").rename(store / "b")
+    rows = {row.run_id: row for row in list_runs(runs_dir)}
+    with serve(runs_dir, TOKEN) as url:
+        page = visitor.enter(url)
+        for name in rows:
+            page.get_by_label(f"Show {name} in the chart").check()
+        page.locator(".overlay .legend button").nth(1).wait_for()
+        assert [key.split()[0] for key in page.locator(".overlay .legend button").all_inner_texts()] == ["a", "b"]
+        page.locator("tr", has_text="CartPole-v1").filter(has_text="ppo").first.wait_for()
+        page.get_by_label("Show b in the chart").uncheck()
+        page.locator(".overlay .legend button", has_text="b").wait_for(state="detached")
+        page.goto(f"{url}/runs/a")
+        page.locator("#panel-return canvas").wait_for()
+        assert float(visitor.tile("best")) == pytest.approx(rows["a"].best, rel=1e-3)
+        page.locator("#panel-timeline").scroll_into_view_if_needed()
+        best = page.locator("#panel-timeline tr", has=page.locator(".mark.best")).locator("td").nth(2)
+        soon("the same score in the list of checkpoints", lambda: best.inner_text() == visitor.tile("best"))
 
 
 def test_page_works_by_keyboard_and_charts_have_tables(runs_dir: Path, visitor: Visitor) -> None:
