@@ -101,7 +101,7 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	@$(BIN)/python docs/config_reference.py > docs/reference/config.md
-	@$(BIN)/python docs/build_site.py
+	@$(BIN)/python -m docs.build_site
 
 # All but PyTorch and its CUDA packages, whose wheels differ from machine to machine (docs/operations/security.md).
 lock: $(VENV)/.installed

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from docs.python_reference import python_markdown
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = ROOT / ".site" / "pages"
@@ -20,6 +22,9 @@ SITE = ROOT / "site"
 
 AT_ROOT = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents beside docs/ that are pages of the site. README.md is not: the site begins with docs/index.md."""
+
+GENERATED = "reference/python.md"
+"""The page that is written from docstrings when the site is built."""
 
 _CODE_OR_LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\((?P<target>[^)#\s]+)", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
@@ -49,6 +54,7 @@ def stage() -> None:
         _site_path(source).write_text(_with_site_links(source, linked))
     for path in linked:
         _write_copy(path)
+    (PAGES / GENERATED).write_text(python_markdown())
     (PAGES / "llms.txt").write_text(llms_txt())
 
 

@@ -22,7 +22,7 @@ import typer
 import yaml
 from pydantic import TypeAdapter
 
-from docs.build_site import AT_ROOT, DOCS, pages_of, site_nav
+from docs.build_site import AT_ROOT, DOCS, GENERATED, pages_of, site_nav
 from docs.config_reference import config_markdown
 from stagecoach.coordinator.cli import checkpoints
 from stagecoach.coordinator.cli.app import app
@@ -32,7 +32,7 @@ from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, ExplorationField
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
-from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import OWN_KIND, Schedule, ScheduleField, leaves
 from stagecoach.shared.experience.fragment import EpisodeRecord
 from stagecoach.shared.protocol.keys import TYPES
 from stagecoach.shared.protocol.scripts import source
@@ -195,6 +195,13 @@ def test_config_md_equals_the_generated_page() -> None:
     assert text_of("docs/reference/config.md") == config_markdown(), "run `make docs`"
 
 
+def test_exactness_page_lists_all_fields_a_resume_refuses() -> None:
+    refused = {path.partition(".")[0] for path in leaves(load_config("cartpole", environ={})._deciding())}
+    table = text_of("docs/concepts/what-is-exact.md")
+    assert {"seed", "algorithm", "trainer"} <= refused
+    assert [name for name in refused if not re.search(rf"`{name}[`.]", table)] == []
+
+
 def test_config_md_has_defaults_as_yaml() -> None:
     """Python's `None` in a config would be text."""
     defaults = re.findall(r"^\| `[^`]+` \| `([^`]*)` \|", text_of("docs/reference/config.md"), re.MULTILINE)
@@ -258,7 +265,7 @@ def test_named_options_exist() -> None:
 
 def test_nav_has_every_page() -> None:
     listed = list(pages_of(site_nav()))
-    existing = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(AT_ROOT)
+    existing = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | {*AT_ROOT, GENERATED}
     assert existing - set(listed) == set(), "add a line for it to `nav` in zensical.toml"
     assert sorted(listed) == sorted(existing)
 

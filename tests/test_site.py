@@ -18,8 +18,8 @@ CHROMIUM = shutil.which("chromium")
 @pytest.fixture(scope="module")
 def site() -> Path:
     """The site as `make docs` builds it: a broken link or anchor fails it."""
-    command = [sys.executable, str(ROOT / "docs" / "build_site.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "docs.build_site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return SITE
 
