@@ -60,7 +60,8 @@ def _signature(name: str, function: Any) -> str:
     assert isinstance(node, ast.FunctionDef)
     text = "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
     text = re.sub(r"\((\s*)(?:self|cls)(?:,\s*|(?=\)))", r"(\1", text.partition("#")[0] if "\n" not in text else text)
-    return f"{text.rstrip()} ...".replace(f"def {function.__name__}(", f"def {name}(")
+    text = text.rstrip().removesuffix("  # fmt: skip").replace(f"def {function.__name__}(", f"def {name}(")
+    return f"{text} ..."
 
 
 def _plain(docstring: str) -> str:
