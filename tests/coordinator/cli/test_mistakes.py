@@ -124,7 +124,7 @@ def test_mistake_is_refused_in_one_line(field: str, stagecoach: Stagecoach, tmp_
         ("cartpole", "seed", "--set expects section.field=value, found 'seed'"),
         ("cartpole", {"environment.kwargs": {"make": open}}, "environment.kwargs.make: expected plain data"),
         ("cartpole", {"environment.kwargs.at": {1, 2}}, "environment.kwargs.at: expected plain data"),
-        ({"environment": {"id": "A-v0", "kwargs": {"f": lambda: 0}}}, (), "environment.kwargs.f: expected plain data"),
+        ({"environment": {"id": "A-v0", "kwargs": {"f": open}}}, (), "environment.kwargs.f: expected plain data"),
         ({"env": "A-v0"}, (), "unknown key env; did you mean environment.id?"),
     ],
     ids=str,
