@@ -288,9 +288,9 @@ class RunFolder:
 
     def live_address(self) -> Address | None:
         """Address of the live run; None if no coordinator holds it, or its services are not up yet."""
-        if not self.live or not (self.path / SERVICES).exists():
-            return None
-        return read_services(self.path, self.run_id)[0]
+        with contextlib.suppress(RunNotFound):
+            return read_services(self.path, self.run_id)[0] if self.live else None
+        return None
 
     def offline_address(self, config: Config) -> Address:
         """Address without a coordinator on this machine; an embedded store's bucket is a plain folder."""

@@ -5,7 +5,7 @@ bounds, so that a run of millions of rows takes bounded memory and time to show.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,23 @@ from typing import Any
 import numpy as np
 import redis
 
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.printable import left_out
+from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.experience.spaces import Array
-from stagecoach.shared.protocol.events import read_evaluations
+from stagecoach.shared.protocol.events import Event, event_row, read_evaluations, recorded_event
 from stagecoach.shared.protocol.metric_tail import TailRow, read_rows
-from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, Rows, read, segments
+from stagecoach.shared.storage.metric_log import (
+    ENV_STEPS,
+    EVALUATIONS,
+    EVENTS,
+    TRAIN,
+    UNIX_TIME,
+    Rows,
+    append_rows,
+    read,
+    segments,
+)
 from stagecoach.shared.storage.object_store import ObjectStore
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 
@@ -27,25 +39,36 @@ _STORE_SECONDS = 10.0
 
 
 def all_rows(
-    store: ObjectStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1)
-) -> Iterator[Rows]:
+    store: ObjectStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1),
+    instead: ObjectStore | None = None,
+) -> Iterator[Rows]:  # fmt: skip
     """Yields every row of a stream in order, in parts; `client` is the Redis of a live run.
+
+    Where store or Redis fail, as at the end of the run, the rest comes from the store `instead`.
 
     Do not pass `after` (epoch and number of a row) for evaluations: rows before it would repeat from Redis.
     """
     position, labels = after, set[str]()
-    for last, rows in read(store, stream, after):
-        position, labels = last, labels | set(rows.labels)
-        yield rows
-    if client is None:
-        return
+    try:
+        for last, rows in read(store, stream, after):
+            position, labels = last, labels | set(rows.labels)
+            yield rows
+        tail = Rows({}, []) if client is None else _tail(client, run_id, stream, position, labels)
+    except (StagecoachError, redis.RedisError):
+        if instead is None:
+            raise
+        yield from (rows for _, rows in read(instead, stream, position))
+    else:
+        if len(tail):
+            yield tail
+
+
+def _tail(client: redis.Redis, run_id: str, stream: str, position: tuple[int, int], labels: set[str]) -> Rows:
+    """Rows that only Redis has so far: `train` behind a position, evaluations without known labels."""
     if stream == TRAIN:
-        if tail := _behind(read_rows(client, run_id), position):
-            yield _rows_of(tail)
-    elif stream == EVALUATIONS:
-        found = read_evaluations(client, run_id)
-        if new := [(name, evaluation_row(scores)) for name, scores in found.items() if name not in labels]:
-            yield Rows.of(new)
+        return _rows_of(_behind(read_rows(client, run_id), position))
+    found = read_evaluations(client, run_id) if stream == EVALUATIONS else {}
+    return Rows.of([(name, evaluation_row(scores)) for name, scores in found.items() if name not in labels])
 
 
 def last_row(
@@ -89,6 +112,15 @@ class Series:
 
     def as_lists(self) -> dict[str, list[float]]:
         return {name: np.round(array, 6).tolist() for name, array in vars(self).items()}
+
+
+def record_events(store: ObjectStore, run_id: str, events: Sequence[Event]) -> None:
+    """Adds the events that the trainer of an ended run has not recorded; raises the store's errors."""
+    recorded = Recorded(EVENTS)
+    recorded.refresh(store)
+    last = id_order(recorded_event(*recorded.rows[-1]).id) if recorded.rows else (0, 0)
+    if new := [event_row(event) for event in events if id_order(event.id) > last]:
+        append_rows(store, run_id, EVENTS, Rows.of(new))
 
 
 class Bins:
@@ -192,13 +224,14 @@ class Recorded:
         self._read_at = -_STORE_SECONDS
         self.rows: list[tuple[str, dict[str, float]]] = []
 
-    def refresh(self, store: ObjectStore) -> None:
-        """Reads new rows; raises the store's errors."""
-        if time.monotonic() - self._read_at >= _STORE_SECONDS:
+    def refresh(self, store: ObjectStore, every_seconds: float = _STORE_SECONDS) -> bool:
+        """Reads new rows, if it has not for so long; returns whether it did. Raises the store's errors."""
+        if due := time.monotonic() - self._read_at >= every_seconds:
             self._read_at = time.monotonic()
             for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
                 self._position = position
                 self.rows += rows.named()
+        return due
 
 
 def ratings_in(metrics: Mapping[str, Any]) -> dict[str, Any]:

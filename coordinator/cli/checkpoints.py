@@ -10,7 +10,6 @@ import typer
 from rich.table import Column, Table
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import named_code
-from stagecoach.coordinator.catalog.checkpoint_operations import State
 from stagecoach.coordinator.cli.terminal.console import NARROW, console, progress
 from stagecoach.coordinator.cli.terminal.live_view import dropped_in_words, ledger_line
 from stagecoach.coordinator.cli.terminal.options import Exit, Json, TrustConfig, example, on_run
@@ -21,6 +20,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
 from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest
+from stagecoach.trainer_node.checkpointing.verification import State
 from stagecoach.trainer_node.export.onnx_translation import ExportedPolicy
 
 _COLUMNS = ("checkpoint", "steps", "training", "evaluated")

@@ -12,6 +12,7 @@ from pathlib import Path
 import redis
 
 from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.catalog.run_metrics import record_events
 from stagecoach.coordinator.catalog.status import Status, ended_status, live_status
 from stagecoach.coordinator.lifecycle.inline import InlineRoles
 from stagecoach.coordinator.lifecycle.preparation import record_failure
@@ -161,6 +162,9 @@ class Coordinator:
                     status = replace(live_status(client, run_id), live=False)
             with suppress(StagecoachError, redis.RedisError), connect_once(self._context, "viewer") as viewer:
                 self.events = read_events(viewer, run_id, self.first_event)
+            if not self._abandoned.is_set() and self._lease.lost is None:
+                with suppress(StagecoachError):  # the trainer has recorded most of them
+                    record_events(self._context.checkpoints.store, run_id, self.events)
             self._running.close()
             status = ended_status(self._folder.checkpoint_store(self._config, offline=True))
         except BaseException as error:

@@ -21,7 +21,7 @@ from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.protocol.events import read_evaluations
-from stagecoach.shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
+from stagecoach.shared.storage.metric_log import EVALUATIONS, FLEET, TRAIN, VERSION
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
@@ -42,7 +42,7 @@ class RunView:
         """Service that the last refresh could not reach."""
         self.totals = Totals()
         self.curves = {stream: Curves(run.run_id, stream) for stream in (TRAIN, FLEET)}
-        self._evaluations, self._events = Recorded(EVALUATIONS), Recorded(EVENTS)
+        self._evaluations, self._last_event = Recorded(EVALUATIONS), "0-0"
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
@@ -96,8 +96,7 @@ class RunView:
         client, store = run.client, run.checkpoint_store().store
         for curves in self.curves.values():
             curves.refresh(store, client)
-        for short in (self._evaluations, self._events):
-            short.refresh(store)
+        due = self._evaluations.refresh(store)
         self.checkpoints = [jsonable(entry) for entry in run.checkpoints()]
         scores = dict(self._evaluations.rows)
         if client is not None:
@@ -105,13 +104,9 @@ class RunView:
             scores |= {name: scores.get(name, {}) | evaluation_row(each) for name, each in found.items()}
         in_order = sorted(scores.items(), key=lambda item: item[1][VERSION])
         self.evaluations = [{"label": name, **row} for name, row in in_order]
-        recorded = [(row[UNIX_TIME], *label.partition("\t")) for label, row in self._events.rows]
-        self.events = [{"time": seconds, "kind": kind, "text": text} for seconds, kind, _, text in recorded]
-        last = max((event["time"] for event in self.events), default=0.0)
-        for event in run.events():
-            seconds = int(event.id.partition("-")[0]) / 1000
-            if seconds > last:
-                self.events.append({"time": seconds, "kind": event.kind, "text": event.text})
+        for event in run.events(self._last_event) if client is not None or due else ():
+            self._last_event = event.id
+            self.events.append({"time": event.unix_seconds, "kind": event.kind, "text": event.text})
 
     def snapshot(self) -> dict[str, Any]:
         """Everything but the curves."""

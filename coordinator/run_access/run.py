@@ -5,10 +5,13 @@ run's Redis while the run is live, and its store always.
 """
 
 import os
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,46 +19,36 @@ import redis
 
 from stagecoach.coordinator.catalog import checkpoint_operations as operations
 from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation, evaluate, named_code, require_trust
-from stagecoach.coordinator.catalog.checkpoint_operations import Removed, Verdict
-from stagecoach.coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
+from stagecoach.coordinator.catalog.checkpoint_operations import Removed
 from stagecoach.coordinator.catalog.run_folder import RunFolder, Submission, link
 from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
-from stagecoach.coordinator.catalog.status import (
-    Status,
-    check_order,
-    ended_status,
-    is_supervised,
-    live_status,
-    order_scale,
-)
+from stagecoach.coordinator.catalog.status import Status, check_order, order_scale
 from stagecoach.coordinator.lifecycle import launcher
 from stagecoach.coordinator.lifecycle.launcher import Begun
 from stagecoach.coordinator.lifecycle.preparation import EXACTLY, Continuation
 from stagecoach.coordinator.lifecycle.ray_job import JobCoordinator
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
-from stagecoach.coordinator.services.restarter import outage_of_redis
-from stagecoach.shared.base.address import Address, RoleName
-from stagecoach.shared.base.errors import CheckpointNotFound, PolicyKindUnknown, RedisUnavailable, UserError
+from stagecoach.coordinator.run_access.run_connection import AWAY, RunConnection
+from stagecoach.coordinator.run_access.summary import BestCheckpoint, PageAddress, as_html, best_checkpoint, rows
+from stagecoach.shared.base.errors import CheckpointNotFound, PolicyKindUnknown, StagecoachError, UserError
 from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.policies.registry import import_policies
-from stagecoach.shared.protocol.events import Event, emit, read_events, recent_events
+from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow, RunState
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
-from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.metric_log import Rows
-from stagecoach.shared.storage.object_store import ObjectStore
 from stagecoach.shared.storage.players import read_mean
+from stagecoach.trainer_node.checkpointing.verification import Verdict, promote, verify, withdraw
 from stagecoach.trainer_node.export.checkpoint_export import Export
 from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
 
-_AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
+_POLL_SECONDS = 0.25
 
 
 class Run:
@@ -65,11 +58,8 @@ class Run:
         self, folder: RunFolder, config: Config, coordinator: Coordinator | JobCoordinator | None = None
     ) -> None:
         self.run_id, self.folder, self.config, self._coordinator = folder.run_id, folder, config, coordinator
-        self._clients: dict[RoleName, redis.Redis] = {}
-        """Connections, opened on demand and kept while the run stays at one address."""
-        self._connected_to: Address | None = None
-        self._unreachable: str | None = None
-        """Reason that the Redis of a run on other machines is unreachable."""
+        self._at = RunConnection(folder, config)
+        self._page: PageAddress | None = None
 
     @classmethod
     def start(
@@ -151,120 +141,35 @@ class Run:
         folder = RunFolder.find(run_id, runs_dir)
         return cls(folder, folder.config())
 
-    # The run itself
+    # What the run is doing. None of this raises because services end.
 
     def status(self, accounting: bool = True) -> Status:
-        """Current status of the run; `accounting=False` skips the ledger, which reads the log."""
-        return replace(self._status(accounting), evaluates=self.config.evaluation.enabled)
+        """Current status of the run, such as `run.status().env_steps`.
 
-    def _status(self, accounting: bool) -> Status:
-        try:
-            if (client := self._client()) is not None:
-                return live_status(client, self.run_id, accounting).paused(self._outage())
-        except _AWAY:
-            if (outage := self._outage()) is None:
-                raise
-            return ended_status(self.folder.checkpoint_store(self.config, offline=True)).paused(outage)
-        found = ended_status(self.checkpoint_store())
-        if found.state is not RunStatus.INTERRUPTED:
-            return found
-        if self.folder.live:
-            return replace(found, state=RunStatus.STARTING_OR_ENDING, reason="its coordinator is at work")
-        found = replace(found, reason=INTERRUPTED_REASON.format(self.folder.continued_by))
-        unseen = f"this machine cannot see whether it is live: {self._unreachable}"
-        return replace(found, state=RunStatus.UNKNOWN, reason=unseen) if self._unreachable else found
+        Args:
+            accounting: False skips the ledger, for which the log is read.
+        """
+        return replace(self._at.status(accounting), evaluates=self.config.evaluation.enabled)
 
     @property
     def live(self) -> bool:
         """True while a coordinator supervises the run, here or on another machine."""
-        return self.folder.live or self._client() is not None
-
-    def _ordering_client(self) -> redis.Redis:
-        """Redis of the live run, with the right to give orders; raises `UserError` where the run is not live."""
-        if (client := self._client("coordinator")) is not None:
-            return client
-        if self._unreachable is not None:
-            raise RedisUnavailable(self._unreachable)
-        raise UserError(f"run {self.run_id!r} is not live; `{self.folder.continued_by}` continues it")
-
-    def _outage(self) -> str | None:
-        return outage_of_redis(self.folder.path) if self.folder.live else None
-
-    def _client(self, role: RoleName = "viewer") -> redis.Redis | None:
-        """Redis of the live run; None where the run is not live or its Redis is gone."""
-        address = self.folder.live_address()
-        remote = address is None and not self.folder.live and self.config.redis.url != "embedded"
-        if remote:
-            address = self.folder.offline_address(self.config)
-        while self._clients and address != self._connected_to:
-            self._clients.popitem()[1].close()
-        self._connected_to, self._unreachable = address, None
-        if address is None:
-            return None
-        try:
-            if role not in self._clients:
-                self._clients[role] = connect_redis(address, without_retries(self.config), role)
-            client = self._clients[role]
-            return client if not remote or is_supervised(client, self.run_id) else None
-        except _AWAY as error:
-            if self.folder.live:
-                raise
-            self._unreachable = str(error) if self.folder.remote is not None else None
-            return None
+        return self._at.live
 
     @property
-    def client(self) -> redis.Redis | None:
-        """Redis of the live run, for reading; None where the run is not live."""
-        return self._client()
-
-    def checkpoint(self) -> None:
-        """Requests a checkpoint of a live run after its current update; returns at once."""
-        Flow(self._ordering_client(), self.run_id).order_checkpoint()
-
-    def note(self, text: str) -> None:
-        """Writes a line of a person's into the events of a live run, which are kept with its metrics."""
-        if not text.strip():
-            raise UserError("a note needs text")
-        emit(self._ordering_client(), self.run_id, "note", text)
-
-    def metrics(self, stream: str = "train") -> Iterator[Rows]:
-        """All rows of `train`, `evaluations`, `episodes`, `fleet` or `events`, in parts: per metric an array."""
-        return all_rows(*self._recorded(stream))
-
-    def last_metrics(self, stream: str = "train") -> tuple[str, dict[str, float]]:
-        """Label and metrics of the newest row, or empty."""
-        return last_row(*self._recorded(stream))
-
-    def _recorded(self, stream: str) -> tuple[ObjectStore, str, redis.Redis | None, str]:
-        """Sources of a stream: the store and, of a live run, its Redis."""
-        try:
-            client = self._client()
-        except _AWAY:
-            client = None
-        return self.checkpoint_store().store, stream, client, self.run_id
-
-    def scale(
-        self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None
-    ) -> str:
-        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost. Returns what was ordered.
-
-        Without a number the coordinator finds it from now on, between the bounds; a bound that is not given stays what
-        it was. Raises `UserError` for an impossible order, or for more than the cluster has capacity for.
-        """
-        check_order(self.run_id, workers, min_workers, max_workers)
-        return order_scale(self._ordering_client(), self.run_id, workers, min_workers, max_workers)
-
-    def stop(self) -> None:
-        """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""
-        Flow(self._ordering_client(), self.run_id).set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
-
-    def abandon(self) -> None:
-        """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
-        if self._coordinator is not None:
-            self._coordinator.abandon()
+    def ended(self) -> bool:
+        """True if the run started by this handle is over, or if the handle started none."""
+        return self._coordinator is None or self._coordinator.outcome is not None
 
     def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
-        """Blocks until the run and everything it started has ended; raises `WaitTimeout`."""
+        """Blocks until the run and everything it started has ended.
+
+        Returns:
+            Why it ended (`reason`, `failed`), its last status, and how long this handle's start took.
+
+        Raises:
+            WaitTimeout: it is still live after `timeout_seconds`.
+        """
         started, wait = time.monotonic(), Wait(f"run {self.run_id} to end", timeout_seconds)
         if self._coordinator is not None:
             poll(wait, lambda: self.ended, 0.05)
@@ -274,29 +179,210 @@ class Run:
         status = self.status()
         return Outcome(status.end, status, time.monotonic() - started)
 
-    @property
-    def ended(self) -> bool:
-        """True if the run started by this handle is over, or if the handle started none."""
-        return self._coordinator is None or self._coordinator.outcome is not None
+    def __iter__(self) -> Iterator[Event]:
+        """Yields the run's events as they come, each once, until it has ended.
+
+        They begin with this start of the run; of a run that was attached to, with its first event. Each iterator keeps
+        its own place. `score` and `env_steps` are numbers, or None where the event has none:
+
+            for event in run:
+                if (event.score or 0.0) >= 450.0:
+                    run.stop()
+        """
+        after, seen, read = self.first_event, time.monotonic(), time.monotonic()
+        while True:
+            live = self.live if self._coordinator is None else not self.ended
+            seen = time.monotonic() if live else seen
+            settled = self._coordinator is not None or time.monotonic() - seen >= self._at.settle_seconds()
+            over = not live and settled  # asked before the last events are read
+            try:
+                new, read = self.events(after), time.monotonic()
+            except (StagecoachError, redis.RedisError):
+                if time.monotonic() - read > self.config.store.retry_seconds:
+                    raise
+                new, over = [], False
+            for event in new:
+                after = event.id
+                yield event
+            if over:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def events(self, after: str = "0-0") -> list[Event]:
+        """All events so far, oldest first; with `after` those that come after an event's `id`."""
+        ended = isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None
+        return self._at.events(after, self._coordinator.events if ended else None)  # type: ignore[union-attr]
+
+    def recent(self, count: int) -> str:
+        """Id of the event after which the last `count` events come."""
+        found = self.events()
+        return found[-count - 1].id if len(found) > count else "0-0"
 
     @property
     def first_event(self) -> str:
-        """The id before the events of this start of the run."""
+        """Id before the events of this start of the run."""
         return self._coordinator.first_event if self._coordinator is not None else "0-0"
 
-    def events(self, after: str = "0-0") -> list[Event]:
-        """Events after an id, of a live run or of one that this handle started."""
-        if isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None:
-            return [event for event in self._coordinator.events if id_order(event.id) > id_order(after)]
-        client = self._client()
-        return [] if client is None else read_events(client, self.run_id, after)
+    def metrics(self, stream: str = "train") -> Iterator[Rows]:
+        """Yields all rows of a stream, in parts.
 
-    def recent(self, count: int) -> str:
-        """The id after which the last `count` events of a live run come."""
-        client = self._client()
-        return "0-0" if client is None else recent_events(client, self.run_id, count)
+        Args:
+            stream: `train`, `evaluations`, `episodes`, `fleet` or `events`.
+
+        Returns:
+            Parts with `columns` (metric → array) and `labels`; `Rows.joined(list(run.metrics()))` is all of them.
+        """
+        store, client = self._at.read(lambda client, found: (found.store, client))
+        return all_rows(store, stream, client, self.run_id, instead=self._at.offline_store().store)
+
+    def last_metrics(self, stream: str = "train") -> tuple[str, dict[str, float]]:
+        """Label and metrics of the newest row, or empty: `run.last_metrics()[1]["rollout/ep_rew_mean"]`."""
+        return self._at.read(lambda client, found: last_row(found.store, stream, client, self.run_id))
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and their marks."""
+        return self._at.read(lambda _, store: operations.list_checkpoints(store))
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The best checkpoint so far; None before an evaluation was confirmed.
+
+        To compare three learning rates:
+
+            scores = {}
+            for rate in (0.0003, 0.001, 0.003):
+                run = Run.start(load_config("config.yaml", [f"algorithm.learning_rate={rate}"]), inline=True)
+                run.wait()
+                scores[rate] = run.best.score
+            print(max(scores, key=scores.get))
+        """
+        return best_checkpoint(self.checkpoints(), self.store_location)
+
+    def page(self, port: int = 0) -> PageAddress:
+        """Serves the page with the run's curves from this process, until the process or this handle ends.
+
+        Args:
+            port: on loopback; 0 for a free one.
+
+        Returns:
+            The address with its token, a text that a notebook shows as a link; the same in each call.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        if self._page is None:
+            server = import_module("stagecoach.coordinator.page.server")  # it shows runs, so no module imports it here
+            token, served = secrets.token_urlsafe(24), ExitStack()
+            url = served.enter_context(server.serve(self.folder.path.parent, token, port=port))
+            weakref.finalize(self, served.close)
+            self._page = PageAddress(f"{url}/runs/{self.run_id}?token={token}")
+        return self._page
+
+    def __repr__(self) -> str:
+        with suppress(StagecoachError, redis.RedisError):
+            return f"<Run {self.run_id}: {', '.join(f'{title} {text}' for title, text in self._shown().items())}>"
+        return f"<Run {self.run_id}>"
+
+    def _repr_html_(self) -> str:
+        """The run as a notebook shows it, at that moment; `for event in run` follows it."""
+        return as_html(self.run_id, self._shown())
+
+    def _shown(self) -> dict[str, str]:
+        entries = self.checkpoints()
+        return rows(self.status(accounting=False), best_checkpoint(entries, self.store_location), len(entries))
+
+    @property
+    def client(self) -> redis.Redis | None:
+        """Redis of the live run, for reading; None where the run is not live."""
+        return self._at.client()
+
+    # Orders, as by the command line
+
+    def checkpoint(self) -> None:
+        """Requests a checkpoint of a live run after its current update; returns at once.
+
+        Raises:
+            UserError: the run is not live.
+        """
+        Flow(self._at.ordering_client(), self.run_id).order_checkpoint()
+
+    def note(self, text: str) -> None:
+        """Writes a line into the events of a live run, which are kept with its metrics: `run.note("lower noise")`.
+
+        Raises:
+            UserError: the run is not live, or the text is empty.
+        """
+        if not text.strip():
+            raise UserError("a note needs text")
+        emit(self._at.ordering_client(), self.run_id, "note", text)
+
+    def scale(
+        self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None
+    ) -> str:
+        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost: `run.scale(8)`.
+
+        Without a number the coordinator finds it from now on, between the bounds; a bound that is not given stays what
+        it was.
+
+        Returns:
+            The order in words.
+
+        Raises:
+            UserError: the order is impossible, more than the cluster has capacity for, or the run is not live.
+        """
+        check_order(self.run_id, workers, min_workers, max_workers)
+        return order_scale(self._at.ordering_client(), self.run_id, workers, min_workers, max_workers)
+
+    def stop(self) -> None:
+        """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`.
+
+        A run that this handle started may have ended meanwhile; then there is nothing to do.
+
+        Raises:
+            UserError: the run was not started by this handle and is not live.
+        """
+        try:
+            flow = Flow(self._at.ordering_client(), self.run_id)
+            flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
+        except (UserError, *AWAY):
+            if self._coordinator is None or self.folder.live_address() is not None:
+                raise
+
+    def abandon(self) -> None:
+        """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
+        if self._coordinator is not None:
+            self._coordinator.abandon()
 
     # Its checkpoints and its experience
+
+    def policy(
+        self, checkpoint: str | None = None, policy_id: str = "default", *, trust_config: bool = False
+    ) -> DeployedPolicy:  # fmt: skip
+        """Returns a policy that acts: `run.policy("best").act(observation)`.
+
+        Args:
+            checkpoint: a name, `best`, `final`, `promoted` or `latest`; else the promoted, best or newest one.
+            policy_id: one of several policies, or `mean`, the mean strategy of its snapshots.
+            trust_config: lets a config from another machine name a network's class to import, as in `export`.
+
+        Raises:
+            CheckpointNotFound: the run has no checkpoint or policy of that name, or no checkpoint yet.
+        """
+        return self._at.read(lambda _, store: self._policy(store, checkpoint, policy_id, trust_config))
+
+    def _policy(
+        self, store: CheckpointStore, checkpoint: str | None, policy_id: str, trust_config: bool
+    ) -> DeployedPolicy:
+        loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
+        data = loaded.objects.get(f"{policy_id}/policy.safetensors")
+        if data is None:
+            data = read_mean(store, loaded.manifest.name, policy_id)
+        if data is None:
+            raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
+        with suppress(PolicyKindUnknown):
+            return load_policy(data)
+        self._import_classes(trust_config)
+        return load_policy(data)
 
     @property
     def store_location(self) -> str:
@@ -310,23 +396,22 @@ class Run:
         """The run's checkpoints, for reading."""
         return self.folder.checkpoint_store(self.config)
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and their marks."""
-        return operations.list_checkpoints(self.checkpoint_store())
-
     def verify(self, checkpoint: str | None = None) -> list[Verdict]:
-        """Reads and checks every byte of all checkpoints, or of one (a name, or a mark such as `best`)."""
-        return operations.verify(self.checkpoint_store(), checkpoint, live=self.live)
+        """Reads and checks every byte of all checkpoints, or of one: `run.verify("best")`."""
+        return self._at.read(lambda _, store: verify(store, checkpoint, live=self.live))
 
     def promote(self, checkpoint: str | None) -> str | None:
         """Marks a checkpoint for deployment, if it is whole and its weights are finite; returns its name.
 
-        It is never pruned then, and `load_policy` and `evaluate` take it first. None clears the mark, and returns the
-        checkpoint that had it.
+        It is never pruned then, and `policy` and `evaluate` take it first. None clears the mark, and returns the
+        checkpoint that had it. `run.promote("best")` takes the best so far.
+
+        Raises:
+            CheckpointNotFound, CheckpointDamaged: the checkpoint is missing, incomplete or damaged.
         """
         if checkpoint is None:
-            return operations.withdraw(self.checkpoint_store())
-        return operations.promote(self.checkpoint_store(), checkpoint, live=self.live).checkpoint
+            return self._at.read(lambda _, store: withdraw(store))
+        return self._at.read(lambda _, store: promote(store, checkpoint, live=self.live).checkpoint)
 
     def _import_classes(self, trust_config: bool) -> None:
         """Imports the user's own algorithms and networks with their kinds; raises `UserError` without trust."""
@@ -367,23 +452,6 @@ class Run:
         rule = self.config.checkpoint.model_copy(update=changes)
         with self.folder.locked():
             return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
-
-    def load_policy(
-        self, checkpoint: str | None = None, policy_id: str = "default", *, trust_config: bool = False
-    ) -> DeployedPolicy:  # fmt: skip
-        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one. `policy_id` may
-        also be `mean`, the mean strategy of its snapshots. Imports the class of a network of your own, as `export`."""
-        store = self.checkpoint_store()
-        loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
-        data = loaded.objects.get(f"{policy_id}/policy.safetensors")
-        if data is None:
-            data = read_mean(store, loaded.manifest.name, policy_id)
-        if data is None:
-            raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
-        with suppress(PolicyKindUnknown):
-            return load_policy(data)
-        self._import_classes(trust_config)
-        return load_policy(data)
 
     def evaluate(
         self, checkpoint: str | None = None, episodes: int | None = None, video: Path | None = None, *,

@@ -14,22 +14,57 @@ import redis
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
 from stagecoach.shared.base.printable import JSON_OBJECT, foreign, left_out, printable, printable_data
-from stagecoach.shared.experience.checkpoint_name import checkpoint_version
+from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps, checkpoint_version
+from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.scripts import read_stream, write_small
+from stagecoach.shared.storage.metric_log import UNIX_TIME
 
 _LOGGER = logging.getLogger("stagecoach.events")
 _KEPT = 1000
 _DATA_CHARACTERS = 100_000
 _EVALUATIONS_KEPT = 100
+EVENT_ID = ("event/milliseconds", "event/number")
+"""The id of an event in Redis, as two metrics of its row. Its label is kind, text and data (JSON), tabs between."""
 
 
 @dataclass(frozen=True)
 class Event:
+    """One event. Typed fields are None for kinds without them."""
+
     id: str
     kind: str
+    """`checkpoint`, `evaluation`, `state`, `worker`, `note` …"""
     text: str
+    """One line for people."""
     data: dict[str, Any]
+    """Data of its kind, such as all scores of an evaluation."""
+
+    @property
+    def unix_seconds(self) -> float:
+        return id_order(self.id)[0] / 1000
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Name of the checkpoint that was written or evaluated."""
+        name = self.data.get({"checkpoint": "name", "evaluation": "checkpoint"}.get(self.kind, ""))
+        return name if isinstance(name, str) and checkpoint_version(name) is not None else None
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of that checkpoint."""
+        return checkpoint_version(self.checkpoint or "")
+
+    @property
+    def env_steps(self) -> int | None:
+        """Env steps trained on at that checkpoint."""
+        return None if self.checkpoint is None else checkpoint_env_steps(self.checkpoint)
+
+    @property
+    def score(self) -> float | None:
+        """Score of an evaluation: its mean return, or what `checkpoint.best_by` names."""
+        told = [self.data.get(name) for name in ("ranking", "mean_return")] if self.kind == "evaluation" else []
+        return next((float(value) for value in told if isinstance(value, int | float)), None)
 
 
 class _Returns(BaseModel, extra="allow"):
@@ -88,6 +123,26 @@ def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
         return Event(id_, "malformed", "an event that another program wrote", {})
     kind, text = (printable(fields[name].decode(errors="replace")) for name in (b"kind", b"text"))
     return Event(id_, kind, text, data)
+
+
+def oldest_event(client: redis.Redis, run_id: str) -> str | None:
+    """Returns the id of the oldest event that Redis still has; None without events."""
+    found = read_stream(client, RunKeys(run_id).events, "0-0", 1, 0.0)
+    return found[0][0].decode() if found else None
+
+
+def event_row(event: Event) -> tuple[str, dict[str, float]]:
+    """Label and metrics of an event in the store; the inverse is `recorded_event`."""
+    data = [json.dumps(event.data)] if event.data else []
+    row = dict(zip(EVENT_ID, map(float, id_order(event.id)), strict=True)) | {UNIX_TIME: event.unix_seconds}
+    return "\t".join((event.kind, event.text, *data)), row
+
+
+def recorded_event(label: str, row: Mapping[str, float]) -> Event:
+    """Returns the event of a row in the store; raises `KeyError` for a row of another stream."""
+    kind, text, data = (*label.split("\t", 2), "", "")[:3]
+    id_ = "{}-{}".format(*(int(row[name]) for name in EVENT_ID))
+    return Event(id_, kind, text, foreign(JSON_OBJECT, data.encode() or b"{}", f"the data of event {id_}") or {})
 
 
 def recent_events(client: redis.Redis, run_id: str, count: int) -> str:

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -181,6 +181,14 @@ class MetricStream:
         if len(last) < _MERGED or rows > _LARGEST_ROWS or last[0].rows > 2 * _MERGED * last[-1].rows:
             return None
         return len(self._segments) - _MERGED
+
+
+def append_rows(store: ObjectStore, run_id: str, stream: str, rows: Rows) -> None:
+    """Adds rows behind those of the last trainer, which has ended."""
+    none = Segment(0, 0, 0, 0, -1, 0)
+    last = max(segments(store, stream), key=lambda segment: (segment.epoch, segment.last), default=none)
+    added = replace(last, first=last.last + 1, last=last.last + len(rows))
+    store.put(added.key(stream), encode(run_id, stream, rows))
 
 
 def segments(store: ObjectStore, stream: str) -> list[Segment]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.coordinator.catalog.checkpoint_operations import promote, prune_checkpoints, withdraw
+from stagecoach.coordinator.catalog.checkpoint_operations import prune_checkpoints
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.shared.base.errors import DeletionRefused
@@ -18,6 +18,7 @@ from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.protocol.events import read_evaluations
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.shared.storage.due_evaluations import due_evaluations
+from stagecoach.trainer_node.checkpointing.verification import promote, withdraw
 from tests.support.runs.game import Game, balanced
 from tests.support.runs.store_fault_run import MakeSite, StoreFaultRun, short_run
 from tests.support.services import store_faults as faults

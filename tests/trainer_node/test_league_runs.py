@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from stagecoach.coordinator.catalog.checkpoint_operations import verify
 from stagecoach.coordinator.catalog.league import league_of
 from stagecoach.coordinator.catalog.run_metrics import last_row
 from stagecoach.rollout_worker.evaluator import Evaluator
@@ -23,6 +22,7 @@ from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.shared.storage.players import LEAGUE, read_mean
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS, read_shared_object, write_shared_object
+from stagecoach.trainer_node.checkpointing.verification import verify
 from stagecoach.trainer_node.learning.fold import encode
 from stagecoach.trainer_node.learning.league import League
 from stagecoach.trainer_node.metrics.recorder import evaluation_row

@@ -19,6 +19,7 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
+from stagecoach.trainer_node.checkpointing.orders import CallbackOrders
 from stagecoach.trainer_node.checkpointing.store_status import StoreStatus
 from stagecoach.trainer_node.checkpointing.write_stages import (
     ArchiveStage,
@@ -75,7 +76,7 @@ class CheckpointWriter:
         """
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
         store = LateDeletions(FencedStore(role.checkpoints.store, role.flow, began[0]))
-        recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began)
+        recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began, CallbackOrders(role))
         writer = cls(role, store, recorder, redis_process)
         writer._thread.start()
         return writer

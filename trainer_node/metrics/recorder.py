@@ -23,7 +23,7 @@ from stagecoach.shared.base.printable import NAME_CHARACTERS, printable
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps
 from stagecoach.shared.experience.log_entry import id_order
-from stagecoach.shared.protocol.events import emit, read_events
+from stagecoach.shared.protocol.events import EVENT_ID, emit, event_row, read_events
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.metric_tail import append_row
@@ -44,7 +44,7 @@ from stagecoach.shared.storage.metric_log import (
 from stagecoach.shared.storage.object_store import ObjectStore
 from stagecoach.trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
 from stagecoach.trainer_node.metrics.writer_thread import WriterThread
-from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
+from stagecoach.trainer_node.metrics.writers import MetricWriter, Orders, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 128
@@ -62,10 +62,10 @@ class Recorder:
 
     def __init__(
         self, client: redis.Redis, run_id: str, config: Config, folder: Path | None, store: ObjectStore,
-        began: tuple[int, int, int, int],
+        began: tuple[int, int, int, int], orders: Orders | None = None,
     ) -> None:  # fmt: skip
         """Begins at this epoch, policy version, env steps and parent's version; what older trainers recorded beyond, or
-        on another line, is void."""
+        on another line, is void. Writers may give `orders`."""
         self._redis, self._run_id, self._store = client, run_id, store
         self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
         self._evaluated: set[str] | None = None
@@ -80,7 +80,7 @@ class Recorder:
         self.failures: Counter[str] = Counter()
         """Number of rows that each writer could not write."""
         self._were_slow: set[str] = set()
-        run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
+        run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2], orders)
         tail = SimpleNamespace(append=partial(append_row, client, run_id, began[0]), close=lambda: None)
         self._tail = WriterThread("Redis", lambda: tail, self._failed, self._slow, _QUEUED)
         self._writers = [
@@ -141,8 +141,8 @@ class Recorder:
                 self._event = tuple(int(rows.columns[name][-1]) for name in EVENT_ID)
         for event in read_events(self._redis, self._run_id, "{}-{}".format(*self._event)):
             self._event = id_order(event.id)
-            row = dict(zip(EVENT_ID, map(float, self._event), strict=True)) | {UNIX_TIME: self._event[0] / 1000}
-            self._streams[EVENTS].append(row, f"{event.kind}\t{event.text}")
+            label, row = event_row(event)
+            self._streams[EVENTS].append(row, label)
 
     def store(self) -> None:
         """Puts all rows into the store, after the writers have had them; raises as the store does."""
@@ -234,8 +234,6 @@ class Recorder:
         emit(self._redis, self._run_id, "metrics", text)
 
 
-EVENT_ID = ("event/milliseconds", "event/number")
-"""The id of an event in Redis, as two metrics of its row; kind and text, with a tab between, are its label."""
 _EVALUATED = {
     "mean_return": "ep_rew_mean", "std_return": "ep_rew_std", "min_return": "ep_rew_min", "max_return": "ep_rew_max",
     "mean_length": "ep_len_mean", "success_rate": "success_rate", "episodes": "episodes",

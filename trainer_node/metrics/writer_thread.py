@@ -65,6 +65,6 @@ class WriterThread:
     def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except Exception as error:  # whatever it is, no metric is worth a run
+        except (Exception, SystemExit) as error:  # whatever it is, no metric is worth a run
             self._failed(self.name, f"{type(error).__name__}: {error}")
             return None

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.errors import ConfigError, UserError
 from stagecoach.shared.base.user_code import import_class, misfit, with_extra
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TRAIN
@@ -21,9 +21,21 @@ WRITERS = {
 }
 
 
+class Orders(Protocol):
+    """A person's orders to a live run."""
+
+    def stop(self) -> None: ...
+    def checkpoint(self) -> None: ...
+    def promote(self, checkpoint: str | None) -> None: ...
+
+
 @dataclass(frozen=True)
 class WrittenRun:
-    """The run whose metrics are written."""
+    """The run whose metrics are written; a writer may give it a person's orders.
+
+    Orders take the way of `stagecoach stop` and the like, at no set point of the training: what is learned up to a
+    version does not depend on them.
+    """
 
     run_id: str
     folder: Path | None
@@ -32,6 +44,27 @@ class WrittenRun:
     """The resolved config, as plain data."""
     env_steps: int = 0
     """Env steps at which this trainer begins; earlier trainers' rows beyond are void."""
+    orders: Orders | None = None
+
+    def stop(self) -> None:
+        """Orders the end of the run with a final checkpoint; without effect once it ends."""
+        self._orders().stop()
+
+    def checkpoint(self) -> None:
+        """Orders a checkpoint after the current update."""
+        self._orders().checkpoint()
+
+    def promote(self, checkpoint: str | None) -> None:
+        """Marks a checkpoint (a name, or `best`, `latest`) for deployment; None clears the mark.
+
+        Raises `CheckpointNotFound` or `CheckpointDamaged`, which an event then reports.
+        """
+        self._orders().promote(checkpoint)
+
+    def _orders(self) -> Orders:
+        if self.orders is None:
+            raise UserError(f"no trainer of run {self.run_id!r} takes orders here")
+        return self.orders
 
     @property
     def needed_folder(self) -> Path:
@@ -78,7 +111,8 @@ class MetricWriter:
 
 class Callback(MetricWriter):
     """Base of callbacks: a writer with a method for each kind of event. It cannot change what is learned: rows are
-    copies, and the calls come from another thread than training."""
+    copies, and the calls come from another thread than training. It may order what a person may: `self.run.stop()`,
+    `self.run.checkpoint()`, `self.run.promote(name)`."""
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream == TRAIN:

@@ -105,7 +105,7 @@ def _labels(stream: Stream, label: str) -> dict[str, str]:
     from stagecoach.trainer_node.metrics.table_files import LABELS
 
     if stream is Stream.EVENTS:
-        kind, _, text = label.partition("\t")
+        kind, text = label.split("\t")[:2]
         return {"kind": kind, "text": text}
     return {LABELS[stream]: label} if stream in LABELS else {}
 

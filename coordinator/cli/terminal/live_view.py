@@ -271,7 +271,7 @@ def _use(run: Run, status: Status) -> Iterator[tuple[str, str]]:
     yield "use it", f"stagecoach evaluate {run.run_id if folder is here else folder}"
     own = "" if "default" in run.config.policies else f', "{next(iter(run.config.policies))}"'
     loaded = f'load_policy("{folder if embedded else place}"{own})'
-    yield "", f'Run.attach("{run.run_id}").load_policy()' if place.startswith("s3://") else loaded
+    yield "", f'Run.attach("{run.run_id}").policy()' if place.startswith("s3://") else loaded
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -16,10 +16,7 @@ from stagecoach.coordinator.catalog.checkpoint_operations import (
     Removed,
     export,
     list_checkpoints,
-    promote,
     prune_checkpoints,
-    verify,
-    withdraw,
 )
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.run_access.run import Run
@@ -40,6 +37,7 @@ from stagecoach.shared.storage.checkpoint_store import (
 )
 from stagecoach.shared.storage.object_store import FileStore, ObjectStore
 from stagecoach.trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune
+from stagecoach.trainer_node.checkpointing.verification import promote, verify, withdraw
 from tests.conftest import minimal_config
 from tests.support.processes.command_line import contents, until
 from tests.support.runs.checkpoints import key_of
@@ -388,7 +386,7 @@ def test_live_run_is_verified_promoted_and_exported_during_prune(config: Callabl
         assert promoted in other.checkpoint_store().names(), "the trainer keeps what is promoted"
         (entry,) = [entry for entry in other.checkpoints() if "promoted" in entry["marks"]]
         assert entry["name"] == promoted
-        assert other.load_policy().version == other.load_policy("promoted").version == entry["version"]
+        assert other.policy().version == other.policy("promoted").version == entry["version"]
         assert other.export(tmp_path / "out").name == promoted
         with pytest.raises(UserError, match="run 'a' is live, and its trainer prunes by itself"):
             other.prune()

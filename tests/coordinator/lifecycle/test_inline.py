@@ -93,12 +93,12 @@ def test_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyPat
     entries = again.checkpoints()
     assert [entry["version"] for entry in entries] == [0, 1, 2, 3, 4]
     assert "final" in entries[-1]["marks"]
-    policy = again.load_policy()
+    policy = again.policy()
     observation, _ = gym.make("CartPole-v1").reset(seed=1)
     assert policy.act(observation) in (0, 1)
-    assert again.load_policy("2_Step-128.ckpt").version == 2
+    assert again.policy("2_Step-128.ckpt").version == 2
     with pytest.raises(CheckpointNotFound, match="nobody"):
-        again.load_policy(policy_id="nobody")
+        again.policy(policy_id="nobody")
 
 
 def test_live_run_is_scaled_stopped_and_emits_events(config: MakeConfig) -> None:
@@ -127,7 +127,7 @@ def test_live_run_is_scaled_stopped_and_emits_events(config: MakeConfig) -> None
     assert three <= set(finished["ledger"])
     assert run.events()[: len(events)] == events, "what was started here can be asked afterwards"
     assert run.events(events[-1].id) == run.events()[len(events) :]
-    assert other.events() == []
+    assert other.events() == run.events()
 
 
 def test_run_without_evaluation_has_no_evaluator(config: MakeConfig) -> None:

@@ -241,7 +241,7 @@ def test_own_network_is_loaded_by_class_of_its_config(
         stagecoach("checkpoints", command, "own", *(["latest"] if command == "promote" else [])).ok()
     assert MODULE not in sys.modules
     loads: list[Callable[[], DeployedPolicy]] = [
-        lambda: load_policy("runs/own"), Run.attach("own", Path("runs")).load_policy
+        lambda: load_policy("runs/own"), Run.attach("own", Path("runs")).policy
     ]  # fmt: skip
     for load in loads:
         assert load().act(np.zeros(4, np.float32)) in (0, 1)
