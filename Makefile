@@ -93,8 +93,8 @@ format: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-cache
-	@if command -v npx >/dev/null; then npx --yes $(BIOME) lint --error-on-warnings coordinator/page; \
-	 else echo "not linted: coordinator/page/static/*.js, as npx is missing (Debian: apt-get install nodejs npm)"; fi
+	@if command -v npx >/dev/null; then npx --yes $(BIOME) lint --error-on-warnings coordinator/page docs/assets; \
+	 else echo "not linted: coordinator/page/static/*.js and docs/assets/playground.js, as npx is missing (Debian: apt-get install nodejs npm)"; fi
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
