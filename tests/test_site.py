@@ -103,11 +103,11 @@ def test_playground_computes_what_policies_do(site: Path, page: Page) -> None:
     config = PolicyConfig(hidden_sizes=(16, 8, 8), activation="elu", normalize_observations=True, share_encoder=True)
     other = ActorCritic(spaces, config)
     assert other.normalizer is not None
-    for moments in other.normalizer.moments.values():
+    for moments in cast("Any", other.normalizer).moments.values():
         moments.update(torch.from_numpy(rng.normal(1, 3, (50, 4)).astype(np.float32)))
     files = {name: playground_policy(name) for name in ("cartpole", "tictactoe")} | {"other": encode_policy(other, 3)}
     for name, file in files.items():
-        observations = rng.normal(0, 1, (200, 4)).astype(np.float32)
+        observations: Any = rng.normal(0, 1, (200, 4)).astype(np.float32)
         masks = np.zeros((200, 0))
         if name == "tictactoe":
             marks = rng.integers(0, 3, (200, 9))
@@ -127,6 +127,7 @@ def test_playground_computes_what_policies_do(site: Path, page: Page) -> None:
             masked = {"observation": observation, "action_mask": mask}
             expected = policy.inspect(masked if len(mask) else observation)
             np.testing.assert_allclose(probabilities, expected.probabilities, rtol=0, atol=1e-5)
+            assert expected.value is not None
             np.testing.assert_allclose(value, expected.value, rtol=1e-5, atol=1e-5)
     chosen = page.locator("input[type=file]")
     chosen.set_input_files({"name": "mine.safetensors", "mimeType": "", "buffer": files["other"]})
