@@ -30,7 +30,7 @@ EVENT_ID = ("event/milliseconds", "event/number")
 
 @dataclass(frozen=True)
 class Event:
-    """One event. Typed fields are None for kinds without them."""
+    """An event of a run; `checkpoint`, `version`, `env_steps` and `score` return None if they do not apply."""
 
     id: str
     kind: str
