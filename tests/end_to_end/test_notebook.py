@@ -38,7 +38,7 @@ CELLS = [
     "run = sc.train(Mine, env_steps=320, workers=2, seed=1, **small)",
     "asyncio.get_running_loop().is_running(), threading.current_thread() is threading.main_thread()",
     "run.wait(200).reason, run.config.environment.id, run.evaluate(episodes=2).scores['mean_length']",
-    "run.policy('best').act(np.zeros(2, np.float32)) in (0, 1)",
+    "run.policy().act(np.zeros(2, np.float32)) in (0, 1)",
     CLASS.format(steps=7),  # the cell is changed and run again
     "again = sc.train(Mine, env_steps=320, **small)",
     "again.wait(200).reason, again.evaluate(episodes=2).scores['mean_length']",
