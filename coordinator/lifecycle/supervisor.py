@@ -27,7 +27,6 @@ from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, read_events, recent_events
-from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.launch import LOGS, RoleLaunch, log_to_file
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
@@ -195,7 +194,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Asks the run to end with a last checkpoint."""
-        self._context.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
+        self._context.flow.order_stop()
 
     def abandon(self) -> None:
         """Ends the run at once, without a final checkpoint; durable data stay."""

@@ -37,7 +37,7 @@ from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_po
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.protocol.events import Event, emit
-from stagecoach.shared.protocol.flow_control import Flow, RunState
+from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
@@ -342,8 +342,7 @@ class Run:
             UserError: the run was not started by this handle and is not live.
         """
         try:
-            flow = Flow(self._at.ordering_client(), self.run_id)
-            flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
+            Flow(self._at.ordering_client(), self.run_id).order_stop()
         except (UserError, *AWAY):
             if self._coordinator is None or self.folder.live_address() is not None:
                 raise

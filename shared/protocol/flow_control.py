@@ -275,6 +275,10 @@ class Flow:
         fields = ("lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes, "shards", " ".join(shards))
         write_small(self._redis, self._keys, self._keys.flow, "HSET", *fields)
 
+    def order_stop(self) -> None:
+        """Orders the end of a live run with a final checkpoint; without effect on one that ends already."""
+        self.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
+
     def order_checkpoint(self) -> None:
         """Orders a checkpoint after the trainer's current update."""
         write_small(self._redis, self._keys, self._keys.flow, "HINCRBY", "checkpoint_orders", 1)

@@ -1,6 +1,5 @@
 """A person's orders from a callback in the trainer's process, through Redis and the store as from anywhere else."""
 
-from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.checkpointing.verification import promote, withdraw
 
@@ -12,7 +11,7 @@ class CallbackOrders:
         self._role = role
 
     def stop(self) -> None:
-        self._role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
+        self._role.flow.order_stop()
 
     def checkpoint(self) -> None:
         self._role.flow.order_checkpoint()
