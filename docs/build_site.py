@@ -21,7 +21,7 @@ PAGES = ROOT / ".site" / "pages"
 SITE = ROOT / "site"
 
 AT_ROOT = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Documents beside docs/ that are pages of the site. README.md is not: the site begins with docs/index.md."""
+"""Documents outside docs/ that are pages of the site. README.md is not: the site begins with docs/index.md."""
 
 GENERATED = "reference/python.md"
 """The page that is written from docstrings when the site is built."""
