@@ -18,6 +18,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
+from stagecoach.trainer_node.recovery.recovery import Recovery
 from stagecoach.trainer_node.trainer import Trainer
 from tests.support.runs.game import (
     POLICY,
@@ -264,6 +265,19 @@ def test_trainer_refuses_run_without_readable_checkpoint(new_game: NewGame) -> N
         key: data for key, data in before.items() if not key.startswith(CHECKPOINTS)
     }
     assert game.board_version() == 3
+
+
+def test_checkpoint_order_waits_until_something_is_learned(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that comes while the trainer recovers counts too."""
+    begin = Recovery.start
+    with monkeypatch.context() as patch:
+        patch.setattr(Recovery, "start", lambda inc: (begin(inc), inc.role.flow.order_checkpoint())[0])
+        game = new_game(small(checkpoint={"every": "100 updates"}))
+    assert game.trainer.step(0) == "waited"
+    assert game.role.checkpoints.names() == ["0_Step-0.ckpt"]
+    game.play_to(3)
+    game.durable()
+    assert game.role.checkpoints.names() == ["0_Step-0.ckpt", f"1_Step-{STEPS_PER_UPDATE}.ckpt"]
 
 
 def test_last_checkpoint_names_its_parent_when_due(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
