@@ -45,7 +45,7 @@ class StepResult(StrEnum):
 class Trainer:
     """The loop of one incarnation of the trainer, from its recovered state on."""
 
-    def __init__(self, recovery: Recovery) -> None:
+    def __init__(self, recovery: Recovery, orders: int) -> None:
         self.incarnation, self.recovery, self.state = recovery.incarnation, recovery, recovery.state
         incarnation, role = self.incarnation, self.incarnation.role
         self.learner, self.consumer, self.schedule = self.state.learner, self.state.consumer, self.state.schedule
@@ -53,8 +53,8 @@ class Trainer:
         self._heartbeat, self._stages = incarnation.heartbeat, incarnation.stages
         self._metrics = UpdateMetrics(role.config, self.learner, self.state.description)
         self.recorder = self.state.writer.recorder
-        self._orders = self._flow.read().checkpoint_orders
-        """Number of checkpoints requested by users."""
+        self._orders = orders
+        """Number of orders for a checkpoint that were carried out, or came before this trainer."""
         self._catching_up = True
         """True while it repeats what an earlier trainer learned, when workers wait for credit."""
         self.end_reason = ""
@@ -65,7 +65,8 @@ class Trainer:
         """A trainer whose state is recovered, and whose policy version is on the board."""
         incarnation.role.check_config()
         set_up_torch(incarnation.role.config.trainer)
-        trainer = cls(Recovery.start(incarnation))
+        orders = incarnation.role.flow.read().checkpoint_orders  # what comes while it recovers is for this trainer
+        trainer = cls(Recovery.start(incarnation), orders)
         if not trainer.version and (lost := turns_lost(trainer._config, trainer.state.description)):
             incarnation.emit_event(lost)
         trainer._meet_followers()
@@ -157,10 +158,9 @@ class Trainer:
             raise Fenced(f"epoch {epoch}: a newer trainer has taken over, that of epoch {flow.epoch}")
         if flow.epoch < epoch or flow.version < self.version or self.recovery.redis_restarted():
             self.recovery.redis_came_back()
-        ordered, self._orders = flow.checkpoint_orders > self._orders, flow.checkpoint_orders
-        full = flow.memory_full or self.schedule.log_half_full(flow.log_bytes)
-        new = self.state.parent.version < self.version  # else what is learned fills the log, and nothing could continue
-        if (full or ordered) and new:
+        due = flow.checkpoint_orders > self._orders or flow.memory_full or self.schedule.log_half_full(flow.log_bytes)
+        if due and self.state.parent.version < self.version:  # an order waits until there is something new
+            self._orders = flow.checkpoint_orders
             self.state.checkpoint()
         return flow
 

@@ -2,8 +2,8 @@
 
 A test without a mark from `GROUPS` is quick: it is pure, or needs only the Redis and S3 servers of its process.
 
-- `--part quick`: quick tests, of the files in `SLOW` every fourth one, and tests marked `essential`.
-- `--part rest`: the other groups, another fourth of the `SLOW` tests, and every fourth of the `exhaustive` ones.
+- `--part quick`: quick tests, of the files in `SLOW` about a fourth, and tests marked `essential`.
+- `--part rest`: the other groups, another fourth of the `SLOW` tests, and about a fourth of the `exhaustive` ones.
 - `--part nightly`: the groups in `NIGHTLY`, and the other `SLOW` and `exhaustive` tests.
 - A `thinned` test belongs to each part: every 16th point in `quick`, every 8th (others) in `rest`, all in `nightly`.
 
@@ -13,11 +13,11 @@ by then are skipped and named.
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,16 +114,17 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("part")
     if part is None:
         return
-    numbers = itertools.count(_commit())
+    commit = _commit()
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        (kept if part in _parts_of(item, numbers) else others).append(item)
+        (kept if part in _parts_of(item, commit) else others).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
 
 
-def _parts_of(item: pytest.Item, numbers: Iterator[int]) -> Sequence[str]:
+def _parts_of(item: pytest.Item, commit: int) -> Sequence[str]:
+    turn = (zlib.crc32(item.nodeid.encode()) + commit) % _CASES  # the same when only failed tests are collected
     marks = {mark.name for mark in item.iter_markers()}
     groups = marks & GROUPS.keys()
     if "thinned" in marks:
@@ -131,11 +132,11 @@ def _parts_of(item: pytest.Item, numbers: Iterator[int]) -> Sequence[str]:
     if "essential" in marks:
         return ["quick"]
     if not groups:
-        turn = next(numbers) % _CASES if item.path.as_posix().endswith(SLOW) else 0
-        return [("quick", "rest", "nightly", "nightly")[turn]]
+        slow = item.path.as_posix().endswith(SLOW)
+        return [("quick", "rest", "nightly", "nightly")[turn if slow else 0]]
     if groups & set(NIGHTLY):
         return ["nightly"]
-    return ["nightly" if "exhaustive" in groups and next(numbers) % _CASES else "rest"]
+    return ["nightly" if "exhaustive" in groups and turn else "rest"]
 
 
 def skip_if_too_late(item: pytest.Item) -> None:
