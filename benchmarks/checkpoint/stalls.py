@@ -34,8 +34,8 @@ class Updates:
 class TimedTrainer(Trainer):
     """The product's trainer; its checkpoints can be left out, and are timed."""
 
-    def __init__(self, recovery: Recovery) -> None:
-        super().__init__(recovery)
+    def __init__(self, recovery: Recovery, orders: int) -> None:
+        super().__init__(recovery, orders)
         self.stalls: list[float] = []
         self.worked: list[float] = []
         self.checkpoints = True
