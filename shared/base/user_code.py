@@ -8,11 +8,12 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stagecoach.shared.base.errors import ConfigError, UserError, place
+from stagecoach.shared.base.errors import ConfigError, UserCodeError, UserError, place
 
 Made = TypeVar("Made")
 IMPORT_PATH = "import_path.json"
@@ -37,6 +38,8 @@ EXTRAS = {
 }
 """Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""
 _OF_NO_EXTRA = ("mpe2",)
+_LONGEST = 200
+"""Characters of a return value in a message."""
 _MISSING = re.compile(r"gymnasium\[([\w-]+)\]|No module named '(\w+)|Namespace (\w+) not found")
 _ADVICE = re.compile(r", (you can install it by )?run `pip install.*?gymnasium\[.*?`")
 
@@ -119,3 +122,19 @@ def misfit(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> str:
 def raised(error: BaseException) -> str:
     """Returns the type, text and place of an error in the user's code."""
     return f"raised {type(error).__name__}: {with_extra(str(error))}{place(error)}"
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Raises errors of the user's method as `UserCodeError` with `what`, its field and name."""
+    try:
+        yield
+    except (Exception, SystemExit) as failed:
+        raise UserCodeError(f"{what} {raised(failed)}") from failed
+
+
+def unusable(what: str, found: Any, expected: str) -> UserCodeError:
+    """The error for a return value of the user's method `what`."""
+    shown = f"{list(found.shape)} of {found.dtype}" if hasattr(found, "shape") else repr(found)
+    shown = shown if len(shown) <= _LONGEST else shown[:_LONGEST] + "…"
+    return UserCodeError(f"{what} returned {shown}; expected {expected}")

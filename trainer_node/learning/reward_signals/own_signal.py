@@ -1,14 +1,13 @@
 """A user's own reward signal behind checks: an error or an unusable return value names the signal and its method."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stagecoach.shared.base.errors import ConfigError, UserCodeError
-from stagecoach.shared.base.user_code import make_own, raised
+from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.user_code import calling, make_own, unusable
 from stagecoach.shared.config.algorithms.reward_signals import OwnSignalConfig
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.reward_signals.base import RewardSignal, Rows
@@ -23,37 +22,30 @@ def make_own_signal(name: str, config: OwnSignalConfig, policy: Policy) -> Rewar
         raise ConfigError(f"{where}.kind={config.kind}: expected {expected}, as stagecoach.RewardSignal has")
     given: dict[str, Callable[..., Any]] = {method: getattr(made, method) for method in ("observe", "reward", "loss")}
 
-    @contextmanager
-    def calling(method: str) -> Iterator[Callable[..., Any]]:
-        try:
-            yield given[method]
-        except (Exception, SystemExit) as failed:
-            raise UserCodeError(f"{where}: {method}() {raised(failed)}") from failed
-
-    def unusable(method: str, found: object, expected: str) -> UserCodeError:
-        told = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)[:200]
-        return UserCodeError(f"{where}: {method}() returned {told}; expected {expected}")
-
     def observe(observations: Mapping[str, Tensor]) -> None:
-        with calling("observe") as method:
-            method(observations)
+        with calling(f"{where}: observe()"):
+            given["observe"](observations)
 
     def reward(rows: Rows) -> Tensor:
-        with calling("reward") as method:
-            found = method(rows)
+        with calling(f"{where}: reward()"):
+            found = given["reward"](rows)
         if not (isinstance(found, Tensor) and found.shape == (len(rows),) and bool(found.isfinite().all())):
-            raise unusable("reward", found, f"a tensor [{len(rows)}] of finite numbers")
+            raise unusable(f"{where}: reward()", found, f"a tensor [{len(rows)}] of finite numbers")
         return found.to(torch.float32)
 
     def loss(rows: Rows, generator: torch.Generator) -> tuple[Tensor | None, dict[str, Tensor]]:
-        with calling("loss") as method:
-            found = method(rows, generator)
+        with calling(f"{where}: loss()"):
+            found = given["loss"](rows, generator)
         value, terms = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         scalars = isinstance(terms, dict) and all(isinstance(it, Tensor) and not it.dim() for it in terms.values())
         if terms is None or not scalars:
-            raise unusable("loss", found, "(loss, metrics): a scalar tensor or None, and scalar tensors by name")
+            raise unusable(
+                f"{where}: loss()", found, "(loss, metrics): a scalar tensor or None, and scalar tensors by name"
+            )
         if value is not None and not (isinstance(value, Tensor) and not value.dim() and value.requires_grad):
-            raise unusable("loss", value, "a scalar tensor with a gradient, or None for a signal that does not learn")
+            raise unusable(
+                f"{where}: loss()", value, "a scalar tensor with a gradient, or None for a signal that does not learn"
+            )
         return value, {term: found.detach().to(torch.float32) for term, found in terms.items()}
 
     for method, checked in (("observe", observe), ("reward", reward), ("loss", loss)):
