@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs.build_site import DOCS, ROOT
+from stagecoach.coordinator.catalog.run_files import is_locked, run_paths
 from tests.support.suite.pages import SHELL, blocks
 
 GATING = ("README.md", "docs/index.md")
@@ -24,7 +25,7 @@ RUN = [
 ]
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.ray if name in GATING else pytest.mark.nightly) for name in RUN]
 )
@@ -44,5 +45,7 @@ def test_blocks_run(name: str, tmp_path: Path) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):  # what a page leaves in the background
                 os.killpg(process.pid, signal.SIGKILL)
+            for path in filter(is_locked, run_paths(tmp_path / "runs")):  # and its detached runs
+                subprocess.run([sys.executable, "-m", "stagecoach", "stop", path.name], cwd=tmp_path, timeout=300)
         output.seek(0)
         assert code == 0, output.read()[-5000:]

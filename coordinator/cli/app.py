@@ -201,7 +201,7 @@ def train(
         train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
         return
     make_room = runs.former(run_id, resolved) if force else lambda: None
-    served = pages.page_beside(name, resolved.runs_dir)
+    served = pages.page_of_run(name, resolved.runs_dir)
     with served if page else contextlib.nullcontext() as at:
         if address is not None:
             if resolved.initialize_from is not None:

@@ -32,16 +32,16 @@ def page(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help=PLACE, autocompletion=run_ids)] = None,
     runs_dir: RunsDir = RUNS,
     host: Annotated[
-        str, typer.Option(help="The address to listen at; others than this machine's need TLS before it.")
+        str, typer.Option(help="Address to listen on; put TLS in front of any but loopback.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = PORT,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its first line is the token; by default a new token.")
+        Path | None, typer.Option(metavar="FILE", help="File whose first line is the token (default: a new token).")
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let everybody on this machine look; no orders.")
+        bool, typer.Option("--no-token", help="Serve without a token: on loopback only, and read-only.")
     ] = False,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Take no orders.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Reject orders, such as stop and scale.")] = False,
     endpoint_url: EndpointUrl = None,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -51,7 +51,7 @@ def page(
 
     if no_token and (token_file is not None or host not in LOOPBACK):
         other = "--token-file" if token_file is not None else f"--host {host}"
-        raise UserError(f"--no-token and {other}: without a token the page is for this machine alone")
+        raise UserError(f"--no-token excludes {other}: without a token, only this machine may open the page")
     token = None if no_token else _token(token_file)
     path = "/"
     if run is not None:
@@ -60,10 +60,10 @@ def page(
         shown = f"?token={token}" if token_file is None and token else ""
         console.text(f"page: {url}{path}{shown}")
         if token_file is not None:
-            console.text(f"  with ?token= and the first line of {token_file} behind it")
+            console.text(f"  append ?token= and the first line of {token_file}")
         if host not in LOOPBACK:
             console.text(
-                "  this is plain HTTP: on a network that others are on put TLS before it (docs/operations/security.md)"
+                "  this is plain HTTP; on a shared network, put TLS in front of it (docs/operations/security.md)"
             )
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
@@ -83,7 +83,7 @@ def _token(file: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def page_beside(run_id: str, runs_dir: Path) -> Iterator[str]:
+def page_of_run(run_id: str, runs_dir: Path) -> Iterator[str]:
     """Serves the page, on a free port, while this process supervises a run; yields the line with its URL."""
     from stagecoach.coordinator.page.server import serve
 

@@ -58,14 +58,14 @@ class Gate:
         if self._token is None:
             if _host_name(request) in LOOPBACK:  # a foreign site whose name resolves to this machine must not read
                 return None
-            return refusal(403, "without a token, the page answers only at 127.0.0.1 and localhost")
+            return refusal(403, "without a token, the page is served only at 127.0.0.1 and localhost")
         known = hmac.compare_digest(request.cookies.get(self._cookie, "").encode(), self._session.encode())
         in_url = request.query_params.get("token")
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else in_url
         if not known:
             if given is None:
-                return refusal(401, "the page needs its token: open the URL that `stagecoach page` printed")
+                return refusal(401, "a token is required: open the URL that `stagecoach page` printed")
             if not hmac.compare_digest(given.encode(), self._token.encode()):  # first: others may share the address
                 wrong = self._wrong_of(request.client.host if request.client else "")
                 if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
@@ -84,9 +84,9 @@ class Gate:
             return None
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-            return refusal(403, f"the order comes from another origin ({origin})")
+            return refusal(403, f"the request comes from another origin ({origin})")
         if self._token is None:
-            return refusal(403, "without a token, the page takes no orders")
+            return refusal(403, "without a token, the page is read-only")
         return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
 
     def _wrong_of(self, address: str) -> deque[float]:

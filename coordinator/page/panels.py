@@ -40,7 +40,7 @@ class Panel:
     lines: tuple[Line, ...] = ()
     note: str = ""
     """One sentence that says what to look for."""
-    absent: str = "No row has these metrics yet."
+    absent: str = "The run has not recorded these metrics yet."
     """Reason that the panel may be empty."""
     bound: str = ""
     """Field of the run's status whose value is drawn as a horizontal line."""
@@ -113,8 +113,8 @@ PANELS = (
             _train("train/grad_norm", "gradient norm"),
         ),
         note="A KL that jumps, or an entropy that drops to zero early, means that updates are too large.",
-        absent="This algorithm has none of KL, clip fraction, entropy, explained variance and gradient norm, or no "
-        "update has run yet.",
+        absent="No update has run yet, or this algorithm reports no KL, clip fraction, entropy, explained variance or "
+        "gradient norm.",
     ),
     Panel(
         "Learning", "values", "Values", "multiples",
@@ -122,8 +122,8 @@ PANELS = (
             _train("train/value_mean", "value"), _train("train/q_value", "Q"), _train("train/temperature", "α"),
             _train("train/value_loss", "value loss"), _train("train/critic_loss", "critic loss"),
         ),
-        note="Q that keeps growing while the return does not is overestimated.",
-        absent="This algorithm has no values, Q or α, or no update has run yet.",
+        note="If Q keeps growing while the return does not, Q is overestimated.",
+        absent="No update has run yet, or this algorithm reports no value, Q or α.",
     ),
     Panel(
         "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
@@ -131,29 +131,29 @@ PANELS = (
             Line("fleet/fps", "acted", None, _speed("worker")),
             Line("time/fps", "trained", None, _speed("trainer"), TRAIN),
         ),
-        note="If less is trained than acted, the difference waits in the log or was dropped.",
+        note="If fewer steps are trained than acted, the others are in the log or were dropped.",
     ),
     Panel(
         "Throughput", "waits-trainer", "Where the trainer's time goes", "shares", "share", FLEET,
         (Line("time_share/trainer/*", "", None, _shares("trainer")),),
         "A trainer that waits for experience needs more workers.",
-        "The trainer has not yet reported its times twice.",
+        "The trainer has not reported its times twice yet.",
     ),
     Panel(
         "Throughput", "waits-workers", "Where the workers' time goes", "shares", "share", FLEET,
         (Line("time_share/worker/*", "", None, _shares("worker")),),
         "If workers wait for credit, there are too many, or the trainer is too slow.",
-        "No worker has yet reported its times twice.",
+        "No worker has reported its times twice yet.",
     ),
     Panel(
         "Throughput", "lag", "Policy lag", unit="versions",
         lines=(
             _train("policy/lag_mean", "mean"),
-            _train("policy/lag_max", "most"),
+            _train("policy/lag_max", "maximum"),
             _train("policy/lag_acting_mean", "while acting"),
             _train("policy/lag_queue_mean", "in the log"),
         ),
-        note="Age of the acting policy, in versions, when its experience was learned from.",
+        note="Age in versions of the policy that acted, when the trainer learned from its experience.",
         bound="flow.max_policy_lag",
         queries=(
             (
@@ -166,7 +166,7 @@ PANELS = (
     Panel(
         "Throughput", "log", "Experience log", unit="bytes", stream=FLEET,
         lines=(Line("log/bytes", "bytes", None, _gauge("stagecoach_log_bytes")),),
-        note="A durable checkpoint frees the log up to its position; at the bound, workers wait.",
+        note="Each durable checkpoint frees the log up to its position. At the bound, workers wait.",
         bound="log.max_bytes", queries=(("bound", _gauge("stagecoach_log_max_bytes")),),
     ),
     Panel(
@@ -175,19 +175,19 @@ PANELS = (
             Line("log/in_flight", "in flight", None, _gauge("stagecoach_fragments_in_flight")),
             Line("log/window", "bound", None, _gauge("stagecoach_fragments_window")),
         ),
-        note="Claimed by workers and not yet learned from; at the bound, workers wait for credit.",
+        note="Claimed by workers and not yet learned from. At the bound, workers wait for credit.",
     ),
     Panel(
         "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
         (
             Line(
-                "fleet/worker_fps_mean", "mean worker", None,
+                "fleet/worker_fps_mean", "mean of workers", None,
                 f'{_speed("worker")} / on (run) ({_gauge("stagecoach_workers")} > 0)',
             ),
             Line("fleet/worker_fps_min", "slowest worker"),
         ),
-        "A worker far below the mean runs on a slow machine; a heartbeat older than 10 s counts as dead.",
-        "No worker has yet reported its steps twice.",
+        "A worker far below the mean is on a slow machine. A process is dead if its heartbeat is older than 10 s.",
+        "No worker has reported its steps twice yet.",
     ),
     Panel(
         "Fleet", "autoscaler", "Workers", "autoscaler", "workers", FLEET,

@@ -56,7 +56,7 @@ def serve(
     """Serves the page while the context lasts; yields its URL, without the token.
 
     Args:
-        token: None only for a loopback `host`; the page then takes no orders.
+        token: None only for a loopback `host`; the page is then read-only.
         port: 0 for a free one.
 
     Raises:
@@ -76,8 +76,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} of {host} is taken; choose another --port, or 0 for a free one") from None
-        raise UserError(f"cannot listen at port {port} of {host}: {error.strerror or error}") from None
+            raise UserError(f"port {port} of {host} is in use; choose another --port, or 0 for a free one") from None
+        raise UserError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
 
 
 def application(views: Views, token: str | None, port: int, read_only: bool) -> Starlette:
@@ -160,8 +160,8 @@ class _Page:
         there = view.curves[stream].bins.names
         of_panels = {line.metric for panel in PANELS for line in panel.lines}
         if unknown := [name for name in names if name not in of_panels and not matching(name, there)]:
-            known = f"there are {', '.join(there)}" if there else "the stream is empty"
-            raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; {known}")
+            known = f"available: {', '.join(there)}" if there else "the stream is empty"
+            raise UserError(f"unknown metric {', '.join(map(repr, unknown))} in stream {stream}; {known}")
         return JSONResponse(jsonable(view.series(stream, names)))
 
     def config(self, request: Request) -> Response:
@@ -201,7 +201,7 @@ class _Page:
 
     def video(self, request: Request) -> Response:
         if (path := self._videos_of(request).get(name := request.path_params["name"])) is None:
-            raise HTTPException(404, f"no video {name!r}")
+            raise HTTPException(404, f"unknown video {name!r}")
         return FileResponse(path, media_type="video/mp4")
 
     def _videos_of(self, request: Request) -> dict[str, Path]:
@@ -253,11 +253,11 @@ def _scale(run: Run, asked: _Scale) -> str:
 
 
 _VERBS: dict[str, tuple[type[BaseModel], Callable[[Run, Any], object], str]] = {
-    "stop": (_Nothing, lambda run, _: run.stop(), "the run ends with a final checkpoint"),
+    "stop": (_Nothing, lambda run, _: run.stop(), "the run writes a final checkpoint and ends"),
     "checkpoint": (_Nothing, lambda run, _: run.checkpoint(), "a checkpoint is written after the current update"),
     "scale": (_Scale, _scale, "scaling {}"),
     "promote": (_Promote, lambda run, asked: run.promote(asked.checkpoint), "{} is promoted"),
-    "note": (_Note, lambda run, asked: run.note(asked.text), "noted"),
+    "note": (_Note, lambda run, asked: run.note(asked.text), "the note is added"),
 }
 """Order → model of its body, function that gives it, and reply (formatted with the function's result)."""
 
@@ -269,9 +269,9 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > _MAX_BODY:
-                    raise HTTPException(413, f"more than {_MAX_BODY} bytes")
+                    raise HTTPException(413, f"the request body has more than {_MAX_BODY} bytes")
     except TimeoutError:
-        raise HTTPException(408, f"the order did not arrive within {_BODY_SECONDS:g} s") from None
+        raise HTTPException(408, f"the request body did not arrive within {_BODY_SECONDS:g} s") from None
     return body or b"{}"
 
 

@@ -36,7 +36,7 @@ _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
 _EVENTS_SHOWN = 8
 _WORKERS_SHOWN, _STAGES_SHOWN = 16, 6
-_CONCEPTS = "docs/concepts/"
+_CONCEPTS = "docs/concepts/index.md"
 
 
 class LiveView:
@@ -224,7 +224,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     if outcome.reason == EndReason.ABANDONED:
         table.add_row("continue", f"stagecoach resume {run.run_id}")
     table.add_row()
-    table.add_row(Text("experience", style="bold"), f"{_CONCEPTS} explains it")
+    table.add_row(Text("experience", style="bold"), f"see {_CONCEPTS}")
     marks = ", ".join(f"{mark} {getattr(status, mark) or '–'}" for mark in ("latest", "best", "final"))
     table.add_row("checkpoints", marks)
     if total := status.ledger.get("total"):
@@ -295,7 +295,7 @@ def print_status(run: Run, status: Status, console: PrintableConsole) -> None:
         table.add_row(*row)
     console.print(Panel(table, title=Text(status.run_id, style="bold"), expand=False))
     console.print("\nprocesses and experience", style="bold", end="")
-    console.print(f" ({_CONCEPTS} explains them)")
+    console.print(f" (see {_CONCEPTS})")
     if status.live or status.roles:
         console.text(_machinery(status))
     if status.fleet is not None:

@@ -103,7 +103,7 @@ export class Chart {
     const whole = xs.length ? [xs[0], xs.at(-1)] : [0, 1];
     const [min, max] = zoom || whole;
     this.uplot.setScale("x", min === max ? { min: min - 1, max: max + 1 } : { min, max });
-    this.tellValues(null);
+    this.showValues(null);
   }
 
   rebuild() {
@@ -147,7 +147,7 @@ export class Chart {
       ],
       ...this.seriesAndBands(),
       hooks: {
-        setCursor: [(plot) => this.tellValues(plot.cursor.idx)],
+        setCursor: [(plot) => this.showValues(plot.cursor.idx)],
         setSelect: [(plot) => this.selected(plot)],
         draw: [(plot) => this.drawOver(plot)],
         ready: [(plot) => plot.over.addEventListener("dblclick", () => zoomTo(null))],
@@ -268,16 +268,17 @@ export class Chart {
   }
 
   /** Shows each line's value at the cursor, or its newest. */
-  tellValues(at) {
+  showValues(at) {
     const x = at === null || at === undefined ? Infinity : this.data[0][at];
-    const told = this.lines.map((line) => {
+    const shown = this.lines.map((line) => {
       const index = lastUpTo(this.xs(line.series), x);
       return index < 0 ? "–" : this.format(line.series.mean[index]);
     });
-    this.values.forEach((output, index) => setText(output, told[index]));
-    const words = this.lines.map((line, index) => `${line.label} ${told[index]}`).join(", ");
+    this.values.forEach((output, index) => setText(output, shown[index]));
+    const words = this.lines.map((line, index) => `${line.label} ${shown[index]}`).join(", ");
     const where = x === Infinity ? "newest" : this.axis === "time" ? clock(x) : `${compact(x)} env steps`;
-    this.plot.setAttribute("aria-label", `${this.label}, ${where}: ${words}`);
+    const bound = this.bound ? `; ${this.bound.label}` : "";
+    this.plot.setAttribute("aria-label", `${this.label}, ${where}: ${words}${bound}`);
   }
 }
 

@@ -98,7 +98,7 @@ export async function api(path, body) {
   try {
     reply = await fetch(path, { cache: "no-store", ...request });
   } catch {
-    throw Object.assign(new Error("the page's server does not respond"), { status: 0 });
+    throw Object.assign(new Error("the page's server is not responding"), { status: 0 });
   }
   const data = await reply.json().catch(() => ({}));
   if (!reply.ok) {
@@ -110,8 +110,8 @@ export async function api(path, body) {
 export const runPath = (runId) => `/api/runs/${encodeURIComponent(runId)}`;
 
 /** Shows the result of an order for some seconds; screen readers announce it. */
-export function tell(text, failed = false) {
+export function notify(text, failed = false) {
   const line = el("p", { class: failed ? "failed" : "done" }, text);
-  document.getElementById("told").append(line);
+  document.getElementById("messages").append(line);
   setTimeout(() => line.remove(), failed ? 12000 : 5000);
 }

@@ -52,7 +52,7 @@ async function insistently(work) {
     try {
       return await work();
     } catch (error) {
-      const needs = { 401: "open the URL that `stagecoach page` printed, which has the token", 429: "wait a minute" }[
+      const needs = { 401: "open the URL with the token that `stagecoach page` printed", 429: "wait a minute" }[
         error.status
       ];
       if (error.status === 404) throw error;
@@ -86,7 +86,7 @@ const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 async function showRun(runId) {
   document.getElementById("where").append(el("span", { class: "crumb" }, runId));
-  main.replaceChildren(el("p", { class: "absent" }, "Reading the run …"));
+  main.replaceChildren(el("p", { class: "absent" }, "Loading the run …"));
   const path = runPath(runId);
   let page = null;
   for (;;) {
@@ -159,7 +159,7 @@ async function showIndex() {
     ],
     { filter: "Find a run", empty: "No runs yet. Start one with: stagecoach train cartpole" },
   );
-  const hint = "Check runs to draw their returns in one chart. Best is the return in a second evaluation, which confirmed it.";
+  const hint = "Select runs to plot their training returns in one chart. Best is the mean return of the second evaluation, from other starts.";
   const note = el("p", { class: "note" }, hint);
   main.replaceChildren(el("div", { class: "index" }, el("h1", {}, "Runs"), note, overlay.root, table.root));
   for (;;) {

@@ -79,7 +79,7 @@ class Panel {
       const named = low &&
         high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
       const reduced = series.low.some((value, at) => value !== series.high[at]);
-      const band = named || (reduced ? { ...series, names: ["least", "most"] } : null);
+      const band = named || (reduced ? { ...series, names: ["minimum", "maximum"] } : null);
       return [{ label: line.label, of: line.of || line.label, hue: (index % HUES) + 1, series, band }];
     });
   }
@@ -212,7 +212,7 @@ class ReturnPanel extends ChartPanel {
     const trained = super.lines(run);
     const sides = trained.filter(({ label, of }) => label !== of);
     if (run.has("league/rating/*") && sides.length) {
-      setText(this.note, "Return of each side in training. Ratings and matches show how good a player is.");
+      setText(this.note, "Training return of each side. Ratings and matches measure how good a player is.");
       return sides;
     }
     const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
@@ -297,7 +297,7 @@ class FleetPanel extends ChartPanel {
         { label: "heartbeat", value: (row) => row.beat.age_seconds, text: seconds },
         { label: "restarts", value: (row) => row.beat.progress.incarnation ?? null },
         { label: "version", value: (row) => row.beat.progress.version ?? null },
-        { label: "does", left: true, value: (row) => row.does },
+        { label: "activity", left: true, value: (row) => row.does },
         { label: "host", left: true, value: (row) => row.beat.host },
       ],
       { filter: "Find a process", empty: "The run is not live, so it has no processes." },
@@ -323,7 +323,7 @@ class FleetPanel extends ChartPanel {
     const restarts = workers.reduce((total, { beat }) => total + (beat.progress.incarnation || 0), 0);
     drawTiles(this.tiles, [
       ["workers alive", `${workers.length} of ${run.snapshot.state.desired_workers ?? "–"}`],
-      ["mean worker", known.length ? `${compact(mean(known.map((row) => row.speed)))} /s` : "–"],
+      ["mean of workers", known.length ? `${compact(mean(known.map((row) => row.speed)))} /s` : "–"],
       ["slowest worker", slowest ? `${compact(slowest.speed)} /s` : "–", slowest?.name],
       ["oldest heartbeat", silent ? seconds(silent.beat.age_seconds) : "–", silent?.name],
       ["restarts", String(restarts)],
@@ -359,7 +359,7 @@ function doing(beat) {
   if (!beat.alive) return "silent";
   const wait = beat.waiting_for
     ? `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}`
-    : beat.progress.phase || "at work";
+    : beat.progress.phase || "working";
   return beat.last_error ? `${wait}: ${beat.last_error}` : wait;
 }
 
@@ -386,7 +386,7 @@ class AutoscalerPanel extends ChartPanel {
   update(run) {
     super.update(run);
     const { scaling, desired_workers: wanted } = run.snapshot.state;
-    setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live and does not scale.");
+    setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live, so it cannot be scaled.");
     const steps = run.snapshot.events
       .filter(({ kind }) => kind === "scaling")
       .slice(-5)
@@ -423,17 +423,17 @@ class TimelinePanel extends Panel {
       [
         { label: "checkpoint", left: true, value: (row) => row.name },
         {
-          label: "evaluated",
+          label: "evaluation",
           value: ({ evaluation }) => evaluation?.ranking ?? evaluation?.mean_return ?? null,
           text: (value, { evaluation }) => ranked(value, evaluation?.ranked_by),
         },
         {
-          label: "again",
+          label: "second evaluation",
           value: ({ evaluation }) => evaluation?.confirmation?.ranking ?? evaluation?.confirmation?.mean_return ?? null,
           text: (value, { evaluation }) => ranked(value, evaluation?.confirmation?.ranked_by),
         },
         { label: "size", value: (row) => row.bytes, text: bytes },
-        { label: "made", value: (row) => row.created, text: clock },
+        { label: "created", value: (row) => row.created, text: clock },
         {
           label: "marks",
           left: true,
@@ -449,9 +449,9 @@ class TimelinePanel extends Panel {
       [
         { label: "time", left: true, value: (row) => row.time, text: clock },
         { label: "kind", left: true, value: (row) => row.kind },
-        { label: "what", left: true, wrap: true, value: (row) => row.text },
+        { label: "details", left: true, wrap: true, value: (row) => row.text },
       ],
-      { filter: "Find an event", empty: "No event is recorded yet." },
+      { filter: "Find an event", empty: "No events yet." },
     );
     const halves = el(
       "div",
@@ -491,7 +491,7 @@ function drawLanes(run, events) {
       el(
         "p",
         { class: "absent" },
-        events.length ? "The steps of these events are not recorded yet." : "No event is recorded yet.",
+        events.length ? "The env steps of these events are not recorded yet." : "No events yet.",
       ),
     ];
   const xs = known.map(({ x }) => x);
@@ -559,7 +559,7 @@ class LedgerPanel extends Panel {
     );
     setText(
       this.sentence,
-      `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "it balances" : "it does NOT balance"}`,
+      `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "balances" : "DOES NOT BALANCE"}`,
     );
     this.sentence.classList.toggle("bad", !total.balances);
     this.table.set(rows);
@@ -609,7 +609,7 @@ class ConfigPanel extends Panel {
     this.against = this.other.value;
     const data = await run.readConfig(this.against).catch(() => null);
     if (data === null) return;
-    const empty = this.against ? `The configs do not differ: ${this.against}.` : "No data yet.";
+    const empty = this.against ? `The config is the same as that of ${this.against}.` : "No data yet.";
     this.table = new PagedTable("Config", this.columns(), { filter: "Find a field", empty });
     this.body.replaceChildren(this.table.root);
     const differing = Object.entries(data.differences).map(([field, [mine, theirs]]) => ({ field, mine, theirs }));

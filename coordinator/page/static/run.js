@@ -2,7 +2,7 @@
 
 import { onZoom, zoomTo } from "./charts.js";
 import { ask } from "./dialog.js";
-import { api, compact, el, figure, ranked, runPath, setText, tell, whole } from "./dom.js";
+import { api, compact, el, figure, notify, ranked, runPath, setText, whole } from "./dom.js";
 import { drawTiles, makePanel } from "./panels.js";
 
 const ALWAYS = [
@@ -26,7 +26,7 @@ export class RunPage {
     this.panels = specs.map((spec) => makePanel(spec, this));
     this.watch = new IntersectionObserver((seen) => this.scrolled(seen), { rootMargin: "300px" });
     this.draw();
-    onZoom((range) => (this.whole.hidden = range === null));
+    onZoom((range) => (this.resetZoom.hidden = range === null));
     this.readConfig()
       .then(
         (data) => (this.config = data.config),
@@ -39,10 +39,10 @@ export class RunPage {
     this.state = el("span", { class: "state" });
     this.reason = el("p", { class: "reason" });
     this.tiles = el("dl", { class: "tiles summary" });
-    this.whole = el(
+    this.resetZoom = el(
       "button",
       { type: "button", class: "quiet", hidden: true, onclick: () => zoomTo(null) },
-      "Whole run",
+      "Reset zoom",
     );
     const order = (label, action, kind = "") =>
       el("button", { type: "button", class: kind, onclick: () => action.call(this) }, label);
@@ -56,7 +56,7 @@ export class RunPage {
     const [checkpoint, scale, note, stop] = this.orders;
     const orders = el(
       "div",
-      { class: "orders", role: "group", "aria-label": "Orders to the run" },
+      { class: "orders", role: "group", "aria-label": "Actions on the run" },
       checkpoint,
       this.promoteOrder,
       scale,
@@ -74,7 +74,7 @@ export class RunPage {
       );
     });
     this.root = el("div", { class: "run" }, head, this.reason, this.tiles, ...groups);
-    this.tools = el("span", {}, this.whole, this.axisSwitch());
+    this.tools = el("span", {}, this.resetZoom, this.axisSwitch());
     for (const panel of this.panels) this.watch.observe(panel.root);
   }
 
@@ -147,7 +147,7 @@ export class RunPage {
     document.title = `${this.runId} · ${state.state} · ${compact(state.env_steps)} steps`;
     setText(this.state, state.state);
     this.state.dataset.state = state.state;
-    setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : this.snapshot.reason);
+    setText(this.reason, state.live ? `Waiting for ${state.bottleneck}` : this.snapshot.reason);
     for (const button of this.orders) button.disabled = !this.canOrder || !state.live;
     this.promoteOrder.disabled = !this.canOrder || !this.snapshot.checkpoints?.length;
     const { evaluation: evaluated, best_evaluation: best } = state;
@@ -206,10 +206,10 @@ export class RunPage {
     const begun = performance.now();
     try {
       await this.readOf(this.visible);
-      if (!this.complete) await this.readOf(this.panels); // those out of sight once, so that there is something when they come
+      if (!this.complete) await this.readOf(this.panels); // hidden panels once, so that they have data when they scroll into view
       this.complete = true;
     } catch (error) {
-      if (error.status) tell(`curves: ${error.message}`, true);
+      if (error.status) notify(`curves: ${error.message}`, true);
     }
     this.seriesAt = performance.now();
     this.took = this.seriesAt - begun;
@@ -255,9 +255,9 @@ export class RunPage {
 
   async order(verb, body = {}) {
     try {
-      tell((await api(`${runPath(this.runId)}/${verb}`, body)).done);
+      notify((await api(`${runPath(this.runId)}/${verb}`, body)).done);
     } catch (error) {
-      tell(error.message, true);
+      notify(error.message, true);
     }
   }
 
@@ -266,13 +266,13 @@ export class RunPage {
   }
 
   async stop() {
-    const text = `${this.runId} ends with a final checkpoint. It can be resumed.`;
+    const text = `${this.runId} will write a final checkpoint and end. It can be resumed.`;
     if (await ask("Stop the run?", [], { text, yes: "Stop", danger: true })) await this.order("stop");
   }
 
   async note() {
-    const found = await ask("Note", [{ name: "text", label: "Text for the run's events", required: true }], {
-      yes: "Write",
+    const found = await ask("Add a note", [{ name: "text", label: "Text for the run's events", required: true }], {
+      yes: "Add",
     });
     if (found) await this.order("note", { text: found.text });
   }
@@ -282,7 +282,7 @@ export class RunPage {
     const fields = name
       ? []
       : [{ name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best }];
-    const text = `${name ? `${name} is` : "It is"} marked for deployment: it is never pruned, and load_policy takes it first.`;
+    const text = `${name || "The checkpoint"} will be marked for deployment: it is never pruned, and load_policy prefers it.`;
     const found = await ask("Promote a checkpoint", fields, { text, yes: "Promote" });
     if (found) await this.order("promote", { checkpoint: name || found.checkpoint });
   }
@@ -296,9 +296,9 @@ export class RunPage {
         options: ["fixed number", "automatic"],
         value: scaling.mode === "auto" ? "automatic" : "fixed number",
       },
-      { name: "workers", label: "Number, if fixed", type: "number", value: wanted },
-      { name: "min", label: "At least, if automatic", type: "number", value: scaling.min },
-      { name: "max", label: "At most, if automatic", type: "number", value: scaling.max },
+      { name: "workers", label: "Number of workers, if fixed", type: "number", value: wanted },
+      { name: "min", label: "Minimum, if automatic", type: "number", value: scaling.min },
+      { name: "max", label: "Maximum, if automatic", type: "number", value: scaling.max },
     ];
     const found = await ask("Scale the fleet", fields, { yes: "Scale" });
     if (!found) return;
@@ -316,4 +316,4 @@ export class RunPage {
 const matching = (name, there) =>
   there.filter((each) => (name.endsWith("*") ? each.startsWith(name.slice(0, -1)) : each === name));
 
-const CONFIGURED = { "flow.max_policy_lag": "rollout.max_policy_lag", "log.max_bytes": "redis.max_log_bytes" };
+const CONFIGURED = { "flow.max_policy_lag": "rollout.max_policy_lag", "log.max_bytes": "rollout.max_log_bytes" };

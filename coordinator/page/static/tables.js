@@ -84,7 +84,7 @@ export class PagedTable {
       head.setAttribute("aria-sort", this.sortBy === index ? order : "none");
     });
     if (!shown.length) {
-      const words = this.rows.length ? "No row contains this text." : this.empty;
+      const words = this.rows.length ? "No matching rows." : this.empty;
       this.body.replaceChildren(el("tr", { class: "none" }, el("td", { colspan: this.columns.length }, words)));
     } else {
       if (this.body.firstElementChild?.className === "none") this.body.replaceChildren();

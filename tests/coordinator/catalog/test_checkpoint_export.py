@@ -15,8 +15,10 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.processes.command_line import CONFIG, Stagecoach, check_refused
+from tests.support.suite.speed import stretched
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 ROOT = Path(__file__).parents[3]
@@ -36,6 +38,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(code)
         assert Run.start(config, "a", inline=True).wait(280).reason == "exhausted"
+        last = runs / "a" / "onnx" / LATEST / "export.json"
+        # the run's end waits 60 s for metric writers; on a busy machine the last export takes longer
+        poll(
+            Wait("the export of the last checkpoint", stretched(150)), lambda: last.exists() and last.stat().st_size > 0
+        )
     return runs
 
 

@@ -28,7 +28,7 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
 )  # fmt: skip
-AWAY = "does not respond"
+AWAY = "is not responding"
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(300),
@@ -132,17 +132,18 @@ def test_page_shows_ended_run_from_store(runs_dir: Path, visitor: Visitor) -> No
         for panel in ("return", "stability", "lag"):
             page.locator(f"#panel-{panel}").scroll_into_view_if_needed()
             page.locator(f"#panel-{panel} canvas").first.wait_for()
+        page.locator("#panel-lag .plot[aria-label*='; bound ']").wait_for()  # of the config
         page.locator("#panel-config").scroll_into_view_if_needed()
         for panel in ("success", "video"):
             page.locator(f"#panel-{panel} .absent").wait_for()
         assert all(page.locator(f"#panel-{panel}").is_hidden() for panel in ("league", "ratings", "curriculum"))
         page.locator("#panel-timeline .mark.best").wait_for()
-        page.locator("#panel-ledger .sentence", has_text="it balances").wait_for()
+        page.locator("#panel-ledger .sentence", has_text="balances").wait_for()
         page.locator("#panel-config td", has_text="CartPole-v1").wait_for()
         assert page.get_by_role("button", name="Stop …").is_disabled()
         page.get_by_role("button", name="Promote …").click()
         page.get_by_role("dialog").get_by_role("button", name="Promote", exact=True).click()
-        page.locator("#told", has_text="is promoted").wait_for()
+        page.locator("#messages", has_text="is promoted").wait_for()
         page.locator("#panel-timeline").scroll_into_view_if_needed()
         page.locator("#panel-timeline .mark.promoted").wait_for()
 

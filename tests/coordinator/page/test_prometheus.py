@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.make_dashboard import dashboard, targets
 from stagecoach.coordinator.page.panels import PANELS
 from stagecoach.coordinator.page.prometheus import METRICS, exposition
-from stagecoach.coordinator.page.server import serve
+from stagecoach.coordinator.page.server import STATIC, serve
 from stagecoach.coordinator.page.totals import MOST_NAMES, Spent, Totals
 from stagecoach.coordinator.page.view import RunView
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DropReason
+from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.environments.small import CHASE
@@ -322,6 +323,14 @@ def prometheus(url: str, token: str, folder: Path) -> Iterator[Callable[[str], l
 
 
 # Grafana
+
+
+def test_bounds_of_ended_runs_are_config_fields() -> None:
+    """A live run reports its bounds; for an ended run the page reads these fields of the config."""
+    table = (STATIC / "run.js").read_text().partition("const CONFIGURED = ")[2].partition(";")[0]
+    found = dict(re.findall(r'"([\w.]+)": "([\w.]+)"', table))
+    assert set(found) == {panel.bound for panel in PANELS if panel.bound}
+    assert set(found.values()) <= leaves(minimal_config().model_dump(mode="json")).keys()
 
 
 def test_dashboard_matches_panels() -> None:

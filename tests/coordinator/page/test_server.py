@@ -196,8 +196,8 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/aa/updates", 404, ("no run 'aa'",)),
         ("/api/runs/aa/videos", 404, ("no run 'aa'",)),
         ("/api/runs/..", 400, ("run id",)),
-        ("/api/runs/a/series?metric=train/aprox_kl", 400, ("no metric 'train/aprox_kl' in train", "train/approx_kl")),
-        ("/api/runs/a/series?metric=nothing*", 400, ("no metric 'nothing*'",)),
+        ("/api/runs/a/series?metric=train/aprox_kl", 400, ("'train/aprox_kl' in stream train", "train/approx_kl")),
+        ("/api/runs/a/series?metric=nothing*", 400, ("unknown metric 'nothing*'",)),
         ("/api/runs/a/series?stream=river&metric=x", 400, ("unknown stream 'river'; expected one of train, fleet",)),
         ("/api/runs/a/series", 400, ("no metric requested",)),
         ("/api/runs/a/stop", 405, ()),
@@ -236,7 +236,7 @@ def test_orders_act_on_a_run_at_work(live: Run, live_page: Visitor) -> None:
     after = until(live, lambda status: status.latest != before).latest
     assert live_page.order("live", "promote", {"checkpoint": after}).json == {"done": f"{after} is promoted"}
 
-    assert live_page.order("live", "note", {"text": "a new reward"}).json == {"done": "noted"}
+    assert live_page.order("live", "note", {"text": "a new reward"}).json == {"done": "the note is added"}
     soon(
         "the note", lambda: "a new reward" in [each["text"] for each in live_page.ask("/api/runs/live").json["events"]]
     )
@@ -379,7 +379,7 @@ def test_taken_port_and_invalid_tokens_are_one_line(page: Visitor, stagecoach: S
     check_refused(stagecoach("page", "--port", port), f"port {port} of 127.0.0.1 is taken")
     check_refused(stagecoach("page", "--host", "no.such.host.invalid"), "cannot listen")
     check_refused(stagecoach("page", "nobody"), "no run 'nobody'")
-    check_refused(stagecoach("page", "--no-token", "--host", "0.0.0.0"), "for this machine alone")
+    check_refused(stagecoach("page", "--no-token", "--host", "0.0.0.0"), "only this machine")
     (tmp_path / "short").write_text("secret\n")
     check_refused(stagecoach("page", "--token-file", "short"), "at least 16 characters")
     check_refused(stagecoach("page", "--token-file", "missing"), "cannot be read")
@@ -409,7 +409,7 @@ def test_train_page_lives_as_long_as_run(terminal: CommandLine) -> None:
     assert found is not None
     visitor = Visitor(found[1], {"Authorization": f"Bearer {found[2]}"})
     terminal.wait_until("an update", lambda: visitor.ask("/api/runs/a").json["state"].get("updates", 0) > 1)
-    assert visitor.order("a", "stop").json == {"done": "the run ends with a final checkpoint"}
+    assert visitor.order("a", "stop").json == {"done": "the run writes a final checkpoint and ends"}
     ended = terminal.ended(process).ok()
     assert ended.count("?token=") == 1
     assert ended.index("page: ") < ended.index("updates"), "before the live view"
