@@ -12,6 +12,7 @@ from docs import kill_it
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_kill_it_picture_shows_kills_and_equal_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "kill-it.svg"
     kill_it.main(target)
