@@ -118,7 +118,7 @@ def test_read_only_or_tokenless_page_takes_no_orders(runs_dir: Path, token: str 
         assert visitor.ask("/api/page").json == {"can_order": False}
         assert visitor.ask("/api/runs/a").json["state"]["reason"] == "exhausted"
         for verb in ORDERS:
-            visitor.order("a", verb).refused(403, "no orders" if token is None else "read-only")
+            visitor.order("a", verb).refused(403, "without a token" if token is None else "(--read-only)")
 
 
 def test_tokenless_page_refuses_foreign_host_names(runs_dir: Path) -> None:
@@ -336,6 +336,7 @@ def test_store_outage_shows_banner_and_keeps_data(servers: tuple[str, str], tmp_
 
 
 def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor) -> None:
+    live_page.ask("/api/runs/live")  # waits longer for the view's first data than a scrape does
     text = live_page.ask("/metrics").body.decode()
     assert re.search(r'stagecoach_run_info\{.*run="live",state="running"\} 1\.0', text)
 
@@ -376,7 +377,7 @@ def test_failed_view_is_reported_and_retried(page: Visitor, monkeypatch: pytest.
 
 def test_taken_port_and_invalid_tokens_are_one_line(page: Visitor, stagecoach: Stagecoach, tmp_path: Path) -> None:
     port = page.url.rpartition(":")[2]
-    check_refused(stagecoach("page", "--port", port), f"port {port} of 127.0.0.1 is taken")
+    check_refused(stagecoach("page", "--port", port), f"port {port} of 127.0.0.1 is in use")
     check_refused(stagecoach("page", "--host", "no.such.host.invalid"), "cannot listen")
     check_refused(stagecoach("page", "nobody"), "no run 'nobody'")
     check_refused(stagecoach("page", "--no-token", "--host", "0.0.0.0"), "only this machine")
@@ -385,7 +386,7 @@ def test_taken_port_and_invalid_tokens_are_one_line(page: Visitor, stagecoach: S
     check_refused(stagecoach("page", "--token-file", "missing"), "cannot be read")
     check_refused(stagecoach("page", "--token-file", "short", "--no-token"), "--token-file")
     check_refused(stagecoach("train", "config.yaml", "--page", "--detach"), "stagecoach page RUN")
-    with pytest.raises(UserError, match="is taken"), serve(tmp_path, TOKEN, port=int(port)):
+    with pytest.raises(UserError, match="is in use"), serve(tmp_path, TOKEN, port=int(port)):
         pass
 
 
