@@ -7,7 +7,7 @@ played again from other starts. Scores choose the best checkpoint and may end th
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -113,6 +113,9 @@ class Evaluator:
         """Due evaluation that could not be read → number of tries, and time of the next one."""
         self.postpones = False
         """True if a due evaluation could not be read yet."""
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Asked while no episode ends: True ends the evaluation."""
+        self._told_endless = False
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.record_progress((0,))
         emit = partial(context.emit_event, "evaluation")
@@ -259,8 +262,18 @@ class Evaluator:
         config = self._context.config
         seed = evaluation_seed(config, name, evaluation_round)
         with self._stages.during("evaluate"):
-            played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
+            played = evaluate_policies(
+                config, self._description, policies, seed, endless=partial(self._endless, name), watchdog=self._watchdog
+            )
             return scores_of(config, played)
+
+    def _endless(self, name: str) -> None:
+        if self.interrupted():
+            raise errors.EnvironmentFailure(f"the run ends, and no episode of the evaluation of {name} has ended")
+        if not self._told_endless:
+            self._told_endless = True
+            text = f"{name}: no episode has ended yet; if episodes may never end, set environment.max_episode_steps"
+            self._context.emit_event("evaluation", text)
 
     def _may_be_best(self, rank: float) -> bool:
         """Returns whether a checkpoint with this rank would be kept among the best; among equals, the newest is."""

@@ -22,6 +22,8 @@ from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescr
 from stagecoach.shared.policies.actor_critic import with_states
 from stagecoach.shared.policies.policy import Policy
 
+_ENDLESS_SECONDS = 30.0
+"""Time without the end of an episode after which `endless` is called, and as often again."""
 Act = Callable[[str, Columns, Array], Columns]
 """Policy id, observations `[S, …]` and the slots that act `[S]` → actions `[S, …]`, ignored for other slots."""
 
@@ -30,12 +32,12 @@ def play_episodes(
     config: Config, description: EnvironmentDescription, seed: int, duration: Duration, act: Act, *,
     begun: Callable[[int], None] = lambda index: None, stepped: Callable[[Step], None] = lambda step: None,
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
-    watchdog: Watchdog | None = None,
+    endless: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
     """Plays whole episodes for a number of episodes or steps, in new environments seeded by `seed`.
 
     Each environment plays its share, so that short episodes are not favored. Raises `EnvironmentFailure`, also after
-    `evaluation.deadline_seconds`.
+    `evaluation.deadline_seconds`. While no episode ends, `endless` is called now and then, which may raise.
     """
     deadline_seconds = config.evaluation.deadline_seconds
 
@@ -57,13 +59,16 @@ def play_episodes(
             begun(index)
         now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         acts = {policy_id: mask for policy_id, (_, mask) in began.items()}
-        started = time.monotonic()
+        started = asked = time.monotonic()
         while any(done < share for done, share in zip(progress, shares, strict=True)):
             if time.monotonic() - started > deadline_seconds:
                 raise EnvironmentFailure(
                     f"{duration} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
+            if time.monotonic() - asked > _ENDLESS_SECONDS and not any(progress):
+                asked = time.monotonic()
+                endless()
             reject_unusable_now(now, acts, description)
             step = environment.step({id_: act(id_, now[id_], acts[id_]) for id_ in description.seated})
             stepped(step)
@@ -84,7 +89,7 @@ def play_episodes(
 @torch.inference_mode()
 def evaluate_policies(
     config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
-    episodes: int | None = None, watchdog: Watchdog | None = None,
+    episodes: int | None = None, endless: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
     """Plays `episodes` episodes (default: as the section `evaluation` says), with all agents acting by their policies.
 
@@ -113,4 +118,4 @@ def evaluate_policies(
             if policy_id in description.seated:
                 its.forget(torch.from_numpy(step.policies[policy_id].over))
 
-    return play_episodes(config, description, seed, asked, act, stepped=stepped, watchdog=watchdog)
+    return play_episodes(config, description, seed, asked, act, stepped=stepped, endless=endless, watchdog=watchdog)

@@ -158,7 +158,7 @@ class Evaluation:
 
 
 def evaluate(
-    target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None, *,
+    target: str, runs_dir: Path, episodes: int | None = None, video: str | Path | None = None, *,
     show: bool = False, stochastic: bool = False, trust_config: bool = False, endpoint_url: str | None = None,
     environment: Any = None,
 ) -> Evaluation:  # fmt: skip
@@ -173,6 +173,9 @@ def evaluate(
         trust_config: lets a config from another machine name code to import; else that raises `UserError`.
         environment: the object of a run whose environment is one.
     """
+    if episodes is not None and episodes < 1:
+        raise UserError(f"episodes={episodes}: expected at least 1")
+    video = None if video is None else Path(video)
     found = find_checkpoint(target, runs_dir, access_at(endpoint_url))
     config, name = with_object(found.config, environment), found.name
     require_trust(config, found.made_here, trust_config, target)

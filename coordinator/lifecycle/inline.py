@@ -9,6 +9,7 @@ from stagecoach.rollout_worker.evaluator import Evaluator, StepResult
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import RoleName
 from stagecoach.shared.base.failure import EndReason, RoleEnd, RunEnd
+from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import StepResult as Learned
@@ -34,6 +35,9 @@ class InlineRoles:
         try:
             trainer = Trainer.start(self._incarnation)
             if self._evaluator is not None:
+                self._evaluator.interrupted = lambda: (
+                    abandon.is_set() or self._flow.read().state is not RunState.RUNNING
+                )
                 self._evaluator.start()
             while not abandon.is_set():
                 self._scale(self._flow.read().desired_workers)
@@ -57,6 +61,8 @@ class InlineRoles:
                 worker.stop(end.reason)
             if self._evaluator is not None:
                 self._evaluator.stop(end.reason)
+            if abandon.is_set():
+                self._incarnation.abandoned()
         return end
 
     def _evaluate_last(self, reason: str) -> None:

@@ -196,6 +196,7 @@ def _checked(
     Returns the config with data hashes and fixed players (those of `before` in a resume), the environment, and the
     players' bytes.
     """
+    _refuse_fork()
     extend_imports(import_path)
     if (own := config.environment.given_object) is not None and not inline:
         config.environment.hold(own, pack(own))  # before the trial, which may change what its class holds
@@ -205,6 +206,21 @@ def _checked(
     config, players = with_fixed_players(with_recorded(config, description), description, before)
     check_services(config)
     return config, description, players
+
+
+_starting_process = 0
+"""The process that started a run first, here or in a parent."""
+
+
+def _refuse_fork() -> None:
+    """Raises `UserError` in a fork of a process that started runs: PyTorch waits forever for threads it had there."""
+    global _starting_process
+    _starting_process = _starting_process or os.getpid()
+    if _starting_process != os.getpid():
+        raise UserError(
+            "this process was forked from one that has started runs, and PyTorch would hang in it; create it with "
+            "multiprocessing.get_context('spawn') or 'forkserver'"
+        )
 
 
 def _check_same_learning(config: Config, before: Config) -> None:

@@ -96,7 +96,7 @@ class Run:
 
     @classmethod
     def resume(
-        cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
+        cls, run_id: str, runs_dir: str | Path = "runs", overrides: tuple[str, ...] = (), *, origin: str = "latest",
         drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = lambda: None,
         environment: Any = None,
     ) -> Self:  # fmt: skip
@@ -108,7 +108,7 @@ class Run:
         submitted to a cluster continues there, by another job. `environment` is the class, function or registered id
         of a run whose environment is an object.
         """
-        folder = RunFolder.find(run_id, runs_dir)
+        folder = RunFolder.find(run_id, Path(runs_dir))
         drop_ranges(drop)
         how = Continuation(origin, drop, strict)
         return cls(*launcher.resume(folder, overrides, how, inline, begun, environment))
@@ -130,15 +130,16 @@ class Run:
 
     @classmethod
     def attach(
-        cls, run: str, runs_dir: Path = Path("runs"), *, endpoint_url: str | None = None, redis_url: str | None = None
+        cls, run: str, runs_dir: str | Path = "runs", *, endpoint_url: str | None = None, redis_url: str | None = None
     ) -> Self:
         """A handle on a run, live or ended: by its id, or by its folder in a store (`s3://bucket/prefix/RUN`).
 
         One that lives on other machines is known in `runs_dir` by its id from then on; `endpoint_url` and `redis_url`
         say how this machine reaches its store and Redis, where that is not as its own machines do.
         """
-        run_id = link(run, runs_dir, endpoint_url, redis_url) if "://" in run else run
-        folder = RunFolder.find(run_id, runs_dir)
+        where = Path(runs_dir)
+        run_id = link(run, where, endpoint_url, redis_url) if "://" in str(run) else run
+        folder = RunFolder.find(run_id, where)
         return cls(folder, folder.config())
 
     # What the run is doing. None of this raises because services end.
@@ -419,17 +420,17 @@ class Run:
             extend_imports((os.getcwd(), *self.folder.import_path()))
             import_policies(self.config.policies, self.config.algorithm)
 
-    def export(self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
+    def export(self, directory: str | Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
         """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; returns its folder."""
         self._import_classes(trust_config)
-        return operations.export(self.checkpoint_store(), self.config, checkpoint, directory)
+        return operations.export(self.checkpoint_store(), self.config, checkpoint, Path(directory))
 
     def export_onnx(
-        self, directory: Path, checkpoint: str | None = None, *, trust_config: bool = False
+        self, directory: str | Path, checkpoint: str | None = None, *, trust_config: bool = False
     ) -> tuple[Export, dict[str, Path]]:  # fmt: skip
         """Writes the policies of a checkpoint as ONNX files; returns how they compare with torch, and the files."""
         self._import_classes(trust_config)
-        return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, directory)
+        return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, Path(directory))
 
     def prune(
         self, keep_last: int | None = None, keep_best: int | None = None, keep_every: int | None = None, *,
@@ -453,7 +454,7 @@ class Run:
             return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
 
     def evaluate(
-        self, checkpoint: str | None = None, episodes: int | None = None, video: Path | None = None, *,
+        self, checkpoint: str | None = None, episodes: int | None = None, video: str | Path | None = None, *,
         environment: Any = None, trust_config: bool = False,
     ) -> Evaluation:  # fmt: skip
         """Plays a checkpoint (else the promoted, the best or the newest one) as `stagecoach evaluate` does.

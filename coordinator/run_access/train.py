@@ -78,7 +78,8 @@ def train(
         given = {f"environment.{name}": value for name, value in {**section, "kwargs": kwargs}.items()} | given
     made = load_config(config, given)
     if callbacks:
-        writers = [*made.metrics.writers, *({"path": _path_of(callback)} for callback in callbacks)]
+        several = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
+        writers = [*made.metrics.writers, *({"path": _path_of(callback)} for callback in several)]
         made = made.replace("metrics.writers", writers)
     if thing is not None:
         made.environment.hold(thing)

@@ -119,6 +119,8 @@ def make_environment(config: EnvironmentConfig | Config, **overrides: Any) -> An
     """
     if isinstance(config, Config):
         config = config.environment
+    if not isinstance(config, EnvironmentConfig):
+        raise ConfigError(f"make_environment takes a run's config or its section environment, found {config!r}")
     given = _of_one(config.kwargs) if config.vectorization == "native" else config.kwargs
     kwargs = {**given, **overrides}
     if config.id.startswith(PREFIX):

@@ -64,8 +64,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[Change]:
 
 def _changes(overrides: Iterable[str]) -> list[Change]:
     found = []
-    for override in [overrides] if isinstance(overrides, str) else overrides:
-        key, separator, text = override.partition("=")
+    for override in overrides if isinstance(overrides, Iterable) and not isinstance(overrides, str) else [overrides]:
+        key, separator, text = override.partition("=") if isinstance(override, str) else ("", "", "")
         if not separator or not key:
             raise ConfigError(f"--set expects section.field=value, found {override!r}")
         found.append(Change(key.split("."), _value(text, override), f"--set {override}"))
@@ -87,7 +87,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return parse_yaml(path.read_text(), str(path))
     except FileNotFoundError:
         raise ConfigError(f"no config file {path.absolute()}; `stagecoach init` writes one to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a null character in the path
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 

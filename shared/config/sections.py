@@ -347,6 +347,8 @@ class MetricsConfig(Section):
 def _named_folder(folder: object) -> object:
     if folder == "":
         raise ValueError("expected a folder, found ''; name one, or remove the line for `runs`")
+    if not str(folder).isprintable():
+        raise ValueError(f"expected a folder, found {str(folder)!r}, which has a character that cannot be printed")
     return folder
 
 

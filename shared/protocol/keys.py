@@ -23,7 +23,7 @@ COUNTS = ("pushed", "produced", "incarnations")
 
 def check_run_id(run_id: str) -> str:
     """Returns `run_id`; raises `UserError` where it could not be a key, a folder and an object name alike."""
-    if not _RUN_ID.fullmatch(run_id):
+    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):  # programs give anything
         raise UserError(
             f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
         )

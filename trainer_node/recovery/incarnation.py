@@ -116,6 +116,11 @@ class Incarnation:
         self.closing.close()
         self.heartbeat.stop(failure.detail, failure=failure.kind)
 
+    def abandoned(self) -> None:
+        """Ends the threads of a trainer in this process, and leaves the run as a killed one would."""
+        self.closing.close()
+        self.heartbeat.stop("abandoned", last_beat=False)
+
     def write_finished(self, reason: str, final: str | None) -> None:
         """`.finished`: why, the final checkpoint if there is one, the counters and the accounting."""
         role = self.role

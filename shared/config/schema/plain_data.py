@@ -26,6 +26,8 @@ class Change(NamedTuple):
 def changes_of(fields: Mapping[str, Any]) -> list[Change]:
     """Returns the changes of a mapping of dotted fields to values; raises `ConfigError` for values that no config file
     could hold."""
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"expected dotted fields with their values, {{'rollout.workers': 4}}, found {shown(fields)}")
     form = "{{'{section}': {{'{tag}': '{value}'}}}}"
     found = []
     for field, value in fields.items():
@@ -42,7 +44,7 @@ def changed(model: type[Model], data: dict[str, Any], changes: Iterable[Change])
         hints.append(_changed_section(data, change))
         _set(data, change)
     try:
-        return validated(model, data)
+        return validated(model, plain(data))
     except ConfigError as error:
         fitting = [hint for section, hint in filter(None, hints) if f"unknown key {section}." in str(error)]
         raise ConfigError("; ".join([str(error), *fitting])) from None
@@ -60,6 +62,10 @@ def plain(value: Any, field: str = "") -> Any:
             given = value.model_fields_set | {"name", "kind"}
             value = {name: item for name, item in value if name in given}
         if isinstance(value, Mapping):
+            if field and (odd := [key for key in value if not isinstance(key, str)]):  # JSON would make it text
+                raise ConfigError(
+                    f"{below}{odd[0]}: expected keys that are text, found {shown(odd[0])}; put it in quotes"
+                )
             return {key: plain(item, f"{below}{key}") for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item, f"{below}{index}") for index, item in enumerate(value)]

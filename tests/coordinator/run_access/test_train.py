@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ from gymnasium.envs.registration import EnvSpec
 
 import stagecoach as sc
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.rollout_worker import playing
 from stagecoach.rollout_worker.environments import objects
 from stagecoach.shared.base.errors import ConfigError, UserError
 from tests.conftest import minimal_config
@@ -82,6 +86,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (Mine, {"env_kwargs": {"length": 3}}, "Mine cannot be called with .*'length'"),
     (Mine, {"env_kwargs": {"size": socket.socket}}, "env_kwargs.size: expected plain data.*socket"),
     (Mine, {"env_kwargs": [3]}, "env_kwargs: expected a dict"),
+    (Mine, {"env_kwargs": {1: 2}}, "env_kwargs.1: expected keys that are text, found 1"),
+    (Mine, {"env_kwargs": {"size": {1: 2}}}, "env_kwargs.size.1: expected keys that are text, found 1"),
     (OldStep, {}, "step.. returned 4 values"),
     (lambda: LOCK.locked() or Mine(), {}, "lambda cannot be sent to workers: .*lock"),
     (Mine, {"workers": "many"}, "rollout.workers: expected a whole number"),
@@ -92,6 +98,11 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (Mine, {"learning_rate": 0.1}, "algorithm.learning_rate"),
     (Mine, {"seed": -1}, "seed: expected 0 or more"),
     (Mine, {"run_id": "a/b"}, "a/b"),
+    (Mine, {"run_id": 3}, "run id 3: expected 1 to 64 letters"),
+    (Mine, {"runs_dir": "a\nb"}, "runs_dir: expected a folder, found 'a.nb'"),
+    (Mine, {"runs_dir": "a\0b"}, "runs_dir: expected a folder, found .*cannot be printed"),
+    (Mine, {"callbacks": 3}, "callbacks: 3 cannot be imported"),
+    (Mine, {"callbacks": "nowhere:Writer"}, "metrics.writers=nowhere:Writer cannot be imported"),
     (Mine, {"runs_dir": "/proc/nowhere"}, "cannot create the run's folder /proc/nowhere"),
     (Mine, {"environment.wrappers": ["nowhere:Wrapper"]}, "nowhere"),
 ]
@@ -102,7 +113,7 @@ def test_train_refuses_in_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, arguments: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
     before = threading.active_count()
     with pytest.raises(UserError, match=message) as refused:
         sc.train(what, **SMALL | arguments)
@@ -129,7 +140,7 @@ def test_train_starts_from_whatever_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, arguments: dict[str, Any], id_: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
     own: Any = Mine
     monkeypatch.setitem(gym.registry, "Own-v0", EnvSpec("Own-v0", own, max_episode_steps=3))
     run = sc.train(what, inline=True, **SMALL | arguments)
@@ -197,6 +208,62 @@ def test_commands_refuse_or_work_without_the_object(stagecoach: Stagecoach, tmp_
         again = Run.resume("own", environment=partial(Mine, 2), **more)
     assert again.wait(100).reason == "exhausted"
     assert again.evaluate(episodes=1).scores["mean_length"] == 2
+
+
+def test_handle_takes_text_for_folders_and_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sc.train(Mine, inline=True, run_id="own", **SMALL).wait(100).reason == "exhausted"
+    run = Run.attach("own", "runs")
+    assert run.export("exported").is_relative_to("exported")
+    assert Run.resume("own", "runs", ("stop_at.updates=2",), inline=True).wait(100).reason == "exhausted"
+    cartpole = sc.load_config("cartpole")
+    for mistake, message in (
+        (lambda: run.evaluate(episodes=0), "episodes=0: expected at least 1"),
+        (lambda: Run.attach(tmp_path / "runs" / "own"), "run id PosixPath.*expected 1 to 64 letters"),  # type: ignore[arg-type]
+        (lambda: sc.make_environment("CartPole-v1"), "make_environment takes a run's config"),  # type: ignore[arg-type]
+        (lambda: sc.load_config(cartpole, 3), "expects section.field=value, found 3"),  # type: ignore[arg-type]
+        (lambda: cartpole.replace(3), "expected dotted fields with their values, .*found 3"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UserError, match=message):
+            mistake()
+
+
+def test_fork_of_a_process_with_runs_refuses_to_start_one(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, stagecoach as sc\n"
+        "def again():\n"
+        "    try: sc.train('cartpole', inline=True)\n"
+        "    except sc.StagecoachError as error: print(error, flush=True)\n"
+        "run = sc.train('cartpole', inline=True)\n"
+        "child = multiprocessing.get_context('fork').Process(target=again)\n"
+        "child.start()\n"
+        "child.join()\n"
+        "run.abandon()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "forked from one that has started runs" in done.stdout, done
+    assert done.returncode == 0
+
+
+class Endless(Mine):
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("end", [Run.stop, Run.abandon])
+def test_endless_evaluation_is_reported_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Run], None]
+) -> None:
+    """An inline run plays in the one thread that learns. Once it has ended, no thread of it is left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(playing, "_ENDLESS_SECONDS", 0.5)
+    before = set(threading.enumerate())
+    run = sc.train(Endless, inline=True, **SMALL | {"stop_at.updates": 10**6})
+    next(event for event in run if "if episodes may never end, set environment.max_episode_steps" in event.text)
+    end(run)
+    assert run.wait(100).reason == ("stopped" if end is Run.stop else "abandoned")
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left <= {"program-end"}
 
 
 class Stops(sc.Callback):
