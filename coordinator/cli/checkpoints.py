@@ -219,7 +219,12 @@ def export(
     progress("writing ONNX files and comparing them with torch" if onnx else f"copying to {directory}")
     if onnx:
         made, files = run.export_onnx(Path(directory), *name, trust_config=trust_config)
-        console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))
+        console.text(
+            *(
+                f"{path}  {_compared(made.policies[policy_id])}; from {made.checkpoint}"
+                for policy_id, path in files.items()
+            )
+        )
         return
     folder = run.export(Path(directory), *name, trust_config=trust_config)
     trust = " --trust-config" if named_code(run.config) else ""

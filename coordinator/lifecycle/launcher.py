@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint
+from stagecoach.coordinator.catalog.checkpoint_lookup import Found, find_checkpoint, named_code
 from stagecoach.coordinator.catalog.fixed_players import Players, read_snapshot, with_fixed_players
 from stagecoach.coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission, new_run_id
 from stagecoach.coordinator.catalog.status import ended_status, is_supervised
@@ -64,6 +64,9 @@ def start(
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
     config, description, players = _checked(config, import_path, inline, before)
+    scripts = [f"{field}={path}" for field, path in named_code(config).items() if "__main__:" in path]
+    if scripts and not inline:
+        raise ConfigError(f"{', '.join(scripts)}: workers and trainer cannot import a script; put this into a module")
     if before is not None:
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)

@@ -24,7 +24,7 @@ from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
-from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
+from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd, reason_in_words
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, read_events, recent_events
 from stagecoach.shared.protocol.redis_client import retries
@@ -40,12 +40,18 @@ _SHARED_LOGS = ("redis", "s3", "ray", "background")
 
 @dataclass(frozen=True)
 class Outcome:
+    """End of a run; as text, the reason in words."""
+
     end: RunEnd
     status: Status
     seconds: float
 
+    def __str__(self) -> str:
+        return reason_in_words(self.reason)
+
     @property
     def reason(self) -> str:
+        """`solved`, `exhausted` (reached `stop_at`), `stopped`, `abandoned`, or `failed: ` and the failure."""
         return self.end.reason
 
     @property

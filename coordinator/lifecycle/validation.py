@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
+from torch import Tensor
 
 from stagecoach.coordinator.diagnostics.environment_trial import try_environment
 from stagecoach.coordinator.diagnostics.store_trial import try_store
@@ -31,6 +32,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.protocol.redis_client import check_redis
@@ -183,20 +185,37 @@ def _try_own_parts(config: Config, policy_id: str, policy: Policy) -> None:
         make_own_signal(name, getattr(signals, name), policy)
     if own is None:
         return
-    where = f"policies.{policy_id}.network={own.path}: step"
+    where = f"policies.{policy_id}.network={own.path}"
     zeros = policy.spaces.observation.zeros("obs", 2)
     observed = {name: torch.from_numpy(array) for name, array in zeros.items()}
+
+    def check_shape(what: str, found: Tensor, *expected: int, advice: str = "") -> None:
+        if found.shape != expected:
+            raise ConfigError(
+                f"{where}: {what} returned {list(found.shape)} for 2 observations; expected {list(expected)}{advice}"
+            )
+
     try:
+        for name in ("actor", "encoder"):
+            encoder = getattr(policy, name, None)
+            if isinstance(width := getattr(encoder, "features", None), int):
+                found = encoder(observed, policy.normalizer)  # type: ignore[misc]
+                check_shape(f"its {name}", found, 2, width, advice=f", as its `features` is {width}")
         params, _ = policy.step(observed, policy.initial_state(2))
+        check_shape("step", params, 2, getattr(policy.distribution, "parameters", params.shape[-1]))
+        if isinstance(policy, ActorCritic) and not policy.agents:
+            check_shape("value", policy.value(observed), 2)
+            for part, found in zip(("", " (value)"), policy.action_parameters_and_value(observed), strict=True):
+                check_shape(f"action_parameters_and_value{part}", found, *(params.shape if not part else (2,)))
         actions = policy.distribution.mode(params)
         policy.estimates(observed, policy.initial_state(2))
-        wrong = [
-            leaf for leaf in policy.spaces.action.leaves if actions[leaf.column("action")].shape != (2, *leaf.shape)
-        ]
+        for leaf in policy.spaces.action.leaves:
+            check_shape("its distribution's mode", actions[leaf.column("action")], 2, *leaf.shape)
+    except ConfigError:
+        raise
     except Exception as failed:
-        raise ConfigError(f"{where} {raised(failed)}") from failed
-    if wrong:
-        raise ConfigError(f"{where} gives {list(params.shape)} for 2 observations; expected [2, action parameters]")
+        inputs = ", ".join(f"{name} {list(rows.shape)} {rows.dtype}" for name, rows in observed.items())
+        raise ConfigError(f"{where}: step {raised(failed)}; the observations were {inputs}") from failed
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:

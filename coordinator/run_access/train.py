@@ -44,7 +44,8 @@ def train(
         runs_dir: Folder of the runs.
         inline: Put all roles into this process and thread, for a debugger.
         callbacks: Callbacks and metric writers besides the config's: classes of a module, or `module:Class`.
-        fields: Any other field of the config, dotted: `**{"rollout.fragment_steps": 128}`.
+        fields: Any other field of the config, dotted: `**{"rollout.fragment_steps": 128}`. A field that names a class
+            takes the class itself: `**{"policies.default.network": MyPolicy}`.
 
     Returns:
         The run, which trains in the background.
@@ -60,7 +61,9 @@ def train(
     given = {field: value for field, value in named.items() if value is not None}
     if twice := sorted(given.keys() & fields.keys()):
         raise ConfigError(f"{', '.join(twice)}: given twice, by its short name and by the field's; leave one out")
-    given, thing = given | fields, None
+    named = given | fields
+    given = {field: _path_of(value, field) if isinstance(value, type) else value for field, value in named.items()}
+    thing = None
     folders = own_folders()
     extend_imports(folders)
     if _is_config(what):
@@ -79,7 +82,7 @@ def train(
     made = load_config(config, given)
     if callbacks:
         several = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
-        writers = [*made.metrics.writers, *({"path": _path_of(callback)} for callback in several)]
+        writers = [*made.metrics.writers, *({"path": _path_of(callback, "callbacks")} for callback in several)]
         made = made.replace("metrics.writers", writers)
     if thing is not None:
         made.environment.hold(thing)
@@ -88,13 +91,14 @@ def train(
     return Run.start(made, run_id, inline=inline, import_path=folders)
 
 
-def _path_of(callback: Any) -> str:
-    path = callback if isinstance(callback, str) else import_path(callback)
+def _path_of(thing: Any, field: str) -> str:
+    """Returns `module:Class` for a class of a module."""
+    path = thing if isinstance(thing, str) else import_path(thing)
     if path is None:
-        name = getattr(callback, "__name__", _shown(callback))
+        name = getattr(thing, "__name__", _shown(thing))
         raise ConfigError(
-            f"callbacks: {name} cannot be imported by the trainer's process, which calls it; give a class of a module, "
-            f"not of the program itself"
+            f"{field}: {name} cannot be imported by the run's other processes; give a class of a module, not of the "
+            f"program itself or of a notebook's cell"
         )
     return path
 

@@ -91,11 +91,12 @@ def meant_path(text: str) -> str:
     return f"; did you mean {dotted[1]}:{dotted[2]}?" if dotted else ""
 
 
-def import_class(path: str, field: str, base: type[Made]) -> type[Made]:
-    """Returns the subclass of `base` that `module:Class` names; raises `ConfigError`."""
+def import_class(path: str, field: str, base: type[Made], advice: str = "") -> type[Made]:
+    """Returns the subclass of `base` that `module:Class` names; raises `ConfigError`, which ends with `advice`."""
     found = import_object(path, field, kind="Class")
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{field}={path}: expected a subclass of stagecoach.{base.__name__}, found {found!r}")
+        said = f"expected a subclass of stagecoach.{base.__name__}, found {found!r}"
+        raise ConfigError(f"{field}={path}: {said}{f'; {advice}' if advice else ''}")
     return found
 
 

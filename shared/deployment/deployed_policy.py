@@ -66,6 +66,14 @@ class DeployedPolicy:
         self.version = version
         self._state: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"<DeployedPolicy {type(self._policy).__name__}, version {self.version}>"
+
+    @property
+    def network(self) -> Policy:
+        """The `nn.Module` itself: `policy.network.state_dict()`, or `print(policy.network)`."""
+        return self._policy
+
     @property
     def state(self) -> Array | None:
         """Hidden state of the core `[B, state_size]` (an LSTM's outputs, then its cells) in the current episodes; None

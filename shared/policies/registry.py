@@ -29,6 +29,23 @@ _RANDOM_STATE = threading.Lock()
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Registers a kind of policy for an algorithm of your own; a class decorator.
+
+        @stagecoach.register_policy
+        class Mixture(stagecoach.Policy):
+            kind = "mixture"
+
+    A class that `policies.<id>.network` names needs no registration.
+
+    Args:
+        policy: The class. Checkpoints, and `policy` of the algorithm's `Config`, name it by its `kind`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: Another class has this kind.
+    """
     if policy.kind in _BUILT_IN or _registered.get(policy.kind, policy).__qualname__ != policy.__qualname__:
         raise ConfigError(f"the kind of policy {policy.kind!r} of {policy.__qualname__} is taken; choose another word")
     _registered[policy.kind] = policy
@@ -117,7 +134,13 @@ def _chosen(policy_id: str, config: PolicyConfig, algorithm: AlgorithmConfig) ->
         )
     if run.network is None:
         return chosen, policy_class(kind)
-    own = import_class(run.network.path, f"policies.{policy_id}.network", policy_class(kind))
+    advice = (
+        f"an nn.Module of yours goes into its make_encoder; {chosen.name} learns a recurrent policy if "
+        f"policies.{policy_id}.core is lstm or gru"
+        if config.core == "none" and chosen.recurrent_policy
+        else "an nn.Module of yours goes into its make_encoder"
+    )
+    own = import_class(run.network.path, f"policies.{policy_id}.network", policy_class(kind), advice)
     if "kind" not in vars(own):
         own.kind = run.network.path
     return chosen, register_policy(own)

@@ -40,6 +40,9 @@ class Event:
     data: dict[str, Any]
     """Data of its kind, such as all scores of an evaluation."""
 
+    def __str__(self) -> str:
+        return f"{self.kind:<11} {self.text}"
+
     @property
     def unix_seconds(self) -> float:
         return id_order(self.id)[0] / 1000

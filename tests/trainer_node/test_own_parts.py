@@ -135,6 +135,28 @@ class Bare(sc.ActorCritic):
 
 class Plain(sc.ActorCritic): pass
 
+class Column(sc.ActorCritic):
+    def value(self, observations):
+        return super().value(observations).unsqueeze(1)
+
+class Net(torch.nn.Module):
+    features = 3
+
+    def forward(self, observations, normalizer):
+        return observations["position"] if self.features == 4 else observations["obs"]
+
+class Wide(sc.ActorCritic):
+    def make_encoder(self, observation, config):
+        return Net()
+
+class Keyed(sc.ActorCritic):
+    def make_encoder(self, observation, config):
+        net = Net()
+        net.features = 4
+        return net
+
+class Recurrent(sc.RecurrentActorCritic): pass
+
 class Silent(sc.RewardSignal): pass
 """
 
@@ -145,6 +167,11 @@ class Silent(sc.RewardSignal): pass
         ("network", "bad_parts.Plain", "default.network: expected package.module:name, found 'bad_parts.Plain'"),
         ("network", "bad_parts:Silent", "expected a subclass of stagecoach.ActorCritic, found <class"),
         ("network", "bad_parts:Narrow", "network=bad_parts:Narrow: step raised RuntimeError: mat1 and mat2 shapes"),
+        ("network", "bad_parts:Column", "Column: value returned [2, 1] for 2 observations; expected [2]"),
+        ("network", "bad_parts:Wide", "its actor returned [2, 4] for 2 observations; expected [2, 3], as its `f"),
+        ("network", "bad_parts:Keyed", "KeyError: 'position' (at "),
+        ("network", "bad_parts:Keyed", "; the observations were obs [2, 4] torch.float32"),
+        ("network", "bad_parts:Recurrent", "a recurrent policy if policies.default.core is lstm or gru"),
         ("network", "bad_parts:Bare", r"call super().__init__(spaces, config, **network) in __init__"),
         ("network", {"path": "bad_parts:Plain", "kwargs": {"depth": 1}}, "with {'depth': 1}: it raised TypeError: "),
         ("network", {"path": "bad_parts:Plain", "kwarg": {}}, "did you mean policies.default.network.kwargs?"),

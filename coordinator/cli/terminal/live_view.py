@@ -27,6 +27,7 @@ from stagecoach.shared.base.errors import StagecoachError, headline
 from stagecoach.shared.base.failure import EndReason, reason_in_words
 from stagecoach.shared.base.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps
 from stagecoach.shared.protocol.events import Event, ranking
 from stagecoach.shared.protocol.heartbeat import Beat
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
@@ -190,7 +191,8 @@ def _best(status: Status) -> str:
     if (scores := status.best_evaluation) is None:
         return "–"
     rank = f"{scores['ranked_by']} {figure(ranking(scores))}; " if scores.get("ranked_by") else ""
-    return f"{rank}{_evaluated_return(scores)} in a second evaluation ({status.best})"
+    untrained = ", before any training" if checkpoint_env_steps(status.best or "") == 0 else ""
+    return f"{rank}{_evaluated_return(scores)} in a second evaluation ({status.best}{untrained})"
 
 
 def one_line(status: Status) -> str:

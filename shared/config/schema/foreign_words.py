@@ -77,18 +77,23 @@ _FIELDS = {
     "n_quantiles": "algorithm.quantiles? They belong to algorithm.head: qr",
     "double_q": "algorithm.double?",
     "algo algorithm_name trainer_type agent": "algorithm.name?",
-    "net_arch fcnet_hiddens mlp_layers encoder_mlp_layers hidden_units layers": "policies.default.hidden_sizes?",
+    "net_arch fcnet_hiddens mlp_layers encoder_mlp_layers hidden_units layers hidden_sizes": (
+        "policies.default.hidden_sizes?"
+    ),
     "policy_kwargs model model_config network network_settings": (
         "policies.default? fcnet_hiddens and net_arch are policies.default.hidden_sizes, fcnet_activation and "
-        "activation_fn are policies.default.activation, use_lstm is policies.default.core: lstm"
+        "activation_fn are policies.default.activation, use_lstm is policies.default.core: lstm, a class of your own "
+        "is policies.default.network"
     ),
-    "activation_fn fcnet_activation nonlinearity": "policies.default.activation?",
+    "activation_fn fcnet_activation nonlinearity activation": "policies.default.activation?",
     "conv_filters encoder_conv_architecture": "policies.default.cnn?",
-    "use_lstm use_rnn lstm rnn_type": "policies.default.core? It is lstm or gru",
+    "use_lstm use_rnn lstm gru rnn_type core": "policies.default.core? It is lstm or gru",
     "lstm_cell_size lstm_hidden_size rnn_size": "policies.default.core_size?",
     "vf_share_layers share_features_extractor actor_critic_share_weights": "policies.default.share_encoder?",
-    "norm_obs normalize_input observation_filter normalize": "policies.default.normalize_observations?",
-    "norm_reward normalize_returns": "policies.default.normalize_rewards?",
+    "norm_obs normalize_input observation_filter normalize normalize_observations": (
+        "policies.default.normalize_observations?"
+    ),
+    "norm_reward normalize_returns normalize_rewards": "policies.default.normalize_rewards?",
     "clip_reward clip_rewards": "policies.default.reward_clip? Give both bounds, as in [-1, 1]",
     "policy": (
         "policies? It holds networks by policy id; MlpPolicy or CnnPolicy follows from the spaces, "

@@ -77,9 +77,12 @@ def plain(value: Any, field: str = "") -> Any:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    own = value if isinstance(value, type) else type(value)
+    named = callable(value) and own.__module__ not in ("builtins", "_io") and ".kwargs" not in field
     raise ConfigError(
         f"{field or 'the config'}: expected plain data (numbers, text, lists, mappings), since it is stored as YAML, "
         f"found {type(value).__name__} {printable(repr(value), 60)}"
+        f"{f'; name its class, as text: {own.__module__}:{own.__qualname__}' if named else ''}"
     )
 
 

@@ -65,6 +65,11 @@ class Plain:
 LOCK = threading.Lock()
 
 
+class Wide(sc.ActorCritic):
+    def make_encoder(self, observation: sc.SpaceSpec, config: sc.PolicyConfig) -> sc.Encoder:
+        return sc.Encoder(observation, config.model_copy(update={"hidden_sizes": (5,)}))
+
+
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     ("cartpol", {}, "'cartpol' is not a preset, a config file or a registered environment; did you mean cartpole"),
     ("CartPole", {}, "did you mean CartPole-v"),
@@ -96,6 +101,18 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (Mine, {"algorithm": {"name": "td3"}}, "continuous actions need Boxes"),
     (Mine, {"rollout.fragment_step": 8}, "did you mean rollout.fragment_steps"),
     (Mine, {"learning_rate": 0.1}, "algorithm.learning_rate"),
+    (Mine, {"hidden_sizes": [8]}, "did you mean policies.default.hidden_sizes"),
+    (
+        Mine,
+        {"policies.default.network": type("Local", (), {})},
+        "default.network: Local cannot be imported by the run's",
+    ),
+    (
+        Mine,
+        {"policies.default.network": Mine},
+        f"network={__name__}:Mine: .*; an nn.Module of yours goes into its make_",
+    ),
+    (Mine, {"policies.default.network": {"path": Mine}}, f"found type .*; name its class, as text: {__name__}:Mine"),
     (Mine, {"seed": -1}, "seed: expected 0 or more"),
     (Mine, {"run_id": "a/b"}, "a/b"),
     (Mine, {"run_id": 3}, "run id 3: expected 1 to 64 letters"),
@@ -273,6 +290,23 @@ class Stops(sc.Callback):
         (self.run.needed_folder / f"seen-{env_steps}").touch()
 
 
+def test_network_is_given_as_class_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`__main__` of another process is another program, so only a run in this process may name it."""
+    monkeypatch.chdir(tmp_path)
+    script = type("Scripted", (sc.ActorCritic,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Scripted", script, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"network.path=__main__:Scripted: workers and trainer cannot import a script"
+    ):
+        sc.train(Mine, **SMALL, **{"policies.default.network": "__main__:Scripted"})
+    run = sc.train(Mine, inline=True, **SMALL, **{"policies.default.network": Wide})
+    assert str(run.wait(100)) == "reached stop_at"
+    assert [str(event) for event in run if event.kind == "state"] == ["state       run finished: reached stop_at"]
+    policy = run.policy()
+    assert repr(policy) == f"<DeployedPolicy Wide, version {policy.version}>"
+    assert policy.network.state_dict()["head.weight"].shape == (2, 5)
+
+
 def test_callbacks_are_added_to_the_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = sc.train(Mine, inline=True, callbacks=[Stops, "tensorboard"], **SMALL)
@@ -284,7 +318,7 @@ def test_callbacks_are_added_to_the_writers(tmp_path: Path, monkeypatch: pytest.
     class Local(sc.Callback):
         pass
 
-    with pytest.raises(ConfigError, match=r"callbacks: Local cannot be imported by the trainer's process"):
+    with pytest.raises(ConfigError, match=r"callbacks: Local cannot be imported by the run's other processes"):
         sc.train(Mine, callbacks=[Local], **SMALL)
 
 
