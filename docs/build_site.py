@@ -27,6 +27,7 @@ GENERATED = "reference/python.md"
 """The page that is written from docstrings when the site is built."""
 
 _CODE_OR_LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\((?P<target>[^)#\s]+)", re.MULTILINE | re.DOTALL)
+_TABLE_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 
 
@@ -119,6 +120,17 @@ def _write_copy(path: Path) -> None:
     page.write_text(f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\nA copy from the repository.\n\n{shown}\n")
 
 
+def with_breaks(page: str) -> str:
+    """Returns an HTML page whose code in tables may break behind `_`, `/`, `.` and before capitals, not in words."""
+
+    def broken(table: re.Match[str]) -> str:
+        return _TABLE_CODE.sub(
+            lambda code: re.sub(r"(?<=\w[_/.:])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", code[0]), table[0]
+        )
+
+    return re.sub(r"<table>.*?</table>", broken, page, flags=re.DOTALL)
+
+
 def main() -> None:
     """Stages the pages and builds the site, strictly."""
     stage()
@@ -127,6 +139,8 @@ def main() -> None:
     if built.returncode == 0:
         for page in PAGES.rglob("*.md"):  # what llms.txt leads to
             shutil.copy(page, SITE / page.relative_to(PAGES))
+        for html in SITE.rglob("*.html"):
+            html.write_text(with_breaks(html.read_text()))
         print(f"{sum(1 for _ in SITE.rglob('*.html'))} pages in {SITE.relative_to(ROOT)}/; open {SITE.name}/index.html")
     sys.exit(built.returncode)
 

@@ -24,6 +24,14 @@ _FIRST = (
     "make_environment",
     "read_experience",
 )
+_INTERNAL = {
+    "Run": {
+        "abandon", "checkpoint_store", "client", "first_event", "prepare", "recent", "store_location", "submit",
+        "take_up",
+    },
+    "Config": {"changed", "check_stops", "decides_otherwise", "hash", "seating"},
+}  # fmt: skip
+"""Methods that only the command line and the roles call."""
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 
 
@@ -46,11 +54,21 @@ def _entry(name: str) -> Iterator[str]:
     own = getattr(found, "__doc__", "") if inspect.isclass(found) or inspect.isroutine(found) else ""
     yield _plain(own or "")
     if inspect.isclass(found) and name in _FIRST:
-        for method, value in vars(found).items():
+        for method, function, is_property in public_methods(name):
+            shown = method if is_property else _signature(method, function)
+            text = _plain(function.__doc__)
+            yield from ("", f"#### `{name}.{method}`", "", "```python", shown, "```", "", text)
+
+
+def public_methods(name: str) -> Iterator[tuple[str, Any, bool]]:
+    """Yields a class's documented methods, those of our base classes too: name, function, and whether a property."""
+    seen = set(_INTERNAL.get(name, ()))
+    for owner in getattr(stagecoach, name).__mro__:
+        for method, value in vars(owner).items() if owner.__module__.startswith("stagecoach.") else ():
             function = getattr(value, "__func__", value.fget if isinstance(value, property) else value)
-            if not method.startswith("_") and inspect.isfunction(function) and function.__doc__:
-                shown = method if isinstance(value, property) else _signature(method, function)
-                yield from ("", f"#### `{name}.{method}`", "", "```python", shown, "```", "", _plain(function.__doc__))
+            if not method.startswith("_") and method not in seen and inspect.isfunction(function) and function.__doc__:
+                seen.add(method)
+                yield method, function, isinstance(value, property)
 
 
 def _signature(name: str, function: Any) -> str:

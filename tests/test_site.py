@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import re
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from docs.build_site import PAGES, ROOT, SITE, pages_of, site_nav
+from docs.build_site import PAGES, ROOT, SITE, pages_of, site_nav, with_breaks
+from docs.python_reference import public_methods
 from stagecoach import load_policy
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.policies.actor_critic import ActorCritic
@@ -54,6 +56,24 @@ def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert len(files) > 50
     assert [path for path in files if loaded.search(path.read_text())] == []
+
+
+def test_code_in_tables_breaks_between_words_only() -> None:
+    page = "<code>a_b</code><table><td>a_b <code>rollout/ep_rew.X &lt;id&gt; QNetwork deltaMax</code></td></table>"
+    broken = "<code>rollout/<wbr>ep_<wbr>rew.<wbr>X &lt;id&gt; QNetwork delta<wbr>Max</code>"
+    assert with_breaks(page) == f"<code>a_b</code><table><td>a_b {broken}</td></table>"
+
+
+def test_reference_explains_each_method_of_a_run() -> None:
+    """A line with an example, the arguments, and what is returned; nothing that only the command line calls."""
+    methods = {name: (function, is_property) for name, function, is_property in public_methods("Run")}
+    assert {"attach", "policy", "wait"} < methods.keys() and not {"client", "submit", "take_up"} & methods.keys()
+    for name, (function, is_property) in methods.items():
+        signature, text = inspect.signature(function), function.__doc__
+        arguments = [argument for argument in signature.parameters if argument not in ("self", "cls")]
+        assert [one for one in arguments if f"    {one}: " not in text] == [], name
+        assert is_property or signature.return_annotation in ("None", None) or "Returns:" in text, name
+        assert is_property or re.search(r"[rR]un\.\w+\(", text), f"{name} has no example"
 
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium, which .ci/run installs")

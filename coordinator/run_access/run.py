@@ -1,10 +1,9 @@
 """`Run`: a handle on one run, from Python; the command line only calls this.
 
-It delegates: starting to lifecycle/launcher.py, its checkpoints to catalog/checkpoint_operations.py. It reaches the
-run's Redis while the run is live, and its store always.
+It delegates: starting to lifecycle/launcher.py, its checkpoints to run_checkpoints.py. It reaches the run's Redis
+while the run is live, and its store always.
 """
 
-import os
 import secrets
 import time
 import weakref
@@ -17,9 +16,6 @@ from typing import Any, Self
 
 import redis
 
-from stagecoach.coordinator.catalog import checkpoint_operations as operations
-from stagecoach.coordinator.catalog.checkpoint_lookup import Evaluation, evaluate, named_code, require_trust
-from stagecoach.coordinator.catalog.checkpoint_operations import Removed
 from stagecoach.coordinator.catalog.run_folder import RunFolder, Submission, link
 from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
 from stagecoach.coordinator.catalog.status import Status, check_order, order_scale
@@ -28,37 +24,28 @@ from stagecoach.coordinator.lifecycle.launcher import Begun
 from stagecoach.coordinator.lifecycle.preparation import EXACTLY, Continuation
 from stagecoach.coordinator.lifecycle.ray_job import JobCoordinator
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
-from stagecoach.coordinator.run_access.run_connection import AWAY, RunConnection
-from stagecoach.coordinator.run_access.summary import BestCheckpoint, PageAddress, as_html, best_checkpoint, rows
-from stagecoach.shared.base.errors import CheckpointNotFound, PolicyKindUnknown, StagecoachError, UserError
-from stagecoach.shared.base.user_code import extend_imports
+from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
+from stagecoach.coordinator.run_access.run_connection import AWAY
+from stagecoach.coordinator.run_access.summary import PageAddress, as_html, best_checkpoint, rows
+from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.config.run_config import Config
-from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
-from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
-from stagecoach.shared.storage.checkpoint_store import CheckpointStore
-from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.metric_log import Rows
-from stagecoach.shared.storage.players import read_mean
-from stagecoach.trainer_node.checkpointing.verification import Verdict, promote, verify, withdraw
-from stagecoach.trainer_node.export.checkpoint_export import Export
-from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
 
 _POLL_SECONDS = 0.25
 
 
-class Run:
+class Run(RunCheckpoints):
     """A handle on one run: started here, or attached to (live or ended)."""
 
     def __init__(
         self, folder: RunFolder, config: Config, coordinator: Coordinator | JobCoordinator | None = None
     ) -> None:
-        self.run_id, self.folder, self.config, self._coordinator = folder.run_id, folder, config, coordinator
-        self._at = RunConnection(folder, config)
+        super().__init__(folder, config)
+        self._coordinator = coordinator
         self._page: PageAddress | None = None
 
     @classmethod
@@ -67,11 +54,13 @@ class Run:
         import_path: tuple[str, ...] = (), begun: Begun = lambda: None, make_room: Callable[[], None] = lambda: None,
         how: Continuation = EXACTLY,
     ) -> Self:  # fmt: skip
-        """Checks everything, then starts services and roles; returns while the run continues in the background.
+        """Checks everything, then starts the run in the background: `run = Run.start(load_config("cartpole"))`.
 
         Call it from a thread that lives as long as the run: the services end with the thread that started them.
 
         Args:
+            config: The run's config, as `load_config` gives it.
+            run_id: Its name, by default the environment's with the time.
             inline: put all roles into this process.
             or_resume: continue a run of this id that exists already, here or in the store; return one that has
                 reached its end as it is.
@@ -80,6 +69,9 @@ class Run:
                 exception does.
             make_room: called after all checks, before a new run's folder is created; may delete a former one.
             how: from which checkpoint a run that exists continues, and without which entries, as in `resume`.
+
+        Returns:
+            The run's handle.
 
         Raises:
             UserError: before anything is started or written.
@@ -100,13 +92,28 @@ class Run:
         drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = lambda: None,
         environment: Any = None,
     ) -> Self:  # fmt: skip
-        """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
+        """Continues a run from its newest good checkpoint and the log behind it: `run = Run.resume("my-run")`.
 
-        From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights continue as a new version,
-        and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
-        and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote. One that was
-        submitted to a cluster continues there, by another job. `environment` is the class, function or registered id
-        of a run whose environment is an object.
+        One that was submitted to a cluster continues there, by another job.
+
+        Args:
+            run_id: The run's name.
+            runs_dir: Folder of the runs.
+            overrides: Changed fields, such as `("stop_at.env_steps=50000",)`.
+            origin: Another checkpoint (a name, `best`, `final`, `promoted`). Its weights continue as a new version, and
+                what was learned since is left behind.
+            drop: Log entries that are not learned from, `FIRST..LAST`.
+            strict: Reject a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
+            inline: Put all roles into this process.
+            begun: Called when the roles are about to start.
+            environment: Class, function or registered id of a run whose environment is an object.
+
+        Returns:
+            The run's handle.
+
+        Raises:
+            RunNotFound: The run does not exist.
+            UserError: The run is live or cannot continue.
         """
         folder = RunFolder.find(run_id, Path(runs_dir))
         drop_ranges(drop)
@@ -132,10 +139,19 @@ class Run:
     def attach(
         cls, run: str, runs_dir: str | Path = "runs", *, endpoint_url: str | None = None, redis_url: str | None = None
     ) -> Self:
-        """A handle on a run, live or ended: by its id, or by its folder in a store (`s3://bucket/prefix/RUN`).
+        """Returns a handle on a run, live or ended: `Run.attach("my-run").status().env_steps`.
 
-        One that lives on other machines is known in `runs_dir` by its id from then on; `endpoint_url` and `redis_url`
-        say how this machine reaches its store and Redis, where that is not as its own machines do.
+        Args:
+            run: The run's id, or its folder in a store (`s3://bucket/prefix/RUN`); its id suffices from then on.
+            runs_dir: Folder of the runs.
+            endpoint_url: The store as this machine reaches it, if not as the run's own machines do.
+            redis_url: The same for Redis.
+
+        Returns:
+            The run's handle.
+
+        Raises:
+            RunNotFound: The run does not exist.
         """
         where = Path(runs_dir)
         run_id = link(run, where, endpoint_url, redis_url) if "://" in str(run) else run
@@ -149,13 +165,11 @@ class Run:
 
         Args:
             accounting: False skips the ledger, for which the log is read.
+
+        Returns:
+            State, reason, counters, newest metrics, scores, checkpoints and ledger.
         """
         return replace(self._at.status(accounting), evaluates=self.config.evaluation.enabled)
-
-    @property
-    def live(self) -> bool:
-        """True while a coordinator supervises the run, here or on another machine."""
-        return self._at.live
 
     @property
     def ended(self) -> bool:
@@ -163,10 +177,13 @@ class Run:
         return self._coordinator is None or self._coordinator.outcome is not None
 
     def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
-        """Blocks until the run and everything it started has ended.
+        """Blocks until the run and everything it started has ended: `print(run.wait())`.
+
+        Args:
+            timeout_seconds: The longest wait.
 
         Returns:
-            Why it ended (`reason`, `failed`), its last status, and how long this handle's start took.
+            Why it ended (`reason`, `failed`), its last `status`, and the `seconds` of this handle's start.
 
         Raises:
             WaitTimeout: it is still live after `timeout_seconds`.
@@ -210,7 +227,14 @@ class Run:
             time.sleep(_POLL_SECONDS)
 
     def events(self, after: str = "0-0") -> list[Event]:
-        """All events so far, oldest first; with `after` those that come after an event's `id`."""
+        """Returns the events so far: `[event.text for event in run.events()]`.
+
+        Args:
+            after: Id of an event; only later events are returned.
+
+        Returns:
+            Events, oldest first.
+        """
         ended = isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None
         return self._at.events(after, self._coordinator.events if ended else None)  # type: ignore[union-attr]
 
@@ -225,7 +249,7 @@ class Run:
         return self._coordinator.first_event if self._coordinator is not None else "0-0"
 
     def metrics(self, stream: str = "train") -> Iterator[Rows]:
-        """Yields all rows of a stream, in parts.
+        """Returns all rows of a stream, in parts: `for rows in run.metrics(): ...`.
 
         Args:
             stream: `train`, `evaluations`, `episodes`, `fleet` or `events`.
@@ -237,30 +261,18 @@ class Run:
         return all_rows(store, stream, client, self.run_id, instead=self._at.offline_store().store)
 
     def last_metrics(self, stream: str = "train") -> tuple[str, dict[str, float]]:
-        """Label and metrics of the newest row, or empty: `run.last_metrics()[1]["rollout/ep_rew_mean"]`."""
+        """Returns the newest row of a stream: `run.last_metrics()[1]["rollout/ep_rew_mean"]`.
+
+        Args:
+            stream: As in `metrics`.
+
+        Returns:
+            Its label and metrics; empty before the first row.
+        """
         return self._at.read(lambda client, found: last_row(found.store, stream, client, self.run_id))
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and their marks."""
-        return self._at.read(lambda _, store: operations.list_checkpoints(store))
-
-    @property
-    def best(self) -> BestCheckpoint | None:
-        """The best checkpoint so far; None before an evaluation was confirmed.
-
-        To compare three learning rates:
-
-            scores = {}
-            for rate in (0.0003, 0.001, 0.003):
-                run = Run.start(load_config("config.yaml", [f"algorithm.learning_rate={rate}"]), inline=True)
-                run.wait()
-                scores[rate] = run.best.score
-            print(max(scores, key=scores.get))
-        """
-        return best_checkpoint(self.checkpoints(), self.store_location)
-
     def page(self, port: int = 0) -> PageAddress:
-        """Serves the page with the run's curves from this process, until the process or this handle ends.
+        """Serves the page with the run's curves until this process or handle ends: `print(run.page())`.
 
         Args:
             port: on loopback; 0 for a free one.
@@ -300,7 +312,7 @@ class Run:
     # Orders, as by the command line
 
     def checkpoint(self) -> None:
-        """Requests a checkpoint of a live run after its current update; returns at once.
+        """Requests a checkpoint of a live run after its current update, and returns at once: `run.checkpoint()`.
 
         Raises:
             UserError: the run is not live.
@@ -309,6 +321,9 @@ class Run:
 
     def note(self, text: str) -> None:
         """Writes a line into the events of a live run, which are kept with its metrics: `run.note("lower noise")`.
+
+        Args:
+            text: One line.
 
         Raises:
             UserError: the run is not live, or the text is empty.
@@ -325,6 +340,11 @@ class Run:
         Without a number the coordinator finds it from now on, between the bounds; a bound that is not given stays what
         it was.
 
+        Args:
+            workers: Number of workers.
+            min_workers: Lower bound of the number that the coordinator finds.
+            max_workers: Upper bound.
+
         Returns:
             The order in words.
 
@@ -335,7 +355,7 @@ class Run:
         return order_scale(self._at.ordering_client(), self.run_id, workers, min_workers, max_workers)
 
     def stop(self) -> None:
-        """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`.
+        """Asks a live run to end with a last checkpoint, and returns at once: `run.stop(); run.wait()`.
 
         A run that this handle started may have ended meanwhile; then there is nothing to do.
 
@@ -352,144 +372,3 @@ class Run:
         """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
         if self._coordinator is not None:
             self._coordinator.abandon()
-
-    # Its checkpoints and its experience
-
-    def policy(
-        self, checkpoint: str | None = None, policy_id: str = "default", *, trust_config: bool = False
-    ) -> DeployedPolicy:  # fmt: skip
-        """Returns a policy that acts: `run.policy("best").act(observation)`.
-
-        Args:
-            checkpoint: a name, `best`, `final`, `promoted` or `latest`; else the promoted, best or newest one.
-            policy_id: one of several policies, or `mean`, the mean strategy of its snapshots.
-            trust_config: lets a config from another machine name a network's class to import, as in `export`.
-
-        Raises:
-            CheckpointNotFound: the run has no checkpoint or policy of that name, or no checkpoint yet.
-        """
-        return self._at.read(lambda _, store: self._policy(store, checkpoint, policy_id, trust_config))
-
-    def _policy(
-        self, store: CheckpointStore, checkpoint: str | None, policy_id: str, trust_config: bool
-    ) -> DeployedPolicy:
-        loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
-        data = loaded.objects.get(f"{policy_id}/policy.safetensors")
-        if data is None:
-            data = read_mean(store, loaded.manifest.name, policy_id)
-        if data is None:
-            raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
-        with suppress(PolicyKindUnknown):
-            return load_policy(data)
-        self._import_classes(trust_config)
-        return load_policy(data)
-
-    @property
-    def store_location(self) -> str:
-        """Location of the run's checkpoints for display: a folder or a URL."""
-        url = self.folder.offline_address(self.config).store_url
-        if self.config.store.url == "embedded":
-            url = url.removeprefix("file://")
-        return f"{url.rstrip('/')}/{self.run_id}"
-
-    def checkpoint_store(self) -> CheckpointStore:
-        """The run's checkpoints, for reading."""
-        return self.folder.checkpoint_store(self.config)
-
-    def verify(self, checkpoint: str | None = None) -> list[Verdict]:
-        """Reads and checks every byte of all checkpoints, or of one: `run.verify("best")`."""
-        return self._at.read(lambda _, store: verify(store, checkpoint, live=self.live))
-
-    def promote(self, checkpoint: str | None) -> str | None:
-        """Marks a checkpoint for deployment, if it is whole and its weights are finite; returns its name.
-
-        It is never pruned then, and `policy` and `evaluate` take it first. None clears the mark, and returns the
-        checkpoint that had it. `run.promote("best")` takes the best so far.
-
-        Raises:
-            CheckpointNotFound, CheckpointDamaged: the checkpoint is missing, incomplete or damaged.
-        """
-        if checkpoint is None:
-            return self._at.read(lambda _, store: withdraw(store))
-        return self._at.read(lambda _, store: promote(store, checkpoint, live=self.live).checkpoint)
-
-    def _import_classes(self, trust_config: bool) -> None:
-        """Imports the user's own algorithms and networks with their kinds; raises `UserError` without trust."""
-        if any("algorithm" in field or "network" in field for field in named_code(self.config)):
-            require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
-            extend_imports((os.getcwd(), *self.folder.import_path()))
-            import_policies(self.config.policies, self.config.algorithm)
-
-    def export(self, directory: str | Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
-        """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; returns its folder."""
-        self._import_classes(trust_config)
-        return operations.export(self.checkpoint_store(), self.config, checkpoint, Path(directory))
-
-    def export_onnx(
-        self, directory: str | Path, checkpoint: str | None = None, *, trust_config: bool = False
-    ) -> tuple[Export, dict[str, Path]]:  # fmt: skip
-        """Writes the policies of a checkpoint as ONNX files; returns how they compare with torch, and the files."""
-        self._import_classes(trust_config)
-        return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, Path(directory))
-
-    def prune(
-        self, keep_last: int | None = None, keep_best: int | None = None, keep_every: int | None = None, *,
-        dry_run: bool = False,
-    ) -> list[Removed]:  # fmt: skip
-        """Removes what the retention rule (the config's, changed by what is given) does not keep; not of a live run.
-
-        The newest, best, final and promoted checkpoints always stay. Returns what was (or would be) removed.
-        """
-        given = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
-        changes = {name: value for name, value in given.items() if value is not None}
-        if low := [f"{name}={value}" for name, value in changes.items() if value < 1]:
-            raise UserError(f"{', '.join(low)}: expected at least 1")
-        if self.live:
-            raise UserError(
-                f"run {self.run_id!r} is live, and its trainer prunes by itself after each checkpoint "
-                f"(checkpoint.keep_last, keep_best, keep_every); prune it when it has ended"
-            )
-        rule = self.config.checkpoint.model_copy(update=changes)
-        with self.folder.locked():
-            return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
-
-    def evaluate(
-        self, checkpoint: str | None = None, episodes: int | None = None, video: str | Path | None = None, *,
-        environment: Any = None, trust_config: bool = False,
-    ) -> Evaluation:  # fmt: skip
-        """Plays a checkpoint (else the promoted, the best or the newest one) as `stagecoach evaluate` does.
-
-        Args:
-            video: folder for an MP4 of each episode.
-            environment: the object of a run whose environment is one, by default that of this handle.
-        """
-        found = environment or self.config.environment.given_object
-        target = self.run_id if checkpoint is None else f"{self.run_id}/{checkpoint}"
-        runs_dir = self.folder.path.parent
-        return evaluate(target, runs_dir, episodes, video, trust_config=trust_config, environment=found)
-
-    def replay(
-        self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None, *,
-        trust_config: bool = False,
-    ) -> Replayed:  # fmt: skip
-        """Trains again from one checkpoint (or `start`) over the archived log, and compares with another one.
-
-        Nothing is written, and a live run is not disturbed.
-
-        Raises:
-            ArchiveIncomplete, CheckpointNotFound, CheckpointDamaged: where something is missing.
-            UserError: where no straight line leads from the one to the other, or a config from another machine names
-                code to import and `trust_config` is not given.
-        """
-        require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
-        store = self.checkpoint_store()
-        begin = start if start == BEGINNING else store.resolve(start)
-        return replay(store, self.config, store.description(), begin, store.resolve(goal), progress)
-
-    def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
-        """The archived experience, lazily, in the log's order; between two log positions where they are given.
-
-        Raises `ArchiveIncomplete` if the archive is missing or has a hole.
-        """
-        store = self.checkpoint_store()
-        return experience(Archive(store.store, store.run_id), self.store_location, after, through)

@@ -132,6 +132,8 @@ def test_summary_shows_confirmed_best_and_last_score() -> None:
     ]
     ranked = dataclasses.replace(ended, best_evaluation=held | {"ranking": 40.0, "ranked_by": "rating of cat"})
     assert list(scores_of_note(ranked))[2][1].startswith("rating of cat 40; 481 in a second evaluation")
+    first = dataclasses.replace(ended, best="0_Step-0.ckpt")
+    assert list(scores_of_note(first))[2][1] == "481 in a second evaluation (0_Step-0.ckpt, before any training)"
     *_, last = scores_of_note(dataclasses.replace(ended, evaluation=None))
     why = "3_Step-96.ckpt was not evaluated before the run ended"
     assert last == ("not evaluated", f"{why}: stagecoach evaluate a/3_Step-96.ckpt")

@@ -251,6 +251,8 @@ def test_nothing_is_wider_than_the_screen(runs_dir: Path, visitor: Visitor, widt
             page = visitor.enter(url, path)
             page.locator("table").first.wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            cut = "[...document.querySelectorAll('.tiles small')].some((s) => s.scrollWidth > s.clientWidth)"
+            assert not page.evaluate(cut)
 
 
 def test_page_shows_thousand_workers(runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
