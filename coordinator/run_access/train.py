@@ -61,8 +61,8 @@ def train(
     given = {field: value for field, value in named.items() if value is not None}
     if twice := sorted(given.keys() & fields.keys()):
         raise ConfigError(f"{', '.join(twice)}: given twice, by its short name and by the field's; leave one out")
-    named = given | fields
-    given = {field: _path_of(value, field) if isinstance(value, type) else value for field, value in named.items()}
+    every: dict[str, Any] = {**given, **fields}
+    given = {field: _path_of(value, field) if isinstance(value, type) else value for field, value in every.items()}
     thing = None
     folders = own_folders()
     extend_imports(folders)

@@ -298,8 +298,8 @@ def test_network_is_given_as_class_of_a_module(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(
         ConfigError, match=r"network.path=__main__:Scripted: workers and trainer cannot import a script"
     ):
-        sc.train(Mine, **SMALL, **{"policies.default.network": "__main__:Scripted"})
-    run = sc.train(Mine, inline=True, **SMALL, **{"policies.default.network": Wide})
+        sc.train(Mine, **SMALL | {"policies.default.network": "__main__:Scripted"})
+    run = sc.train(Mine, inline=True, **SMALL | {"policies.default.network": Wide})
     assert str(run.wait(100)) == "reached stop_at"
     assert [str(event) for event in run if event.kind == "state"] == ["state       run finished: reached stop_at"]
     policy = run.policy()
