@@ -101,9 +101,12 @@ class ActorCritic(Heads):
         return self._value(self.critic(observations, self.normalizer))
 
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns both, for a loss. A subclass that overrides one of them learns through its own."""
+        own = type(self).action_parameters, type(self).value
+        if self.critic is not self.actor or own != (ActorCritic.action_parameters, ActorCritic.value):
+            return self.action_parameters(observations), self.value(observations)
         features = self.actor(observations, self.normalizer)
-        critic = features if self.critic is self.actor else self.critic(observations, self.normalizer)
-        return self._params(features, observations), self._value(critic)
+        return self._params(features, observations), self._value(features)
 
 
 class Core(nn.Module):

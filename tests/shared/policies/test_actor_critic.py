@@ -50,6 +50,18 @@ def test_actor_critic_supports_every_observation_space(observation: str, action:
     assert [tuple(part.shape) for part in sequence] == [(2, 3, params.shape[1]), (2, 3), (2, 3, 14)]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("overridden", ["action_parameters", "value"])
+def test_loss_sees_overridden_output(overridden: str, shared: bool) -> None:
+    """A network of one's own that overrides only what acts must not have the built-in one learn instead."""
+    policy, rows = policy_for("box", "discrete", share_encoder=shared), batch_of(OBSERVATIONS["box"], 3)
+    built_in = policy.action_parameters_and_value(rows)
+    policy.__class__ = type("Own", (ActorCritic,), {overridden: lambda self, rows: torch.full((3,), 7.0)})
+    learned = policy.action_parameters_and_value(rows)
+    own = overridden == "value"
+    assert learned[own].tolist() == [7.0] * 3 and torch.equal(learned[not own], built_in[not own])
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_actor_critic_supports_every_action_space(action: str) -> None:
     policy = policy_for("box", action)
