@@ -263,10 +263,10 @@ class Trainer:
         def done() -> bool:
             nonlocal seen
             beats, done = read_heartbeats(client, self._run_id), read_evaluations(client, self._run_id)
-            left = self.state.writer.due.names - done.keys()
+            left = {name, *self.state.writer.due.names} - done.keys()
             if any(beat.alive for beat in beats if beat.role == "evaluator"):
                 seen = time.monotonic()
-                return name in done and not left
+                return not left
             # it is replaced, or about to start
             known = any(beat.role == "evaluator" or (beat.role == "coordinator" and beat.alive) for beat in beats)
             return not (left and known and time.monotonic() - seen < _REPLACED_SECONDS)

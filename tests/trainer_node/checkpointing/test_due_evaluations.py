@@ -33,7 +33,7 @@ from tests.support.runs import metric_rows
 from tests.support.runs.game import KEEP, Game, NewGame, small
 
 
-def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
+def due(every: str | None = "2 updates", updates: int = 6, **sections: Any) -> Config:
     evaluation = {"episodes": 1, "every": every, "final_wait_seconds": 30}
     checkpoint = {"every": "3 updates", "keep_last": 1, "keep_best": 1}
     common = {"evaluation": evaluation, "checkpoint": checkpoint, "stop_at": {"updates": updates}}
@@ -114,8 +114,11 @@ def test_unplayed_due_policies_are_reported_and_resumed(new_game: NewGame) -> No
     assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
 
 
-def test_end_of_run_waits_for_replaced_evaluator(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
-    game = new_game(due())
+@pytest.mark.parametrize(("every", "scored"), [("2 updates", [2, 4, 6]), (None, [6])])
+def test_end_of_run_waits_for_replaced_evaluator(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch, every: str | None, scored: list[int]
+) -> None:
+    game = new_game(due(every))
     game.play()
     gone = Evaluator(game.open())
     gone.start()
@@ -130,7 +133,7 @@ def test_end_of_run_waits_for_replaced_evaluator(new_game: NewGame, monkeypatch:
     monkeypatch.setattr("stagecoach.trainer_node.trainer.poll", polled)
     game.trainer.finish("exhausted")
     assert looks == [1]
-    assert versions(label for label, _ in recorded(game, EVALUATIONS)) == [2, 4, 6]
+    assert versions(label for label, _ in recorded(game, EVALUATIONS)) == scored
     assert "had not been played" not in game.events("evaluation")
 
 
