@@ -72,7 +72,14 @@ class RayHead:
         # unused here, and a driver that leaves a dead Ray would wait for both
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
-        self._service = self._launch() if self._address == "embedded" and not self._foreign else None
+        embedded = self._address == "embedded" and not self._foreign
+        if embedded and (address := os.environ.get("RAY_ADDRESS")):
+            warnings.warn(
+                f"RAY_ADDRESS={address} is not used: the run starts a Ray of its own. Call ray.init() before it for a "
+                f"Ray on this machine, or set ray.address for a cluster (docs/operations/deploy.md)",
+                stacklevel=2,
+            )
+        self._service = self._launch() if embedded else None
 
     @property
     def embedded(self) -> bool:

@@ -101,6 +101,9 @@ print(first.wait(60).reason, third[0].reason, third[1].wait(60).reason)
 
 @pytest.mark.parametrize("ray", ["lives", "dies"])
 def test_runs_of_one_process_share_its_ray(tmp_path: Path, ray: str) -> None:
-    """Two that overlap, of which the first to start ends first, then a third after both."""
-    done = subprocess.run([sys.executable, "-c", TWO_RUNS, tmp_path, ray], capture_output=True, text=True)
+    """Two that overlap, of which the first to start ends first, then a third after both. A Ray that they could join
+    by its address is left alone, and named."""
+    environ = {**os.environ, "RAY_ADDRESS": "192.0.2.1:6379"}
+    done = subprocess.run([sys.executable, "-c", TWO_RUNS, tmp_path, ray], capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["stopped stopped exhausted"]), done
+    assert "RAY_ADDRESS=192.0.2.1:6379 is not used: the run starts a Ray of its own" in done.stderr
