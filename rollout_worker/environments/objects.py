@@ -6,6 +6,7 @@ code; the object itself stays in this process, and reaches Ray's actors as an ar
 
 import hashlib
 import importlib.machinery
+import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -85,9 +86,9 @@ def _check(thing: Any, kwargs: Mapping[str, Any]) -> None:
     if not callable(thing) or (isinstance(thing, type) and not (hasattr(thing, "reset") and hasattr(thing, "step"))):
         raise ConfigError(f"environment: {name} is not an environment (no reset and step); {_GIVE}")
     if why := misfit(thing, **kwargs):
-        raise ConfigError(
-            f"environment: {name} cannot be called with {dict(kwargs)}: {why}; give env_kwargs, or a lambda"
-        )
+        one = {"config", "env_config"} & inspect.signature(thing).parameters.keys() - kwargs.keys()
+        give = f"env_kwargs={{{one.pop()!r}: {dict(kwargs) or '{…}'}}}" if one else "env_kwargs, or a lambda"
+        raise ConfigError(f"environment: {name} cannot be called with {dict(kwargs)}: {why}; give {give}")
 
 
 def _name(thing: Any) -> str:

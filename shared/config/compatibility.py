@@ -91,7 +91,8 @@ def _run(run: ConfigFields) -> Iterator[str]:
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
         yield (
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: a cluster "
-            f"cannot reach servers on this machine's loopback; give both addresses that it reaches"
+            f"cannot reach servers on this machine's loopback; give both addresses that it reaches, or, for a Ray on "
+            f"this machine alone, leave ray.address out and call ray.init(address) before stagecoach.train"
         )
     if run.rollout.complete_episodes:
         yield from _complete_episodes(run)

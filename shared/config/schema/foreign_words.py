@@ -100,8 +100,24 @@ _FIELDS = {
         "policies.default.hidden_sizes sets its layers"
     ),
     "multiagent multi_agent policy_mapping_fn": "agents and policies? See docs/guides/policies.md",
+    "policies_to_train": "policies.default.trainable? Set it to false for each policy that only acts",
+    "rl_module_spec rl_module rl_module_specs custom_model": (
+        "policies.default.network? It names a class that derives from a policy (docs/how-to/own-network.md)"
+    ),
+    "learner_class custom_loss": "algorithm.name? It may name a class of yours (docs/how-to/own-loss.md)",
+    "env_runners": (
+        "rollout? It has workers (num_env_runners) and fragment_steps; environment.num_envs are those of each worker"
+    ),
+    "learners": "trainer? It has ranks (num_learners) and device",
+    "training": "algorithm?",
+    "connectors env_to_module_connector module_to_env_connector learner_connector": (
+        "environment.wrappers? See docs/guides/filters.md"
+    ),
     "env env_id env_name gym_id env_class": "environment.id?",
-    "env_config env_kwargs": "environment.kwargs?",
+    "env_config env_kwargs": (
+        "environment.kwargs? stagecoach.train takes env_kwargs. RLlib's env_config is one argument of the environment: "
+        "{config: {…}}"
+    ),
     "horizon time_limit": "environment.max_episode_steps?",
     "frame_stack frame_skip n_stack env_frameskip env_framestack": (
         "environment.wrappers? For example {path: gymnasium.wrappers:FrameStackObservation, kwargs: {stack_size: 4}}"
@@ -127,6 +143,11 @@ _FIELDS = {
     "log_dir train_dir save_path storage_path local_dir results_dir output_dir": "runs_dir?",
     "restore load_path pretrained": "initialize_from?",
     "random_seed random_state": "seed?",
+    "evaluation_num_env_runners evaluation_num_workers evaluation_parallel_to_training": (
+        "evaluation.num_envs? One process plays these during the training"
+    ),
+    "evaluation_config": "evaluation?",
+    "time_total_s": "stop_at.hours?",
 }
 """Words → the field that is probably meant, with what differs."""
 _NEEDLESS = {
@@ -134,6 +155,10 @@ _NEEDLESS = {
         "leave it out: `stagecoach train` shows the run live, `stagecoach status RUN` in detail"
     ),
     "framework": "leave it out: PyTorch is the only one",
+    "use_gae use_critic": "leave it out: PPO always estimates advantages by GAE, with a critic",
+    "kl_coeff use_kl_loss": "leave it out: PPO has no KL penalty; algorithm.target_kl bounds an update's divergence",
+    "restart_failed_env_runners ignore_env_runner_failures": "leave it out: workers that die are always replaced",
+    "normalize_actions clip_actions": "leave it out: actions are always clipped to the bounds of a Box",
     "torch_deterministic deterministic": "leave it out: updates are deterministic on a CPU",
     "use_sde sde_sample_freq": "leave it out: state-dependent exploration is not available",
     "capture_video record_video": "leave it out: `stagecoach evaluate RUN --video DIR` records a trained policy",

@@ -56,8 +56,11 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "rollout_fragment_length": (200, "did you mean rollout.fragment_steps?"),
     "framework": ("torch", "leave it out: PyTorch is the only one"),
     "env": ("CartPole-v1", "did you mean environment.id?"),
-    "env_config": ({"size": 8}, "did you mean environment.kwargs?"),
+    "env_config": ({"size": 8}, "RLlib's env_config is one argument of the environment: {config: {…}}"),
     "model.fcnet_hiddens": ([64, 64], "fcnet_hiddens and net_arch are policies.default.hidden_sizes"),
+    "policies_to_train": (["a"], "did you mean policies.default.trainable?"),
+    "env_runners": ({"num_env_runners": 2}, "did you mean rollout?"),
+    "algorithm.kl_coeff": (0.2, "leave it out: PPO has no KL penalty"),
     # CleanRL, Sample Factory, ML-Agents
     "num_steps": (128, "did you mean rollout.fragment_steps?"),
     "update_epochs": (4, "did you mean algorithm.epochs?"),

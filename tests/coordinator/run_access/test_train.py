@@ -53,6 +53,11 @@ class Needs(Mine):
         super().__init__(size)
 
 
+class FromRllib(Mine):
+    def __init__(self, config: dict[str, int]) -> None:
+        super().__init__(config["size"])
+
+
 class OldStep(Mine):
     def step(self, action: Any) -> Any:
         return np.zeros(2, np.float32), 1.0, True, {}
@@ -88,6 +93,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: None, {}, "it returned nothing: return the environment"),
     (lambda size: Mine(size), {}, "lambda cannot be called with .*missing a required argument: 'size'"),
     (Needs, {"env_kwargs": {"size": 3}}, "Needs cannot be called with .*'depth'"),
+    (FromRllib, {"env_kwargs": {"size": 3}}, "FromRllib cannot be .*; give env_kwargs={'config': {'size': 3}}"),
+    (FromRllib, {}, "missing a required argument: 'config'; give env_kwargs={'config': {…}}"),
     (Mine, {"env_kwargs": {"length": 3}}, "Mine cannot be called with .*'length'"),
     (Mine, {"env_kwargs": {"size": socket.socket}}, "env_kwargs.size: expected plain data.*socket"),
     (Mine, {"env_kwargs": [3]}, "env_kwargs: expected a dict"),
