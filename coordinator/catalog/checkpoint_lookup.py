@@ -80,7 +80,7 @@ def find_checkpoint(target: str, runs_dir: Path, access: StoreConfig | None = No
         return _in_folder(folder)
     if (folder / RESOLVED_CONFIG).is_file():  # of a run of this machine
         target, runs_dir = folder.name, folder.parent
-    elif folder.is_dir():
+    elif folder.is_dir() and not (runs_dir.expanduser() / target.partition("/")[0] / RESOLVED_CONFIG).is_file():
         raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
     elif separator or target.startswith(("/", ".", "~")):
         raise CheckpointNotFound(f"folder {folder} does not exist; expected {_EXPECTED}")

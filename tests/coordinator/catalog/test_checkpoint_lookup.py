@@ -49,9 +49,14 @@ def test_evaluate_takes_best_checkpoint(ended_run: Run, runs: Path) -> None:
     assert found.scores["episodes"] == ended_run.config.evaluation.episodes
 
 
-def test_find_checkpoint_by_name_and_folder(runs: Path, checkpoints: Path) -> None:
+def test_find_checkpoint_by_name_and_folder(
+    runs: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "code")  # whose folder of a run's name holds something else
     by_name = evaluate(f"a/{LAST}", runs, 3)
     assert (by_name.checkpoint, by_name.scores["episodes"]) == (LAST, 3)
+    assert evaluate("a/latest", runs, 3) == by_name and evaluate("a", runs, 3).scores["episodes"] == 3
     for folder in (checkpoints / LAST, f"file://{checkpoints / LAST}"):
         assert evaluate(str(folder), Path("nowhere"), 3) == by_name
 
