@@ -58,7 +58,7 @@ class RayCluster:
         self._prepare_laptop(network)
         download_build_system(wheels := network.folder / "wheels")
         for host in (self.head, *self.workers):
-            _prepare(host, wheels)
+            prepare_machine(host, wheels)
         self.write_file(cpus, _QUICK | dict(environ or {}), values)
 
     def up(self, *workers: Host) -> None:
@@ -135,9 +135,9 @@ class RayCluster:
             )
 
 
-def _prepare(host: Host, wheels: Path) -> None:
+def prepare_machine(host: Host, wheels: Path, environment: Path = HOME / "stagecoach-venv") -> None:
     """A machine whose user has made the virtual environment already; it has no network to install from."""
-    make_environment(host.path(HOME / "stagecoach-venv"), HOME / "stagecoach-venv")
+    make_environment(host.path(environment), environment)
     write_pip_config(host.path(HOME), wheels)
 
 
