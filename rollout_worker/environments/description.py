@@ -98,9 +98,12 @@ def _read_spaces(config: Config, env: Any) -> dict[str, Any]:
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
     except Exception as error:
+        way = "set both in __init__ (PettingZoo: methods that take an agent)"
+        if hasattr(env, "observation_spaces"):
+            way = "docs/guides/policies.md adapts RLlib's MultiAgentEnv to PettingZoo"
         raise EnvironmentUnusable(
             f"{config.environment.id} has no usable spaces ({type(error).__name__}: {error}); expected an "
-            f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
+            f"observation_space and an action_space; {way}"
         ) from None
     for agent, pair in found.items():
         if not isinstance(agent, str):

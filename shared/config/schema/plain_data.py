@@ -23,6 +23,13 @@ class Change(NamedTuple):
     """Form in which that origin gives a whole section."""
 
 
+_WAYS = {
+    "agents": "; map names or patterns to policies: {'player_*': 'main'}",
+    "policies": "; map each to its section: {'main': {}}",
+}
+"""Field → how it is written, for RLlib's `policy_mapping_fn` and set of policies."""
+
+
 def changes_of(fields: Mapping[str, Any]) -> list[Change]:
     """Returns the changes of a mapping of dotted fields to values; raises `ConfigError` for values that no config file
     could hold."""
@@ -82,7 +89,7 @@ def plain(value: Any, field: str = "") -> Any:
     raise ConfigError(
         f"{field or 'the config'}: expected plain data (numbers, text, lists, mappings), since it is stored as YAML, "
         f"found {type(value).__name__} {printable(repr(value), 60)}"
-        f"{f'; name its class, as text: {own.__module__}:{own.__qualname__}' if named else ''}"
+        f"{_WAYS.get(field) or (f'; name its class, as text: {own.__module__}:{own.__qualname__}' if named else '')}"
     )
 
 

@@ -173,6 +173,10 @@ def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str
         remedy = meant_path(found)
     elif kind == "model_type" and where in _WRITTEN and isinstance(found, str | int):
         remedy = f"; write {where}: {_WRITTEN[where].format(printable(found, 60))}"
+    elif kind == "model_type" and where.startswith("policies.") and found is None:
+        remedy = f"; write {where}: {{}} for its defaults"
+    elif kind == "dict_type" and where == "policies" and isinstance(found, list):
+        remedy = f"; write policies: {{{', '.join(f'{name}: {{}}' for name in found[:3])}}}"
     return f"{where}: expected {expected}, found {shown(found)}{remedy}"
 
 

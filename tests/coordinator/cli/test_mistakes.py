@@ -67,6 +67,9 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "total_frames": (100_000, "did you mean stop_at.env_steps?"),
     "environment.env_frameskip": (4, "did you mean environment.wrappers?"),
     "self_play": ({"window": 10}, "docs/coming-from/ml-agents.md"),
+    "policies": (["a", "b"], "found ['a', 'b']; write policies: {a: {}, b: {}}"),
+    "policies.second": (None, "policies.second: expected a section, as in {name: value}, found nothing; write "
+        "policies.second: {} for its defaults"),
     # one's own
     "enviroment": ({"id": "CartPole-v1"}, "did you mean environment?"),
     "rollout.wokers": (4, "did you mean rollout.workers?"),
@@ -128,6 +131,8 @@ def test_mistake_is_refused_in_one_line(field: str, stagecoach: Stagecoach, tmp_
         ("cartpole", {"environment.kwargs": {"make": open}}, "environment.kwargs.make: expected plain data"),
         ("cartpole", {"environment.kwargs.at": {1, 2}}, "environment.kwargs.at: expected plain data"),
         ({"environment": {"id": "A-v0", "kwargs": {"f": open}}}, (), "environment.kwargs.f: expected plain data"),
+        ("cartpole", {"policies": {"a"}}, "map each to its section: {'main': {}}"),
+        ("cartpole", {"agents": lambda agent, episode: "a"}, "map names or patterns to policies: {'player_*': 'main'}"),
         ({"env": "A-v0"}, (), "unknown key env; did you mean environment.id?"),
     ],
     ids=str,

@@ -158,6 +158,9 @@ def test_environments_of_pettingzoo_are_seen_to_be_such(
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["has no usable spaces", "observation_space"]),
+    "as in RLlib": (
+        {"id": f"{MODULE}:AsInRllib", "api": "pettingzoo"}, ["guides/policies.md adapts RLlib's MultiAgentEnv"],
+    ),
     "many things": ({"id": f"{MODULE}:ManyThings"}, ["nan as reward", "str 'no' as truncated"]),
     "no space": ({"id": f"{MODULE}:NoSpace"}, ["its action_space is None", "set it in __init__"]),
     "nothing": ({"id": f"{MODULE}:nothing"}, ["it returned nothing: return the environment"]),

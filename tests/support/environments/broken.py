@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -90,6 +90,20 @@ class OldGym(Good):
 
 class NoSpaces(gym.Env[Any, Any]):
     """Says nothing of itself."""
+
+
+class AsInRllib:
+    """RLlib's `MultiAgentEnv`, whose spaces are dicts."""
+
+    possible_agents = ("first",)
+    observation_spaces: ClassVar[Any] = {"first": gym.spaces.Discrete(2)}
+    action_spaces = observation_spaces
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {"first": 0}, {}
+
+    def step(self, actions: Any) -> Any:
+        return {"first": 0}, {"first": 0.0}, {"__all__": False}, {"__all__": False}, {}
 
 
 class ManyThings(Good):
