@@ -274,6 +274,8 @@ class Trainer:
         try:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:
                 poll(wait, done)
+            if name not in read_evaluations(client, self._run_id):
+                self.incarnation.emit_event(f"{name} is not evaluated: no evaluator is running", "evaluation")
         except WaitTimeout as error:
             self.incarnation.emit_event(f"{name} is not evaluated: {error}", "evaluation")
 

@@ -202,6 +202,7 @@ def _try_own_parts(config: Config, policy_id: str, policy: Policy) -> None:
                 found = encoder(observed, policy.normalizer)  # type: ignore[misc]
                 check_shape(f"its {name}", found, 2, width, advice=f", as its `features` is {width}")
         params, _ = policy.step(observed, policy.initial_state(2))
+        alone, _ = policy.step({name: rows[:1] for name, rows in observed.items()}, policy.initial_state(1))
         check_shape("step", params, 2, getattr(policy.distribution, "parameters", params.shape[-1]))
         if isinstance(policy, ActorCritic) and not policy.agents:
             check_shape("value", policy.value(observed), 2)
@@ -216,6 +217,13 @@ def _try_own_parts(config: Config, policy_id: str, policy: Policy) -> None:
     except Exception as failed:
         inputs = ", ".join(f"{name} {list(rows.shape)} {rows.dtype}" for name, rows in observed.items())
         raise ConfigError(f"{where}: step {raised(failed)}; the observations were {inputs}") from failed
+    if params.isnan().any():
+        raise ConfigError(f"{where}: step gives NaN for observations of zeros; expected finite numbers")
+    if not torch.allclose(params[:1], alone, rtol=1e-4, atol=1e-5):
+        raise ConfigError(
+            f"{where}: step gives other values for the same observation again, alone in a batch; acting and learning "
+            f"must agree, so leave out dropout, batch normalization and noise, and keep what changes in buffers"
+        )
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> int:

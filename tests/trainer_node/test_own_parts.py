@@ -130,6 +130,26 @@ class Narrow(sc.ActorCritic):
         super().__init__(spaces, config, **network)
         self.head = torch.nn.Linear(3, 2)
 
+class Noisy(sc.Encoder):
+    def forward(self, observations, normalizer):
+        return super().forward(observations, normalizer) + torch.rand(self.features)
+
+class BatchNorm(sc.Encoder):
+    def forward(self, observations, normalizer):
+        return torch.nn.functional.batch_norm(super().forward(observations, normalizer) + 1, None, None, training=True)
+
+class Random(sc.ActorCritic):
+    def make_encoder(self, observation, config):
+        return Noisy(observation, config)
+
+class Normalized(sc.ActorCritic):
+    def make_encoder(self, observation, config):
+        return BatchNorm(observation, config)
+
+class Undefined(sc.ActorCritic):
+    def action_parameters(self, observations):
+        return super().action_parameters(observations) * float("nan")
+
 class Bare(sc.ActorCritic):
     def __init__(self, *arguments, **network): pass
 
@@ -172,6 +192,9 @@ class Silent(sc.RewardSignal): pass
         ("network", "bad_parts:Keyed", "KeyError: 'position' (at "),
         ("network", "bad_parts:Keyed", "; the observations were obs [2, 4] torch.float32"),
         ("network", "bad_parts:Recurrent", "a recurrent policy if policies.default.core is lstm or gru"),
+        ("network", "bad_parts:Random", "step gives other values for the same observation again"),
+        ("network", "bad_parts:Normalized", "step raised ValueError: Expected more than 1 value per channel"),
+        ("network", "bad_parts:Undefined", "step gives NaN for observations of zeros"),
         ("network", "bad_parts:Bare", r"call super().__init__(spaces, config, **network) in __init__"),
         ("network", {"path": "bad_parts:Plain", "kwargs": {"depth": 1}}, "with {'depth': 1}: it raised TypeError: "),
         ("network", {"path": "bad_parts:Plain", "kwarg": {}}, "did you mean policies.default.network.kwargs?"),

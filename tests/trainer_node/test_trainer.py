@@ -11,12 +11,14 @@ import pytest
 from stagecoach.shared.base.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
 from stagecoach.shared.experience.log_entry import LogEntry
 from stagecoach.shared.policies.serialization import state_arrays
-from stagecoach.shared.protocol.events import record_evaluation
+from stagecoach.shared.protocol.events import read_events, record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState
+from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
+from stagecoach.trainer_node import trainer
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.recovery.recovery import Recovery
 from stagecoach.trainer_node.trainer import Trainer
@@ -88,6 +90,18 @@ def test_run_at_its_bound_ends_with_final_checkpoint_and_ledger(new_game: NewGam
     assert pointer is not None and pointer.final == pointer.latest == final
     assert game.role.flow.read().state == "finished"
     assert game.worker.step(0) == "finished"
+
+
+def test_event_says_that_no_evaluator_starts(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_REPLACED_SECONDS", 0.5)
+    game = new_game(small(stop_at={"updates": 3}))
+    client, run_id, last = game.role.redis, game.role.run_id, f"3_Step-{3 * STEPS_PER_UPDATE}.ckpt"
+    coordinator = Heartbeat(client, run_id, "coordinator", "coordinator")
+    coordinator.start()
+    game.finish()
+    coordinator.stop("")
+    said = f"{last} is not evaluated: no evaluator is running"
+    assert said in [event.text for event in read_events(client, run_id)]
 
 
 def test_finished_counts_evaluation_apart_from_training(new_game: NewGame) -> None:
