@@ -7,7 +7,7 @@ name any function of any module. Such code runs only with consent (`require_trus
 import os
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +16,19 @@ import numpy as np
 
 from stagecoach.coordinator.catalog.game_video import recorded, recordings
 from stagecoach.coordinator.catalog.run_folder import RunFolder
-from stagecoach.rollout_worker.environments.description import describe_environment
+from stagecoach.rollout_worker.environments.description import check_recorded, describe_environment
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment
 from stagecoach.rollout_worker.environments.objects import with_object
 from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from stagecoach.rollout_worker.playing import evaluate_policies
-from stagecoach.shared.base.errors import CheckpointNotFound, EnvironmentUnusable, ObjectMissing, UserError, headline
+from stagecoach.shared.base.errors import (
+    CheckpointNotFound,
+    EnvironmentUnusable,
+    ObjectMissing,
+    RunNotFound,
+    UserError,
+    headline,
+)
 from stagecoach.shared.base.user_code import extend_imports, install, with_extra
 from stagecoach.shared.config.environments.environment import OBJECT, WrapperConfig
 from stagecoach.shared.config.loading import load_config, parse_config, parse_yaml
@@ -184,6 +191,8 @@ def evaluate(
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
+    with suppress(RunNotFound):  # an export from before there was a description in it
+        check_recorded(description, found.store.description())
     changes: dict[str, Any] = {"episodes": episodes or config.evaluation.episodes or EvaluationConfig().episodes}
     changes |= {"env_steps": None} if episodes else {}
     changes |= {"greedy": False} if stochastic else {}

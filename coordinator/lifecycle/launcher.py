@@ -23,7 +23,7 @@ from stagecoach.coordinator.lifecycle.preparation import (
 from stagecoach.coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, JobServer, submit_and_follow
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.lifecycle.validation import check, check_services, with_recorded
-from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.rollout_worker.environments.description import check_new, check_recorded
 from stagecoach.rollout_worker.environments.objects import pack, with_object
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import (
@@ -248,8 +248,6 @@ def _continue(
     """Continues a run whose config was `before`. Removes the folder if it is new and the run cannot continue."""
     changed = config.environment.code_sha256 != before.environment.code_sha256
     text = f"the code of environment {config.environment.id} is not the one that the run was started with"
-    if changed:
-        warnings.warn(f"run {folder.run_id}: {text}; it continues with the new code", stacklevel=4)
 
     def prepared(context: RunContext) -> None:
         beginning = None if folder.begun else begin
@@ -264,6 +262,10 @@ def _continue(
     try:
         if not made_here:
             folder.lock()
+        with suppress(RunNotFound):  # its start was killed before there was anything
+            check_recorded(description, folder.checkpoint_store(config).description())
+        if changed:
+            warnings.warn(f"run {folder.run_id}: {text}; it continues with the new code", stacklevel=4)
         coordinator = Coordinator(folder, config, prepared, inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()

@@ -205,6 +205,14 @@ def check_evaluation(config: Config, description: EnvironmentDescription) -> Non
         )
 
 
+def check_recorded(description: EnvironmentDescription, recorded: EnvironmentDescription) -> None:
+    """Raises `EnvironmentUnusable` if a run's policies cannot act in the environment as it is now."""
+    if (found := _arrays(description)) != (expected := _arrays(recorded)):
+        raise EnvironmentUnusable(
+            f"the environment has other spaces than the run was started with: {found}, expected {expected}"
+        )
+
+
 def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
     """Returns the arrays that each agent observes and acts with, without the bounds of its observations."""
     arrays = {

@@ -228,6 +228,13 @@ def test_commands_refuse_or_work_without_the_object(stagecoach: Stagecoach, tmp_
     with pytest.raises(ConfigError, match="'Nothing-v0' is not registered with Gymnasium in this process"):
         Run.resume("own", environment="Nothing-v0")
     more: dict[str, Any] = {"overrides": ("stop_at.updates=2",), "inline": True}
+    for call in (
+        lambda: Run.resume("own", environment=CartPoleEnv, **more),
+        lambda: run.evaluate(environment=CartPoleEnv),
+    ):
+        with pytest.raises(UserError, match=r"other spaces than the run was started with: .*expected"):
+            call()
+    assert run.status().reason == "exhausted", "the refused resume did not fail the run"
     with pytest.warns(UserWarning, match="run own: the code of environment object:Mine is not the one"):
         again = Run.resume("own", environment=partial(Mine, 2), **more)
     assert again.wait(100).reason == "exhausted"
