@@ -114,7 +114,7 @@ class Evaluator:
         self.postpones = False
         """True if a due evaluation could not be read yet."""
         self.interrupted: Callable[[], bool] = lambda: False
-        """Asked while no episode ends: True ends the evaluation."""
+        """Polled while no episode ends; if it returns True, the evaluation ends."""
         self._told_endless = False
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.record_progress((0,))
