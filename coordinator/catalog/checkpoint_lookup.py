@@ -191,8 +191,6 @@ def evaluate(
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
-    with suppress(RunNotFound):  # an export from before there was a description in it
-        check_recorded(description, found.store.description())
     changes: dict[str, Any] = {"episodes": episodes or config.evaluation.episodes or EvaluationConfig().episodes}
     changes |= {"env_steps": None} if episodes else {}
     changes |= {"greedy": False} if stochastic else {}
@@ -200,11 +198,13 @@ def evaluate(
         require_recorder()
         recorder = WrapperConfig(path=f"{recorded.__module__}:recorded", kwargs={"folder": str(video), "prefix": name})
         changes |= _drawing(config, "rgb_array", "--video")
-        for former in recordings(video, name):  # only once it can draw
-            former.unlink()
         changes |= {"wrappers": (recorder, *evaluation_environment(config).wrappers)}
     elif show:
         changes |= _drawing(config, "human", "play")
+    with suppress(RunNotFound):  # an export without the description
+        check_recorded(description, found.store.description())
+    for former in () if video is None else recordings(video, name):  # only once it can draw
+        former.unlink()
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     seed = evaluation_seed(config, name, CONFIRMING)
     scores = scores_of(config, evaluate_policies(config, description, policies, seed))
