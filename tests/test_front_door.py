@@ -29,9 +29,24 @@ def test_promised_names_exist() -> None:
     assert dir(stagecoach) == sorted(stagecoach.__all__)
 
 
-def test_unknown_name_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(AttributeError, match=r"'Trainer'; it has .*DQN, .*load_policy"):
-        getattr(stagecoach, "Trainer")  # noqa: B009 - mypy would find it
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "Trainer": "it has .*DQN, .*load_policy",
+        "load_polic": r"did you mean load_policy\?",
+        "make_vec_env": "name the environment: stagecoach.train",
+        "EvalCallback": "evaluation is on by default",
+        "evaluate_policy": "run.evaluate",
+    }.items(),
+)
+def test_unknown_name_is_an_error_with_a_hint(name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name!r}; {said}"):
+        getattr(stagecoach, name)
+
+
+def test_learner_called_as_in_stable_baselines3_names_train() -> None:
+    with pytest.raises(TypeError, match=r"PPO is the class of a loss.*stagecoach\.train\("):
+        stagecoach.PPO("MlpPolicy", "CartPole-v1", n_steps=128)  # type: ignore[arg-type, call-arg]
 
 
 @pytest.mark.parametrize("folder", ["examples", "docs", "."])

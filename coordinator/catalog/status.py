@@ -194,6 +194,11 @@ class Status:
     def end(self) -> RunEnd:
         return RunEnd(self.reason, self.failure)
 
+    def __repr__(self) -> str:
+        reason = f": {reason_in_words(self.reason)}" if self.reason else ""
+        figures = f"env steps {self.env_steps:,}, updates {self.updates:,}, episodes {self.episodes:,}"
+        return f"<Status {self.run_id}: {self.state}{reason}, {figures}, best {self.best or '–'}; as_dict() is all>"
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
 

@@ -246,5 +246,5 @@ def refuse_reached(
         if bound is not None and value >= bound:
             raise UserError(
                 f"the run has {value} {name} and stop_at.{name}={bound}, so it would end at once; "
-                f"continue it with --set stop_at.{name}={bound + max(value, 1)}"
+                f"continue it with --set stop_at.{name}={bound + max(value, 1)} (in Python: overrides)"
             )

@@ -49,6 +49,9 @@ class Outcome:
     def __str__(self) -> str:
         return reason_in_words(self.reason)
 
+    def __repr__(self) -> str:
+        return f"<Outcome {self.reason}: {self.status!r}>"
+
     @property
     def reason(self) -> str:
         """`solved`, `exhausted` (reached `stop_at`), `stopped`, `abandoned`, or `failed: ` and the failure."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import gymnasium as gym
 
+from stagecoach.coordinator.catalog.run_files import run_paths
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.objects import import_path, own_folders, section_of
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.base.user_code import extend_imports
+from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.config.loading import load_config
 from stagecoach.shared.config.presets import config_file, list_presets, names_config
 from stagecoach.shared.config.run_config import Config
@@ -24,7 +26,8 @@ def train(
     what: Any, *, algorithm: str | Mapping[str, Any] | None = None, env_steps: int | None = None,
     workers: int | None = None, seed: int | None = None, env_kwargs: Mapping[str, Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None, run_id: str | None = None,
-    runs_dir: str | Path | None = None, inline: bool = False, callbacks: Sequence[type[Callback] | str] = (),
+    runs_dir: str | Path | None = None, inline: bool = False,
+    callbacks: Sequence[type[Callback] | str | Mapping[str, Any]] = (),
     **fields: Any,
 ) -> Run:  # fmt: skip
     """Starts a run and returns its handle at once; `run.wait()` blocks until it has ended.
@@ -43,7 +46,8 @@ def train(
         run_id: The run's name, by default the environment's with the time.
         runs_dir: Folder of the runs.
         inline: Put all roles into this process and thread, for a debugger.
-        callbacks: Callbacks and metric writers besides the config's: classes of a module, or `module:Class`.
+        callbacks: Callbacks and metric writers besides the config's: classes of a module, or `module:Class`; with
+            arguments `{"path": MyCallback, "kwargs": {"threshold": 400}}`.
         fields: Any other field of the config, dotted: `**{"rollout.fragment_steps": 128}`. A field that names a class
             takes the class itself: `**{"policies.default.network": MyPolicy}`.
 
@@ -77,18 +81,33 @@ def train(
         kwargs = plain(given.get("environment.kwargs", {}), "env_kwargs")
         if not isinstance(kwargs, dict):
             raise ConfigError(f"env_kwargs: expected a dict of arguments, found {_shown(kwargs)}")
-        section, thing = section_of(_known(what) if isinstance(what, str) else what, kwargs)
+        section, thing = section_of(_known(what, runs_dir) if isinstance(what, str) else what, kwargs)
         given = {f"environment.{name}": value for name, value in {**section, "kwargs": kwargs}.items()} | given
-    made = load_config(config, given)
+    try:
+        made = load_config(config, given)
+    except ConfigError as error:
+        if any(f"unknown key {name};" in f"{error};" for name in fields if "." not in name):
+            raise ConfigError(f'{error}; write a dotted field as **{{"rollout.fragment_steps": 128}}') from None
+        raise
     if callbacks:
         several = callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else [callbacks]
-        writers = [*made.metrics.writers, *({"path": _path_of(callback, "callbacks")} for callback in several)]
+        writers = [*made.metrics.writers, *map(_writer, several)]
         made = made.replace("metrics.writers", writers)
     if thing is not None:
         made.environment.hold(thing)
     if isinstance(config, str | Path):
         folders = (*folders, str(config_file(config).resolve().parent))
     return Run.start(made, run_id, inline=inline, import_path=folders)
+
+
+def _writer(callback: Any) -> dict[str, Any]:
+    given = callback if isinstance(callback, Mapping) else {"path": callback}
+    if isinstance(own := given.get("path"), Callback):
+        raise ConfigError(
+            f"callbacks: {type(own).__name__} is an instance, but the trainer makes one itself; give the class, with "
+            f"arguments as {{'path': {type(own).__name__}, 'kwargs': {{…}}}}"
+        )
+    return {**given, "path": _path_of(own, "callbacks")}
 
 
 def _path_of(thing: Any, field: str) -> str:
@@ -107,10 +126,21 @@ def _is_config(what: Any) -> bool:
     return isinstance(what, Config | Mapping | Path) or (isinstance(what, str) and names_config(what))
 
 
-def _known(name: str) -> str:
+def _known(name: str, runs_dir: str | Path | None) -> str:
     """Returns an environment's id that is known here, or that a worker's imports may register."""
     if name in gym.registry or ":" in name or re.search(r"[-_]v\d+$", name):
         return name
+    if name.lower() in ALGORITHMS:
+        raise ConfigError(
+            f"{_shown(name)} is an algorithm; give the environment first: train('CartPole-v1', "
+            f"algorithm={name.lower()!r})"
+        )
+    if any(path.name == Path(name).name for path in run_paths(Path(runs_dir or "runs"))):
+        run_id = Path(name).name
+        raise ConfigError(
+            f"{_shown(name)} is a run; Run.resume({run_id!r}) continues it, and initialize_from={run_id!r} starts "
+            f"another run with its policies"
+        )
     known = [*(preset.name for preset in list_presets()), *gym.registry]
     close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
     module, _, function = name.rpartition(".")

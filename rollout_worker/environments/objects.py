@@ -78,7 +78,9 @@ def _check(thing: Any, kwargs: Mapping[str, Any]) -> None:
     if isinstance(thing, EnvSpec):
         return
     if isinstance(thing, gym.Env | gym.vector.VectorEnv) or (hasattr(thing, "reset") and not isinstance(thing, type)):
-        raise ConfigError(f"environment: {name} is an instance, but each worker makes its own; {_GIVE}")
+        spec = getattr(thing, "spec", None)  # of a wrapped one that of the whole
+        give = f"give its id, {spec.id!r}" if spec is not None and spec.id in gym.registry else _GIVE
+        raise ConfigError(f"environment: {name} is an instance, but each worker makes its own; {give}")
     if isinstance(thing, type) and issubclass(thing, gym.vector.VectorEnv):
         raise ConfigError(
             f"environment: {name} is a vector environment; {_GIVE} of a single one (environment.num_envs)"

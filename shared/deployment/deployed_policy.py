@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
+from stagecoach.shared.base.foreign_names import FOREIGN_NAMES
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.base.user_code import IMPORT_PATH, extend_imports
 from stagecoach.shared.config.loading import load_config
@@ -73,6 +74,12 @@ class DeployedPolicy:
     def network(self) -> Policy:
         """The `nn.Module` itself: `policy.network.state_dict()`, or `print(policy.network)`."""
         return self._policy
+
+    if not TYPE_CHECKING:  # a checker reports unknown names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; {FOREIGN_NAMES[name]}" if name in FOREIGN_NAMES else ""
+            raise AttributeError(f"a policy has no {name!r}{hint}")
 
     @property
     def state(self) -> Array | None:
@@ -211,7 +218,8 @@ class DeployedPolicy:
         for leaf in spec.leaves:
             array, where = columns[leaf.column("obs")], f"observation {leaf.path}".rstrip()
             if array.shape[1:] != leaf.shape:
-                raise UserError(f"{where}: expected the shape {leaf.shape}, found {array.shape[1:]}")
+                batched = "; act_batch takes a batch" if array.shape[2:] == leaf.shape and len(array) == 1 else ""
+                raise UserError(f"{where}: expected the shape {leaf.shape}, found {array.shape[1:]}{batched}")
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise UserError(f"{where}: expected finite numbers, found NaN or infinity")
             if leaf.nvec and array.size and leaf.beyond(array).any():

@@ -8,6 +8,7 @@ A name is imported when it is first used, so `import stagecoach` alone loads nei
 """
 
 import ast
+import difflib
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'stagecoach' has no attribute {name!r}; it has {', '.join(__all__)}")
+        names: dict[str, str] = importlib.import_module("stagecoach.shared.base.foreign_names").FOREIGN_NAMES
+        close = difflib.get_close_matches(name, __all__, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'stagecoach' has no attribute {name!r}; {names.get(name, hint)}")
     found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return found
 

@@ -22,8 +22,11 @@ _FIELDS = {
     "anneal_lr lr_schedule lr_decay": (
         "algorithm.learning_rate? A schedule is {kind: linear, start: 3e-4, end: 0, over: 100000 env_steps}"
     ),
+    "callback callbacks": "metrics.writers? stagecoach.train takes callbacks=[Class]",
     "total_timesteps total_frames total_steps total_env_steps timesteps_total n_timesteps timesteps num_timesteps "
-    "train_for_env_steps num_env_steps num_env_steps_sampled_lifetime num_frames env_steps": "stop_at.env_steps?",
+    "train_for_env_steps num_env_steps num_env_steps_sampled_lifetime num_frames env_steps": (
+        "stop_at.env_steps? stagecoach.train takes env_steps"
+    ),
     "training_iteration training_iterations num_iterations n_iterations iterations": "stop_at.updates?",
     "episode_reward_mean episode_return_mean reward_threshold": "stop_at.mean_return?",
     "num_env_runners num_workers num_rollout_workers n_workers num_actors n_jobs": (
@@ -141,7 +144,16 @@ _FIELDS = {
     ),
     "log_interval summary_freq": "metrics.every? Give it a unit: 10 updates",
     "log_dir train_dir save_path storage_path local_dir results_dir output_dir": "runs_dir?",
-    "restore load_path pretrained": "initialize_from?",
+    "best_model_save_path": "runs_dir? The best checkpoint is kept in the run's folder: run.policy('best')",
+    "restore load load_path pretrained": "initialize_from?",
+    "features_extractor_class features_extractor_kwargs": (
+        "policies.default.network? It names a class derived from stagecoach.ActorCritic (docs/how-to/own-network.md)"
+    ),
+    "wrapper_class env_wrapper": "environment.wrappers?",
+    "vec_env_cls": "environment.vectorization? It is sync, async or native; each of rollout.workers is a process",
+    "vec_normalize vecnormalize": (
+        "policies.default.normalize_observations? Rewards are policies.default.normalize_rewards"
+    ),
     "random_seed random_state": "seed?",
     "evaluation_num_env_runners evaluation_num_workers evaluation_parallel_to_training": (
         "evaluation.num_envs? One process plays these during the training"
@@ -160,6 +172,10 @@ _NEEDLESS = {
     "restart_failed_env_runners ignore_env_runner_failures": "leave it out: workers that die are always replaced",
     "normalize_actions clip_actions": "leave it out: actions are always clipped to the bounds of a Box",
     "torch_deterministic deterministic": "leave it out: updates are deterministic on a CPU",
+    "eval_env": "leave it out: the evaluator makes its own from environment",
+    "monitor_dir tb_log_name": "leave it out: returns and lengths are always recorded, in the run's folder",
+    "resume reset_num_timesteps": "leave it out: `stagecoach resume RUN`, or Run.resume(RUN), continues a run",
+    "optimize_memory_usage clip_obs": "leave it out: this is not configurable",
     "use_sde sde_sample_freq": "leave it out: state-dependent exploration is not available",
     "capture_video record_video": "leave it out: `stagecoach evaluate RUN --video DIR` records a trained policy",
     "exp_name experiment experiment_name run_name run_id": (

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.base.printable import printable
+from stagecoach.shared.config.schema.foreign_words import HINTS
 from stagecoach.shared.config.schema.validation import Model, shown, validated
 from stagecoach.shared.experience.counters import Duration
 
@@ -84,6 +85,8 @@ def plain(value: Any, field: str = "") -> Any:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if (word := field.partition(".")[0]) in HINTS and word != "env_kwargs":  # no key here: its value matters less
+        raise ConfigError(f"unknown key {word}; {HINTS[word]}")
     own = value if isinstance(value, type) else type(value)
     named = callable(value) and own.__module__ not in ("builtins", "_io") and ".kwargs" not in field
     raise ConfigError(

@@ -72,9 +72,18 @@ def validated(model: type[Model], data: Any, within: str = "") -> Model:
             for item in error.errors()  # pydantic counts only a list's right items: a wrong one is told anyway
             if item["type"] != "too_short" or len(item["input"]) < item["ctx"]["min_length"]
         ]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError("; ".join(_hinted_once(lines))) from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"found {error.object[error.start]!r}, which no text can hold; remove it") from None
+
+
+def _hinted_once(lines: list[str]) -> list[str]:
+    """Leaves a hint that several unknown keys share to the last of them."""
+    hints = [line.partition("; ")[2] if line.startswith("unknown key ") else "" for line in lines]
+    return [
+        line.removesuffix(f"; {hint}") if hint and hint in hints[index + 1 :] else line
+        for index, (line, hint) in enumerate(zip(lines, hints, strict=True))
+    ]
 
 
 class _Place(NamedTuple):

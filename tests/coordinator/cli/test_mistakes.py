@@ -109,7 +109,7 @@ def test_mistake_is_refused_in_one_line(field: str, stagecoach: Stagecoach, tmp_
     assert said in text and "\n" not in text and field.split(".")[0] in text
     with pytest.raises(ConfigError) as caught:
         train(base, **{field: value})
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)
     (tmp_path / "config.yaml").write_text(json.dumps(base))
     before = contents(tmp_path), children()
     done = stagecoach("train", "config.yaml", "--run-id", "a", f"--set={field}={json.dumps(value)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -102,12 +103,23 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (Mine, {"env_kwargs": {"size": {1: 2}}}, "env_kwargs.size.1: expected keys that are text, found 1"),
     (OldStep, {}, "step.. returned 4 values"),
     (lambda: LOCK.locked() or Mine(), {}, "lambda cannot be sent to workers: .*lock"),
+    (
+        gym.make("CartPole-v1"),
+        {},
+        "TimeLimit is an instance, but each worker makes its own; give its id, 'CartPole-v1'",
+    ),
+    ("PPO", {}, r"'PPO' is an algorithm; give the environment first: train\('CartPole-v1', algorithm='ppo'\)"),
+    (Mine, {"callbacks": [sc.Callback.__new__(sc.Callback)]}, "Callback is an instance.*'kwargs'"),
+    (Mine, {"callback": 1}, "callbacks=.Class"),
+    (Mine, {"vec_normalize": 1, "wrapper_class": 2}, "normalize_observations.*environment.wrappers"),
+    (Mine, {"loud": 1, "louder": 2}, "unknown key loud; unknown key louder; known here: agents"),
+    (Mine, {"policy_kwargs": {"features_extractor_class": Mine}}, "unknown key policy_kwargs; did you mean policies"),
     (Mine, {"workers": "many"}, "rollout.workers: expected a whole number"),
     (Mine, {"workers": 2, "rollout.workers": 3}, "rollout.workers: given twice"),
     (Mine, {"algorithm": "pppo"}, "did you mean ppo"),
     (Mine, {"algorithm": {"name": "td3"}}, "continuous actions need Boxes"),
     (Mine, {"rollout.fragment_step": 8}, "did you mean rollout.fragment_steps"),
-    (Mine, {"learning_rate": 0.1}, "algorithm.learning_rate"),
+    (Mine, {"learning_rate": 0.1}, r"algorithm.learning_rate\?; write a dotted field as .*128"),
     (Mine, {"hidden_sizes": [8]}, "did you mean policies.default.hidden_sizes"),
     (
         Mine,
@@ -300,8 +312,12 @@ def test_endless_evaluation_is_reported_and_ends_with_the_run(
 class Stops(sc.Callback):
     """Leaves a file in the run's folder."""
 
+    def __init__(self, run: sc.WrittenRun, word: str = "seen") -> None:
+        super().__init__(run)
+        self.word = word
+
     def on_update(self, row: dict[str, float], env_steps: int) -> None:
-        (self.run.needed_folder / f"seen-{env_steps}").touch()
+        (self.run.needed_folder / f"{self.word}-{env_steps}").touch()
 
 
 def test_network_is_given_as_class_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,11 +339,17 @@ def test_network_is_given_as_class_of_a_module(tmp_path: Path, monkeypatch: pyte
 
 def test_callbacks_are_added_to_the_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = sc.train(Mine, inline=True, callbacks=[Stops, "tensorboard"], **SMALL)
-    assert run.wait(100).reason == "exhausted"
+    run = sc.train(
+        Mine, inline=True, callbacks=[Stops, "tensorboard", {"path": Stops, "kwargs": {"word": "b"}}], **SMALL
+    )
+    ended = run.wait(100)
+    assert ended.reason == "exhausted"
+    assert re.fullmatch(r"<Outcome exhausted: <Status \S+: finished: reached stop_at, env steps .*>>", repr(ended))
     paths = [writer.path for writer in run.config.metrics.writers]
-    assert paths[-2:] == [f"{__name__}:Stops", "tensorboard"]
-    assert list(tmp_path.rglob("seen-*"))
+    assert paths[-3:] == [f"{__name__}:Stops", "tensorboard", f"{__name__}:Stops"]
+    assert list(tmp_path.rglob("seen-*")) and list(tmp_path.rglob("b-*"))
+    with pytest.raises(ConfigError, match=r"is a run; Run.resume\('(\S+)'\) continues it, and initialize_from='\1'"):
+        sc.train(run.run_id)
 
     class Local(sc.Callback):
         pass

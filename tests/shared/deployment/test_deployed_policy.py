@@ -67,6 +67,8 @@ def test_policy_loads_from_checkpoint_file_or_bytes(tmp_path: Path) -> None:
         load_policy(tmp_path / "nowhere")
     with pytest.raises(CheckpointDamaged, match="corrupt"):
         load_policy(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
+    with pytest.raises(AttributeError, match=r"a policy has no 'predict'; act\(observation\) returns the action alone"):
+        getattr(load_policy(data), "predict")  # noqa: B009 - mypy would find it
 
 
 def make_run(folder: Path) -> None:
@@ -125,6 +127,7 @@ def test_run_folder_selects_promoted_best_or_newest(tmp_path: Path) -> None:
             r"an observation must be an array of shape \(3,\) and dtype float32 .*, found \[1, \[2\], 3\]",
         ),
         ("box", [0.0, np.nan, 0.0], "observation: expected finite numbers, found NaN or infinity"),
+        ("box", [[0.0, 1.0, 0.0]], r"expected the shape \(3,\), found \(1, 3\); act_batch takes a batch"),
         ("box", [0.0, 1.0], r"observation: expected the shape \(3,\), found \(2,\)"),
         ("discrete", 3, r"observation: expected choices from -2 to 2, found \[3\]"),
         ("discrete", None, r"an observation must be an array of shape \(\) and dtype int64 .*, found \[None\]"),

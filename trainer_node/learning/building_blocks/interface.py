@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -118,6 +118,14 @@ class PolicyLearner:
 
     policy: Policy
     _config: Any
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        if arguments and isinstance(arguments[0], str):  # Stable-Baselines3's PPO("MlpPolicy", env)
+            raise TypeError(
+                f"{cls.__name__} is the class of a loss, to derive from; to train, call "
+                f"stagecoach.train('CartPole-v1', algorithm='ppo', env_steps=20_000)"
+            )
+        return super().__new__(cls)
 
     def __init__(self, policy: Policy, config: Any, setting: Setting) -> None:
         self.policy = policy.to(setting.device)
