@@ -147,7 +147,7 @@ def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO
     """Writes CSV; the columns are the metrics known at the start."""
     known, count = metric_names(handle, stream), 0
     columns = [name for name in _with_axes(names) if name in known] if names else known
-    writer = csv.DictWriter(file, [*_labels(stream, ""), *columns], extrasaction="ignore")
+    writer = csv.DictWriter(file, [*_labels(stream, "\t"), *columns], extrasaction="ignore")
     writer.writeheader()
     for label, row in _chosen(handle, stream, names):
         writer.writerow(_labels(stream, label) | row)
