@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,46 @@ RUN = [
     for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
     if any(block.language in (*SHELL, "python") and not block.not_run for block in blocks(page))
 ]
+
+CHECKED = ("docs/complaints.md",)
+"""Pages whose text blocks are compared with what the block before them prints."""
+VARIES = re.compile(r"(…|\d\.\de-\d\d\b|\b[0-9a-f]{16,64}\b|\s+)")
+"""What the comparison treats apart: text that is left out, rounding errors, digests, white space."""
+
+
+def check_text(page: Path, output: str) -> None:
+    """Checks that each text block stands, line by line and in order, in the output of the block before it.
+
+    `…` is any text, and a rounding error any number. Digests depend on the machine: those that are equal in the page
+    must be equal in the output, and different ones different.
+    """
+    printed = dict(re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", output, re.MULTILINE | re.DOTALL))
+    place, digests = "", dict[str, str]()
+    for block in blocks(page):
+        if block.language != "text":
+            place = block.place
+            continue
+        lines = iter(printed[place].splitlines())
+        for line in block.text.splitlines():
+            parts = VARIES.split(line.strip())
+            pattern = re.compile("".join(map(_pattern, parts)))
+            found = next(filter(None, (pattern.fullmatch(each.strip()) for each in lines)), None)
+            assert found, f"{block.place} shows {line!r}, but {place} prints:\n{printed[place]}"
+            shown = [part for part in parts if re.fullmatch("[0-9a-f]{16,64}", part)]
+            for expected, digest in zip(shown, found.groups(), strict=True):
+                assert digests.setdefault(expected[:16], digest[:16]) == digest[:16], f"{block.place}: {line}"
+    assert len(set(digests.values())) == len(digests), digests
+
+
+def _pattern(part: str) -> str:
+    """Returns the regular expression for a part of a page's line; a digest is a group."""
+    if part == "…":
+        return ".*"
+    if part.isspace():
+        return r"\s+"
+    if re.fullmatch(r"\d\.\de-\d\d", part):
+        return r"\d\S*"
+    return f"([0-9a-f]{{{len(part)}}})" if re.fullmatch("[0-9a-f]{16,64}", part) else re.escape(part)
 
 
 @pytest.mark.timeout(1800)
@@ -48,4 +89,25 @@ def test_blocks_run(name: str, tmp_path: Path) -> None:
             for path in filter(is_locked, run_paths(tmp_path / "runs")):  # and its detached runs
                 subprocess.run([sys.executable, "-m", "stagecoach", "stop", path.name], cwd=tmp_path, timeout=300)
         output.seek(0)
-        assert code == 0, output.read()[-5000:]
+        text = output.read()
+        assert code == 0, text[-5000:]
+        if name in CHECKED:
+            check_text(ROOT / name, text)
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_same"),
+    [
+        ("3 of 9\nat 2.0e-07, in x\n", True),
+        ("4 of 9\nat 2.0e-07, in x\n", False),
+        ("at 2.0e-07, in x\n3 of 9\n", False),
+        (f"{'b' * 16}\n{'b' * 64}\n{'c' * 16}\n", True),
+        (f"{'b' * 16}\n{'d' * 64}\n{'c' * 16}\n", False),
+        (f"{'b' * 16}\n{'b' * 64}\n{'b' * 16}\n", False),
+    ],
+)
+def test_text_of_page_is_compared(printed: str, is_same: bool, tmp_path: Path) -> None:
+    text = f"{'0' * 16}\n{'0' * 64}\n{'1' * 16}\n" if printed[0] == "b" else "3 of 9\nat 1.0e-09, in …\n"
+    (tmp_path / "page.md").write_text(f"```sh\ntrue\n```\n```text\n{text}```\n")
+    with contextlib.nullcontext() if is_same else pytest.raises(AssertionError):
+        check_text(tmp_path / "page.md", f"--- page.md:1\nother\n{printed}")
