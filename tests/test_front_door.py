@@ -44,6 +44,21 @@ def test_unknown_name_is_an_error_with_a_hint(name: str, said: str) -> None:
         getattr(stagecoach, name)
 
 
+@pytest.mark.parametrize(
+    ("thing", "name", "said"),
+    [
+        (stagecoach, "register_env", "give the class or function itself"),
+        (stagecoach.PPOConfig(), "environment", r"PPOConfig is a section of a config; stagecoach\.train\("),
+        (stagecoach.PPOConfig(), "nothing", "no attribute 'nothing'"),
+        (object.__new__(stagecoach.Run), "train", "a run has no 'train'; a run trains by itself"),
+        (object.__new__(stagecoach.Run), "nothing", "a run has no 'nothing'$"),
+    ],
+)
+def test_names_of_rllib_lead_on(thing: object, name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=said):
+        getattr(thing, name)
+
+
 def test_learner_called_as_in_stable_baselines3_names_train() -> None:
     with pytest.raises(TypeError, match=r"PPO is the class of a loss.*stagecoach\.train\("):
         stagecoach.PPO("MlpPolicy", "CartPole-v1", n_steps=128)  # type: ignore[arg-type, call-arg]

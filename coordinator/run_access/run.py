@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import redis
 
@@ -28,6 +28,7 @@ from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
 from stagecoach.coordinator.run_access.run_connection import AWAY
 from stagecoach.coordinator.run_access.summary import PageAddress, as_html, best_checkpoint, rows
 from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.foreign_names import FOREIGN_NAMES
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow
@@ -290,6 +291,12 @@ class Run(RunCheckpoints):
             weakref.finalize(self, served.close)
             self._page = PageAddress(f"{url}/runs/{self.run_id}?token={token}")
         return self._page
+
+    if not TYPE_CHECKING:  # a checker reports unknown names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; {FOREIGN_NAMES[name]}" if name in FOREIGN_NAMES else ""
+            raise AttributeError(f"a run has no {name!r}{hint}")
 
     def __repr__(self) -> str:
         with suppress(StagecoachError, redis.RedisError):

@@ -1,4 +1,4 @@
-"""Names of Stable-Baselines3's Python interface, and what is used here instead."""
+"""Names of Stable-Baselines3's and RLlib's Python interfaces, and what is used here instead."""
 
 _NAMES = {
     "predict": (
@@ -20,6 +20,13 @@ _NAMES = {
     "StopTrainingOnRewardThreshold": "set stop_at.mean_return",
     "BaseCallback": "derive from stagecoach.Callback",
     "check_env": "`stagecoach check MODULE:CLASS` checks an environment",
+    "register_env": "give the class or function itself: stagecoach.train(MyEnv, env_kwargs={'config': {…}})",
+    "environment env_runners training learners rl_module build build_algo": (
+        "stagecoach.train('CartPole-v1', algorithm='ppo', workers=2) trains (docs/coming-from/rllib.md)"
+    ),
+    "train": "a run trains by itself: `for event in run` yields evaluations, run.last_metrics()[1] the last update",
+    "restore from_checkpoint restore_from_path": "stagecoach.Run.resume('RUN') continues a run",
+    "compute_single_action get_policy get_module": "run.policy('best').act(observation) acts",
     "DDPG": "train('Pendulum-v1', algorithm='ddpg')",
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
 from stagecoach.shared.base.errors import ConfigError
+from stagecoach.shared.base.foreign_names import FOREIGN_NAMES
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, Sampling
 from stagecoach.shared.config.algorithms.replay_buffer import MemorySection
@@ -48,6 +49,13 @@ class AlgorithmConfig(Section):
     """Decoupled weight decay of policy and critics (AdamW, Loshchilov and Hutter 2019); 0 is plain Adam."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step."""
+
+    if not TYPE_CHECKING:  # a checker reports unknown names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            if name in FOREIGN_NAMES:
+                raise AttributeError(f"{type(self).__name__} is a section of a config; {FOREIGN_NAMES[name]}")
+            return super().__getattr__(name)
 
     @property
     def acting(self) -> ExplorationConfig:
