@@ -263,7 +263,7 @@ def _continue(
         if not made_here:
             folder.lock()
         with suppress(RunNotFound):  # its start was killed before there was anything
-            check_recorded(description, folder.checkpoint_store(config).description())
+            check_recorded(description, folder.checkpoint_store(config, offline=True).description())
         if changed:
             warnings.warn(f"run {folder.run_id}: {text}; it continues with the new code", stacklevel=4)
         coordinator = Coordinator(folder, config, prepared, inline, begun)
