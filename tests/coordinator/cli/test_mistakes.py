@@ -132,7 +132,7 @@ def test_mistake_is_refused_in_one_line(field: str, stagecoach: Stagecoach, tmp_
         ("cartpole", {"environment.kwargs.at": {1, 2}}, "environment.kwargs.at: expected plain data"),
         ({"environment": {"id": "A-v0", "kwargs": {"f": open}}}, (), "environment.kwargs.f: expected plain data"),
         ("cartpole", {"policies": {"a"}}, "map each to its section: {'main': {}}"),
-        ("cartpole", {"agents": lambda agent, episode: "a"}, "map names or patterns to policies: {'player_*': 'main'}"),
+        ("cartpole", {"agents": len}, "map names or patterns to policies: {'player_*': 'main'}"),
         ({"env": "A-v0"}, (), "unknown key env; did you mean environment.id?"),
     ],
     ids=str,
