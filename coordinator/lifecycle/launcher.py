@@ -34,6 +34,7 @@ from stagecoach.shared.base.errors import (
     RedisUnavailable,
     RunLive,
     RunNotFound,
+    StoreUnavailable,
     UserError,
 )
 from stagecoach.shared.base.user_code import extend_imports
@@ -262,7 +263,7 @@ def _continue(
     try:
         if not made_here:
             folder.lock()
-        with suppress(RunNotFound):  # its start was killed before there was anything
+        with suppress(RunNotFound, StoreUnavailable):  # not written yet; what is lost is reported below
             check_recorded(description, folder.checkpoint_store(config, offline=True).description())
         if changed:
             warnings.warn(f"run {folder.run_id}: {text}; it continues with the new code", stacklevel=4)
