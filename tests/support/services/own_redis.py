@@ -46,6 +46,8 @@ class OwnRedis:
         self.folder, self.port = folder, free_port()
         self.password = password or new_secret()
         self._settings = dict(settings or {})
+        if "cluster-enabled" in self._settings:  # the default, 10,000 above its own, may be taken
+            self._settings["cluster-port"] = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._past = 0
         self.start()
