@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -66,7 +66,8 @@ def page(
                 "  this is plain HTTP; on a shared network, put TLS in front of it (docs/operations/security.md)"
             )
         with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while True:
+                time.sleep(1.0)  # not without end: a signal right before the call would be seen only after it
     console.print("the page is closed; its runs continue")
 
 
