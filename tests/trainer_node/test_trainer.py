@@ -291,7 +291,14 @@ def test_checkpoint_order_waits_until_something_is_learned(new_game: NewGame, mo
     assert game.role.checkpoints.names() == ["0_Step-0.ckpt"]
     game.play_to(3)
     game.durable()
-    assert game.role.checkpoints.names() == ["0_Step-0.ckpt", f"1_Step-{STEPS_PER_UPDATE}.ckpt"]
+    made = ["0_Step-0.ckpt", f"1_Step-{STEPS_PER_UPDATE}.ckpt"]
+    assert game.role.checkpoints.names() == made
+    game.role.redis.hset(RunKeys(game.role.run_id).flow, "checkpoint_orders", 0)  # as in a Redis that was rolled back
+    game.play_to(4)
+    game.role.flow.order_checkpoint()
+    game.play_to(5)
+    game.durable()
+    assert game.role.checkpoints.names() == [*made, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt"]
 
 
 def test_last_checkpoint_names_its_parent_when_due(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
