@@ -28,7 +28,7 @@ from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
 from stagecoach.coordinator.run_access.run_connection import AWAY
 from stagecoach.coordinator.run_access.summary import PageAddress, as_html, best_checkpoint, rows
 from stagecoach.shared.base.errors import StagecoachError, UserError
-from stagecoach.shared.base.foreign_names import FOREIGN_NAMES
+from stagecoach.shared.base.foreign_names import missing
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow
@@ -295,8 +295,7 @@ class Run(RunCheckpoints):
     if not TYPE_CHECKING:  # a checker reports unknown names by itself
 
         def __getattr__(self, name: str) -> Any:
-            hint = f"; {FOREIGN_NAMES[name]}" if name in FOREIGN_NAMES else ""
-            raise AttributeError(f"a run has no {name!r}{hint}")
+            raise missing("a run", name)
 
     def __repr__(self) -> str:
         with suppress(StagecoachError, redis.RedisError):

@@ -32,3 +32,8 @@ _NAMES = {
 
 FOREIGN_NAMES = {name: hint for names, hint in _NAMES.items() for name in names.split()}
 """Name → what to use, for the message of an `AttributeError`."""
+
+
+def missing(what: str, name: str) -> AttributeError:
+    """Returns the error of an object without this attribute."""
+    return AttributeError(f"{what} has no {name!r}{f'; {FOREIGN_NAMES[name]}' if name in FOREIGN_NAMES else ''}")

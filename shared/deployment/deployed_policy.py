@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, PolicyKindUnknown, UserError
-from stagecoach.shared.base.foreign_names import FOREIGN_NAMES
+from stagecoach.shared.base.foreign_names import missing
 from stagecoach.shared.base.printable import printable
 from stagecoach.shared.base.user_code import IMPORT_PATH, extend_imports
 from stagecoach.shared.config.loading import load_config
@@ -78,8 +78,7 @@ class DeployedPolicy:
     if not TYPE_CHECKING:  # a checker reports unknown names by itself
 
         def __getattr__(self, name: str) -> Any:
-            hint = f"; {FOREIGN_NAMES[name]}" if name in FOREIGN_NAMES else ""
-            raise AttributeError(f"a policy has no {name!r}{hint}")
+            raise missing("a policy", name)
 
     @property
     def state(self) -> Array | None:
