@@ -206,8 +206,9 @@ def _try_own_parts(config: Config, policy_id: str, policy: Policy) -> None:
         check_shape("step", params, 2, getattr(policy.distribution, "parameters", params.shape[-1]))
         if isinstance(policy, ActorCritic) and not policy.agents:
             check_shape("value", policy.value(observed), 2)
-            for part, found in zip(("", " (value)"), policy.action_parameters_and_value(observed), strict=True):
-                check_shape(f"action_parameters_and_value{part}", found, *(params.shape if not part else (2,)))
+            acting, value = policy.action_parameters_and_value(observed)
+            check_shape("action_parameters_and_value", acting, *params.shape)
+            check_shape("action_parameters_and_value (value)", value, 2)
         actions = policy.distribution.mode(params)
         policy.estimates(observed, policy.initial_state(2))
         for leaf in policy.spaces.action.leaves:
