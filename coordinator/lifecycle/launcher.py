@@ -64,10 +64,10 @@ def start(
     extend_imports(import_path)
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
-    config, description, players = _checked(config, import_path, inline, before)
     scripts = [f"{field}={path}" for field, path in named_code(config).items() if "__main__:" in path]
     if scripts and not inline:
         raise ConfigError(f"{', '.join(scripts)}: workers and trainer cannot import a script; put this into a module")
+    config, description, players = _checked(config, import_path, inline, before)
     if before is not None:
         _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from stagecoach.coordinator.catalog.run_files import run_paths
+from stagecoach.coordinator.catalog.run_files import CONFIG
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.objects import import_path, own_folders, section_of
 from stagecoach.shared.base.errors import ConfigError
@@ -135,8 +135,8 @@ def _known(name: str, runs_dir: str | Path | None) -> str:
             f"{_shown(name)} is an algorithm; give the environment first: train('CartPole-v1', "
             f"algorithm={name.lower()!r})"
         )
-    if any(path.name == Path(name).name for path in run_paths(Path(runs_dir or "runs"))):
-        run_id = Path(name).name
+    run_id = Path(name).name
+    if (Path(runs_dir or "runs").expanduser() / run_id / CONFIG).is_file():
         raise ConfigError(
             f"{_shown(name)} is a run; Run.resume({run_id!r}) continues it, and initialize_from={run_id!r} starts "
             f"another run with its policies"
