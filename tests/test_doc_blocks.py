@@ -28,7 +28,7 @@ RUN = [
 CHECKED = ("docs/complaints.md",)
 """Pages whose text blocks are compared with what the block before them prints."""
 VARIES = re.compile(r"(…|\d\.\de-\d\d\b|\b[0-9a-f]{16,64}\b|\s+)")
-"""What the comparison treats apart: text that is left out, rounding errors, digests, white space."""
+"""Text that is not compared letter by letter: omissions, rounding errors, digests, white space."""
 
 
 def check_text(page: Path, output: str) -> None:

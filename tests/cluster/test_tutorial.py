@@ -92,7 +92,7 @@ _BEFORE = f"cd {CHECKOUT}; [ ! -e ~/terminal ] || . ~/terminal"
 
 @pytest.fixture(scope="module")
 def reader(network: Network) -> Iterator[Reader]:
-    """What the page's reader has: a checkout and a key on the laptop, and machines with Python, here with PyTorch."""
+    """A laptop with a checkout and a key, and three machines with Python and PyTorch."""
     reader = Reader(network)
     download_build_system(wheels := network.folder / "wheels")
     for name, folder in (("laptop", "stagecoach/.venv"), *((name, "stagecoach-venv") for _, name in _MACHINES)):

@@ -53,7 +53,7 @@ def test_actor_critic_supports_every_observation_space(observation: str, action:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("overridden", ["action_parameters", "value"])
 def test_loss_sees_overridden_output(overridden: str, shared: bool) -> None:
-    """A network of one's own that overrides only what acts must not have the built-in one learn instead."""
+    """A custom network that overrides only the acting methods learns through them, not through the built-in one."""
     policy, rows = policy_for("box", "discrete", share_encoder=shared), batch_of(OBSERVATIONS["box"], 3)
     built_in = policy.action_parameters_and_value(rows)
     policy.__class__ = type("Own", (ActorCritic,), {overridden: lambda self, rows: torch.full((3,), 7.0)})
