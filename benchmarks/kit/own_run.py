@@ -18,7 +18,7 @@ import redis
 
 from stagecoach.coordinator.lifecycle.preparation import prepare_new
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from stagecoach.coordinator.services.embedded import BUCKET, SocketFolder, new_secret, start_redis, start_s3
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.config.run_config import Config
@@ -69,15 +69,16 @@ def own_services(s3: bool = False) -> Iterator[Services]:
             )
         )
         (folder / "store").mkdir()
-        server = start_redis(folder / "redis", folder / "redis.log", password)
+        here = SocketFolder()
+        server = start_redis(folder / "redis", folder / "redis.log", password, here.socket)
         try:
             store = start_s3(folder / "s3", folder / "s3.log", access, secret) if s3 else None
             try:
                 endpoint = f"http://127.0.0.1:{store.port}" if store else None
-                url = f"redis://127.0.0.1:{server.port}/0"
-                yield Services(folder, url, password, server.process.pid, endpoint, keys)
+                yield Services(folder, here.url, password, server.process.pid, endpoint, keys)
             finally:
                 if store is not None:
                     store.stop()
         finally:
             server.stop()
+            here.close()

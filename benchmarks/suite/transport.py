@@ -167,7 +167,7 @@ def measure(options: Options) -> Result:
         "sizes": [asdict(size) | {"bytes": made.bytes[size.name]} for size in sizes],
         "trim": f"each {TRIM_EACH} updates; raw: after as many messages",
         "raw pipeline": {size.name: raw_redis.batch(made.bytes[size.name]) for size in sizes},
-        "redis": "appendonly yes, appendfsync everysec, on loopback, as `stagecoach train` starts it; its file is "
+        "redis": "appendonly yes, appendfsync everysec, on a socket, as `stagecoach train` starts it; its file is "
         "rewritten between samples, never during one",
         "action_trace": "none (what a successor needs to take up episodes travels beside a fragment)",
     }

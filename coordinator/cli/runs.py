@@ -93,6 +93,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     """Deletes one object, then Redis, the store, and the folder last, so that a retry can complete it."""
     from stagecoach.coordinator.catalog.run_folder import RunFolder
     from stagecoach.coordinator.run_access.run import Run
+    from stagecoach.coordinator.services.embedded import clear_abandoned_sockets
 
     left = RunFolder.incomplete(run_id, runs_dir)
     if left.path.exists() and not left.live:
@@ -128,6 +129,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
             for key in objects:
                 store.delete(key)
         folder.remove()
+    clear_abandoned_sockets()
     console.text(f"deleted {what}")
 
 

@@ -30,7 +30,14 @@ from stagecoach.coordinator.catalog.fixed_players import fixed_sources, with_fix
 from stagecoach.coordinator.diagnostics.store_trial import PROBE, try_store
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.coordinator.services.embedded import BUCKET, RayService, new_secret, start_redis, start_s3
+from stagecoach.coordinator.services.embedded import (
+    BUCKET,
+    RayService,
+    SocketFolder,
+    new_secret,
+    start_redis,
+    start_s3,
+)
 from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
 from stagecoach.coordinator.services.redis_servers import missing_fixes, redis_binary
@@ -172,8 +179,9 @@ def _shared_memory() -> str:
 
 
 def _embedded_redis(folder: Path) -> str:
-    start_redis(folder / "data", folder / "redis.log", new_secret()).stop()
-    return "starts, takes its password, writes its append-only file"
+    with closing(SocketFolder()) as here:
+        start_redis(folder / "data", folder / "redis.log", new_secret(), here.socket).stop()
+    return "starts on a socket, takes its password, writes its append-only file"
 
 
 def _embedded_s3(folder: Path) -> str:

@@ -19,7 +19,7 @@ from stagecoach.coordinator.lifecycle.preparation import record_failure
 from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
-from stagecoach.coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
+from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
@@ -220,9 +220,10 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         address = replace(address, credentials_file=str(credentials_file))
     if config.redis.url == "embedded":
         data = folder.path / "redis"
-        services.append(service := start_redis(data, logs / "redis.log", secret["redis_password"]))
+        running.callback((here := SocketFolder()).close)
+        services.append(service := start_redis(data, logs / "redis.log", secret["redis_password"], here.socket))
         running.callback(service.stop)
-        address = replace(address, redis_url=f"redis://127.0.0.1:{service.port}/0", redis_folder=str(data))
+        address = replace(address, redis_url=here.url, redis_folder=str(data))
         _LOGGER.info("Redis serves")
     if config.store.url == "embedded":
         data = folder.path / "s3"

@@ -1,7 +1,7 @@
-"""Embedded services: the run's own Redis, S3 server and Ray, on loopback and free ports.
+"""Embedded services: the run's own Redis on a socket, and S3 server and Ray on loopback and free ports.
 
 Each is a child process that ends with the coordinator (even when that is killed), logs to the run's folder, and keeps
-its data there. A dead one is restarted on its port, over its data (services/restarter.py). Secrets are passed by
+its data there. A dead one is restarted at its address, over its data (services/restarter.py). Secrets are passed by
 standard input or environment, never as arguments.
 """
 
@@ -20,11 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 import redis
 from redis.backoff import NoBackoff
@@ -42,7 +42,7 @@ ASK_SECONDS = 2.0
 """Timeout of one health check."""
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
-_RAY_FOLDER, _OWNER = "sc-", "owner"
+_RAY_FOLDER, _SOCKET_FOLDER, _OWNER = "sc-", "sr-", "owner"
 _LONGEST_PARENT = 28
 """Leaves 106 characters for `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store`."""
 _RAY_SESSIONS_KEPT = 5
@@ -181,24 +181,55 @@ def process_stat(pid: int | str) -> ProcessStat | None:
         return None
 
 
-def start_redis(folder: Path, log: Path, password: str) -> Service:
+class SocketFolder:
+    """A private folder with a short path for the socket of a Redis; the next start of any run removes a killed one's.
+
+    A socket costs less than a port of loopback, and other users cannot connect to it.
+    """
+
+    def __init__(self) -> None:
+        clear_abandoned_sockets()
+        self._folder, self._owner = hold_folder(_short_folder(), _SOCKET_FOLDER, b"")
+        self.socket = self._folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def close(self) -> None:
+        """Removes the folder; its Redis has ended."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owner.close()
+
+
+def clear_abandoned_sockets() -> None:
+    """Removes the sockets' folders of this user's killed coordinators."""
+    for path in abandoned_folders(Path(_short_folder() or tempfile.gettempdir()), _SOCKET_FOLDER):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def start_redis(folder: Path, log: Path, password: str, socket_path: Path | None = None) -> Service:
     """Starts the first Redis that reads `folder`, with an append-only file; refuses writes when full, never evicts.
 
-    Raises `DataUnreadable` if none does.
+    It listens on `socket_path`, which its user alone may use; without one, on a port of loopback. Raises
+    `DataUnreadable` if none reads the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
     def launch(binary: str, port: int) -> subprocess.Popen[bytes]:
+        address = (
+            ["port 0", f"unixsocket {_quoted(socket_path)}", "unixsocketperm 600"] if socket_path else [f"port {port}"]
+        )
         lines = [
-            "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}",
-            f"logfile {_quoted(log)}",
+            "bind 127.0.0.1", *address, f"requirepass {password}", f"dir {_quoted(folder)}", f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
         ]  # fmt: skip
         return _spawn([binary, "-"], log, child_environment(), "\n".join(lines).encode() + b"\n")
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # the default retries a refused connection after a second
-        with redis.Redis(port=port, password=password, socket_timeout=ASK_SECONDS, retry=once) as client:
+        where: dict[str, Any] = {"unix_socket_path": str(socket_path)} if socket_path else {"port": port}
+        with redis.Redis(**where, password=password, socket_timeout=ASK_SECONDS, retry=once) as client:
             try:
                 return bool(client.ping())
             except redis.ResponseError:  # such as a full disk: a reply
@@ -244,12 +275,8 @@ class RayService(Service):
 
     def __init__(self, log: Path, num_cpus: int, token: str, loopback: bool) -> None:
         _sweep_ray_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=_RAY_FOLDER, dir=_short_folder()))  # with mode 0700
-        unheld = self._folder / "new"
-        self._owner = unheld.open("xb", buffering=0)
-        fcntl.flock(self._owner, fcntl.LOCK_EX)
-        self._owner.write(os.fsencode((log.parent / "ray").absolute()))
-        unheld.rename(self._folder / _OWNER)  # visible to a sweep only once it is locked
+        logs = os.fsencode((log.parent / "ray").absolute())
+        self._folder, self._owner = hold_folder(_short_folder(), _RAY_FOLDER, logs)
         environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
             "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0", "RAY_START_HOOK": START_HOOK,
@@ -279,16 +306,33 @@ class RayService(Service):
         self._owner.close()
 
 
-def _sweep_ray_folders() -> None:
-    """Removes the folders of this user's killed coordinators, after saving their logs."""
-    for path in Path(_short_folder() or tempfile.gettempdir()).glob(f"{_RAY_FOLDER}*"):
+def hold_folder(parent: str | None, prefix: str, content: bytes) -> tuple[Path, IO[bytes]]:
+    """Creates a private folder with a random name; its file `owner`, of this content, is locked while it is open."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # with mode 0700
+    unheld = folder / "new"
+    owner = unheld.open("xb", buffering=0)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    owner.write(content)
+    unheld.rename(folder / _OWNER)  # visible to others only once it is locked
+    return folder, owner
+
+
+def abandoned_folders(parent: Path, prefix: str) -> Iterator[Path]:
+    """This user's folders whose holders were killed; each is locked until the next one is requested."""
+    for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # locked, removed meanwhile, or not ours
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue  # another user's files are never opened
             with os.fdopen(os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_ray_folder(path)
+                yield path
+
+
+def _sweep_ray_folders() -> None:
+    """Removes the folders of this user's killed coordinators, after saving their logs."""
+    for path in abandoned_folders(Path(_short_folder() or tempfile.gettempdir()), _RAY_FOLDER):
+        _remove_ray_folder(path)
 
 
 def _remove_ray_folder(path: Path) -> None:

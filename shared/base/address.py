@@ -84,8 +84,10 @@ def _secret(variable: str) -> str | None:
 
 
 def redis_place(url: str) -> str:
-    """Returns `host:port/db` of a Redis address, which identifies its contents."""
+    """Returns `host:port/db` of a Redis address, or the path of its socket, which identifies its contents."""
     parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path
     return f"{parts.hostname}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
 
 
@@ -95,12 +97,16 @@ def check_redis_url(field: str, url: str) -> None:
         parts = urlsplit(url)
     except ValueError as error:
         raise ValueError(f"{field} {url.rpartition('@')[2]!r} is not an address: {error}") from None
-    if parts.query or parts.fragment or not _DATABASE.fullmatch(parts.path):
+    local = parts.scheme == "unix"
+    if local and (parts.netloc or not parts.path.startswith("/")):
+        raise ValueError(f"{field} {url.rpartition('@')[2]!r} is not an address; expected unix:///path/of/the/socket")
+    if parts.query or parts.fragment or not (local or _DATABASE.fullmatch(parts.path)):
         # only what looks like options: a password with such a character in it would stand there as well
         options = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if _OPTION.fullmatch(name)]
+        expected = "unix:///path" if local else f"{parts.scheme}://host:port/db"
         wrong = f"sets {', '.join(options)}" if options else "has more behind its port than the number of a database"
         raise ValueError(
-            f"{field} {wrong}; expected {parts.scheme}://host:port/db and no options (redis.timeout_seconds, "
+            f"{field} {wrong}; expected {expected} and no options (redis.timeout_seconds, "
             f"redis.retry_seconds and redis.ca_file are fields of the config)"
         )
 

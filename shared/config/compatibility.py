@@ -88,11 +88,12 @@ def _run(run: ConfigFields) -> Iterator[str]:
         yield from _hierarchy(run, run.environment.hierarchy)
     if run.league is not None:
         yield from league_rules(run, run.league)
-    if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
+    local = "embedded" in (run.redis.url, run.store.url) or run.redis.url.startswith("unix:")
+    if run.ray.address != "embedded" and local:
         yield (
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: a cluster "
-            f"cannot reach servers on this machine's loopback; give both addresses that it reaches, or, for a Ray on "
-            f"this machine alone, leave ray.address out and call ray.init(address) before stagecoach.train"
+            f"cannot reach servers that only this machine reaches; give both addresses that it reaches, or, for a Ray "
+            f"on this machine alone, leave ray.address out and call ray.init(address) before stagecoach.train"
         )
     if run.rollout.complete_episodes:
         yield from _complete_episodes(run)

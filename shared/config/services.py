@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from stagecoach.shared.base.address import check_redis_url, check_verified, redis_place
 from stagecoach.shared.config.schema.section import Section
 
-_REDIS = ("redis", "rediss")
+_REDIS = ("redis", "rediss", "unix")
 _OR_EMBEDDED = "be 'embedded' or "
 
 
@@ -37,7 +37,8 @@ class RedisConfig(Section):
     """The experience log, the policy board and the control keys."""
 
     url: str = "embedded"
-    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password are read
+    """`embedded` starts a server for this run; else `redis://host:port/db`, `rediss://…`, or `unix:///path` of a socket
+    on this machine, if all roles run here. User and password are read
     from STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own variables
     (docs/operations/security.md), never from the config."""
     ca_file: Path | None = None
@@ -61,7 +62,7 @@ class RedisConfig(Section):
     def _addresses_can_be_used(self) -> Self:
         _check_url("redis.url", self.url, _REDIS, "STAGECOACH_REDIS_PASSWORD", _OR_EMBEDDED)
         for url in self.shards:
-            _check_url("redis.shards", url, _REDIS, "STAGECOACH_REDIS_PASSWORD")
+            _check_url("redis.shards", url, _REDIS[:2], "STAGECOACH_REDIS_PASSWORD")
         for url in (self.url, *self.shards):
             field = "redis.url" if url == self.url else "redis.shards"
             check_verified(field, url, "redis.ca_file")

@@ -248,7 +248,7 @@ def _client(
             credential_provider=_Secrets(address, role) if secret.redis_username or secret.redis_password else None,
             socket_timeout=config.redis.timeout_seconds,
             socket_connect_timeout=config.redis.timeout_seconds,
-            socket_keepalive=True,
+            **({} if urlsplit(url).scheme == "unix" else {"socket_keepalive": True}),
             driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
             retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds, folder),
         )
@@ -304,6 +304,8 @@ def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict
 def _why_not(error: Exception, url: str, field: str) -> str:
     """Explains why Redis cannot be reached; probes the port to separate a wrong scheme from a server that is away."""
     parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"does not answer ({error}); start it, or correct {field}"
     secure, (host, port) = parts.scheme == "rediss", (parts.hostname or "localhost", parts.port or 6379)
     wrong = tls.cause(str(error), "redis") if secure else None
     if wrong:
@@ -324,6 +326,8 @@ def _why_not(error: Exception, url: str, field: str) -> str:
 def own_address(client: redis.Redis) -> str:
     """Returns this machine's address on the route to Redis, or "" without a route. Sends nothing."""
     where = client.connection_pool.connection_kwargs
+    if "path" in where:  # a socket of this machine
+        return "127.0.0.1"
     try:
         family, kind, _, _, target = socket.getaddrinfo(where["host"], where["port"], type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -335,4 +339,4 @@ def own_address(client: redis.Redis) -> str:
 
 def _public(url: str) -> str:
     parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or 6379}"
+    return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"

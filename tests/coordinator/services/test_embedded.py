@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from stagecoach.coordinator.services import embedded
-from stagecoach.coordinator.services.embedded import BUCKET, new_secret, start_redis
+from stagecoach.coordinator.services.embedded import BUCKET, SocketFolder, new_secret, start_redis
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.shared.base.errors import UserError
 from tests.support.processes.command_line import own_servers
@@ -36,23 +36,63 @@ def started(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path) -> None:
-    folder = tmp_path / 'my "own" runs\\here é'
-    first = start_redis(folder / "data", folder / "redis.log", "secret")
-    once = Retry(NoBackoff(), 0)
-    with redis.Redis(port=first.port, retry=once) as stranger, pytest.raises(redis.AuthenticationError):
-        stranger.ping()
-    with redis.Redis(port=first.port, password="secret") as client:
-        client.set("a", "1")
-        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
-        assert client.config_get("bind") == {"bind": "127.0.0.1"}
-    first.stop()
-    assert not alive(first.process.pid)
-    assert (folder / "data" / "appendonlydir").is_dir()
-    second = start_redis(folder / "data", folder / "redis.log", "secret")
-    with redis.Redis(port=second.port, password="secret") as client:
-        assert client.get("a") == b"1"
-    second.stop()
+@pytest.mark.parametrize("on_socket", [True, False])
+def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, on_socket: bool) -> None:
+    folder, once = tmp_path / 'my "own" runs\\here é', Retry(NoBackoff(), 0)
+    with contextlib.closing(SocketFolder()) as here:
+        socket_path = here.socket if on_socket else None
+
+        def client(service: embedded.Service, password: str | None = "secret") -> redis.Redis:
+            url = here.url if on_socket else f"redis://127.0.0.1:{service.port}"
+            return redis.Redis.from_url(url, password=password, retry=once)
+
+        first = start_redis(folder / "data", folder / "redis.log", "secret", socket_path)
+        with client(first, None) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        with client(first) as owner:
+            owner.set("a", "1")
+            assert owner.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert owner.config_get("bind") == {"bind": "127.0.0.1"}
+            assert (owner.config_get("port") == {"port": "0"}) is on_socket
+        first.stop()
+        assert not alive(first.process.pid)
+        assert (folder / "data" / "appendonlydir").is_dir()
+        second = start_redis(folder / "data", folder / "redis.log", "secret", socket_path)
+        with client(second) as owner:
+            assert owner.get("a") == b"1"
+        second.process.kill()
+        second.process.wait()
+        second.start_again()
+        with client(second) as owner:
+            assert owner.get("a") == b"1", "after a restart at the same address"
+        second.stop()
+
+
+SOCKET_STARTER = """
+import sys, time
+from pathlib import Path
+from stagecoach.coordinator.services.embedded import SocketFolder, start_redis
+folder, here = Path(sys.argv[1]), SocketFolder()
+print(start_redis(folder / "redis", folder / "redis.log", "secret", here.socket).process.pid)
+print(here.socket, flush=True)
+time.sleep(600)
+"""
+
+
+def test_redis_socket_is_private_and_next_start_removes_it(tmp_path: Path) -> None:
+    with started(SOCKET_STARTER, str(tmp_path)) as starter:
+        assert starter.stdout is not None
+        pid, socket = int(starter.stdout.readline()), Path(starter.stdout.readline().strip())
+        assert len(os.fsencode(socket)) < 104, "macOS has the shortest paths of sockets"
+        assert [path.stat().st_mode & 0o777 for path in (socket, socket.parent)] == [0o600, 0o700]
+        SocketFolder().close()
+        assert socket.exists(), "it is in use"
+        starter.kill()
+    eventually(lambda: not alive(pid))
+    here = SocketFolder()
+    assert not socket.parent.exists()
+    here.close()
+    assert not here.socket.parent.exists()
 
 
 def test_services_keep_plain_files_and_hide_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

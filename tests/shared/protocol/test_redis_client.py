@@ -106,8 +106,9 @@ def test_password_file_precedes_environment(redis_server: RedisServer, environme
 def test_address_without_server_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    for server in (f"127.0.0.1:{port}", "no-such-host.invalid:6379"):
-        message = refusal(address(f"redis://{server}", tmp_path, SECRET))
+    places = [f"redis://127.0.0.1:{port}", "redis://no-such-host.invalid:6379", f"unix://{tmp_path}/none.sock"]
+    for server, url in ((place.partition("//")[2], place) for place in places):
+        message = refusal(address(url, tmp_path, SECRET))
         assert f"{server} does not answer" in message and "redis.url" in message
 
 
@@ -169,7 +170,13 @@ def test_redis_with_full_disk_is_named_with_remedy(said: str, told: str, folder:
     assert message.endswith(f"the file system of {folder or 'Redis'}")
 
 
-@pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://127.0.0.1:port", f"redis://:{SECRET}@[half"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:99999", "redis://127.0.0.1:port", f"redis://:{SECRET}@[half", f"unix://:{SECRET}@/a",
+        "unix:///a?db=1", "unix://a",
+    ],
+)  # fmt: skip
 def test_invalid_address_is_named(tmp_path: Path, url: str) -> None:
     assert "redis.url" in refusal(address(url, tmp_path, SECRET))
 
