@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from stagecoach.rollout_worker.environments.action_masks import MaskFromInfo
+from stagecoach.rollout_worker.environments.copies import Copies
 from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
 from stagecoach.rollout_worker.environments.gymnasium_env import (
     GuardedEnvironment,
@@ -69,7 +70,7 @@ def make_vector(
         env = _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
     else:
         makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
-        env = gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        env = Copies(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     return GymnasiumEnvironments(env, description, native=native, parameters=parameters)
 
 

@@ -316,11 +316,15 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self._waiting is not None:
             return self._waiting, 0.0, False, False, {}
-        with self._stepping:
+        try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             if isinstance(reward, np.ndarray):
                 reward = reward.item()  # some environments return one element; raises for more
             if terminated or truncated:
                 return observation, reward, terminated, truncated, vector_env.numbers(info)
+            if not self._info_columns:
+                return observation, reward, terminated, truncated, {}
             named = {name: info[name] for name in self._info_columns if name in info}
             return observation, reward, terminated, truncated, vector_env.numbers(named)
+        except (Exception, SystemExit) as error:
+            raise self._stepping.failure(error) from None

@@ -133,9 +133,15 @@ class NamedFailures(ContextDecorator):
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, EnvironmentFailure):
-            raised = f"{self._which} raised {type(error).__name__} in {self._place}: {' '.join(str(error).split())}"
-            raise EnvironmentFailure(f"{raised}\n{''.join(traceback.format_exception(error))}") from None
+        if isinstance(error, (Exception, SystemExit)):
+            raise self.failure(error) from None
+
+    def failure(self, error: Exception | SystemExit) -> EnvironmentFailure:
+        """Returns the failure to raise for `error`: without the cost of a context, for what runs in every step."""
+        if isinstance(error, EnvironmentFailure):
+            return error
+        raised = f"{self._which} raised {type(error).__name__} in {self._place}: {' '.join(str(error).split())}"
+        return EnvironmentFailure(f"{raised}\n{''.join(traceback.format_exception(error))}")
 
 
 def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:

@@ -11,6 +11,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
+from stagecoach.rollout_worker.environments import factory
 from stagecoach.rollout_worker.exploration.base import Exploration, RandomActing, Sampling
 from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.experience.counters import Phase
@@ -50,6 +51,30 @@ def test_nested_spaces_pass_between_processes() -> None:
     there, here = (Stage(spaces("dict", "tuple", length=4) | {"vectorization": kind}) for kind in ("async", "sync"))
     assert same(there.sample(6), here.sample(6))
     there.sampler.close()
+
+
+@pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        *({"id": name} for name in ("CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1")),
+        {"id": "Acrobot-v1", "max_episode_steps": 9},
+        {"id": "Taxi-v4", "max_episode_steps": 5, "info_columns": ["prob"]},
+        {"id": "Blackjack-v1"},
+        *(spaces(observation, "dict", length=5) for observation in ("tuple", "scalar", "matrix")),
+        COUNTING | {"info_columns": ["begun", "depth"], "wrappers": [f"{MODULE}:PauseWrapper"]},
+    ],
+    ids=lambda environment: "-".join(map(str, (environment["id"], *environment.get("kwargs", {}).values()))),
+)
+def test_copies_equal_sync_vector_env(
+    environment: dict[str, Any], exploration: Exploration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compares fragments bit for bit: observations, rewards, ends, last observations, infos and episodes."""
+    ours = line(environment)
+    monkeypatch.setattr(factory, "Copies", SyncVectorEnv)
+    theirs = line(environment)
+    for steps in (1, 20, 60):
+        assert same(ours.sample(steps, exploration), theirs.sample(steps, exploration))
 
 
 def test_rows_align_observation_action_and_reward() -> None:
