@@ -24,6 +24,7 @@ from benchmarks.suite.pinning import on_cores, two_cores
 from stagecoach.rollout_worker.acting_policies import ActingPolicies
 from stagecoach.rollout_worker.environments.gymnasium_env import GuardedEnvironment
 from stagecoach.rollout_worker.exploration.base import Exploration
+from stagecoach.rollout_worker.sampling.small_networks import SmallNetwork
 from stagecoach.rollout_worker.worker import StepResult, Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.runtime.launch import RoleLaunch
@@ -192,6 +193,8 @@ class ClockedWorker(Worker):
             return made
 
         policies.exploration = clocked  # type: ignore[method-assign]
+        for name in ("of", "act"):
+            setattr(SmallNetwork, name, self._clock.around(POLICY, getattr(SmallNetwork, name)))
         return policies
 
 

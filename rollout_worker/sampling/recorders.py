@@ -35,9 +35,14 @@ class Recorder:
         """Records a recurrent policy's hidden states `[S, state size]` before the first step."""
         self.columns[STATE][:] = states
 
-    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
+    def acted(self, step: int, observations: Columns, actions: Columns) -> Columns:
+        """Records a step of all slots; returns the actions."""
         for name, array in (*observations.items(), *actions.items()):
             self.columns[name][step] = array
+        return actions
+
+    def drawn_from(self, params: Tensor) -> None:
+        """Records the parameters `[…, P]` of the next steps' actions."""
         self._params.append(params)
 
     def stepped(self, step: int, result: PolicyStep) -> None:

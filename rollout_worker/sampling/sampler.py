@@ -21,6 +21,7 @@ from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.director import Directors, Part
 from stagecoach.rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
+from stagecoach.rollout_worker.sampling.small_networks import SmallNetwork
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
@@ -104,6 +105,7 @@ class Sampler:
             policy_id: kind(self._description, policy_id, length, self._slots(policy_id), policy.state_size)
             for policy_id, policy in policies.items()
         }
+        small = {policy_id: self._small(policy_id, policies, exploration, length) for policy_id in policies}
         taken: list[dict[str, Columns]] = []
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
@@ -128,6 +130,8 @@ class Sampler:
                 act = self._act_in_parts if self._in_parts else self._act
                 actions = {
                     policy_id: act(step, policy_id, recorders, asked, exploration)
+                    if (network := small.get(policy_id)) is None
+                    else recorders[policy_id].acted(step, self._now[policy_id], network.act(self._now[policy_id]))
                     for policy_id in self._description.seated
                 }
             if self._in_parts:
@@ -153,6 +157,9 @@ class Sampler:
             self._acts = {policy_id: np.ones_like(acts) for policy_id, acts in self._acts.items()}
         if self._pauses:
             self._environment.set_paused(True)
+        for policy_id, network in small.items():
+            if network is not None:
+                recorders[policy_id].drawn_from(network.params)
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._observed(policy_id))
             for policy_id, recorder in recorders.items()
@@ -180,6 +187,15 @@ class Sampler:
         (acts,) = self._acts.values()
         return int(acts.sum())
 
+    def _small(
+        self, policy_id: str, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int
+    ) -> SmallNetwork | None:
+        """Returns what acts for a policy without PyTorch, if all of its slots act and it is simple enough."""
+        if self._in_parts:
+            return None
+        rows = self._slots(policy_id)
+        return SmallNetwork.of(policies[policy_id], exploration[policy_id], rows, steps, self._generator)
+
     def _act(
         self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy],
         exploration: Mapping[str, Exploration],
@@ -187,9 +203,10 @@ class Sampler:
         observations = self._now[policy_id]
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
         chosen, params = exploration[policy_id].act(policies[policy_id], tensors, self._generator)
+        recorders[policy_id].drawn_from(params)
         actions = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
-        recorders[policy_id].acted(step, observations, actions, params)
-        return actions
+        recorded: Columns = recorders[policy_id].acted(step, observations, actions)
+        return recorded
 
     def _act_in_parts(
         self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy],
