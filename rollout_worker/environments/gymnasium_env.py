@@ -51,6 +51,9 @@ def declared_autoreset(env: gym.vector.VectorEnv[Any, Any, Any]) -> AutoresetMod
         ) from None
 
 
+_STEPPING = NamedFailures("step")
+
+
 class GymnasiumEnvironments:
     """A Gymnasium vector environment, with the same steps in each autoreset mode."""
 
@@ -119,12 +122,17 @@ class GymnasiumEnvironments:
             seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
         return seeds
 
-    @NamedFailures("step")
     def step(self, actions: Mapping[str, Columns]) -> Step:
+        try:
+            return self._step(actions)
+        except (Exception, SystemExit) as error:
+            raise _STEPPING.failure(error) from None
+
+    def _step(self, actions: Mapping[str, Columns]) -> Step:
         taken = self._spaces.action.to_environment(actions[self._policy])
         observations, rewards, terminated, truncated, infos = self._env.step(taken)
         mask = self._everyone
-        if self._idle.any():
+        if (self._held or self.mode is not AutoresetMode.DISABLED) and self._idle.any():
             mask = ~self._idle
             if ((rewards != 0) | terminated | truncated)[self._idle].any():
                 raise self._contradiction("it paid or ended an episode in the step after an end")

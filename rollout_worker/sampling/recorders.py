@@ -50,13 +50,14 @@ class Recorder:
             self.columns[name][step] = getattr(result, name)
         for name, array in result.info.items():
             self.columns[name][step] = array
-        self._keep_finals(np.full(len(result.mask), step), result)
+        self._keep_finals(step, result)
 
-    def _keep_finals(self, rows: Array, result: PolicyStep) -> None:
-        """Records the last observations of a step; `rows` `[S]` are the rows of the slots' transitions."""
+    def _keep_finals(self, rows: Array | int, result: PolicyStep) -> None:
+        """Records the last observations of a step; `rows` `[S]` are the rows of the slots' transitions, or of all."""
         slots = result.final_slots
         if not slots.size:
             return
+        rows = np.broadcast_to(rows, result.mask.shape)
         kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)
         for name, array in result.final_obs.items():
             self._final[name].append(array[kept])

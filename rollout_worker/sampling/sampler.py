@@ -100,7 +100,7 @@ class Sampler:
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
         kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
-        length = self._rows or steps
+        length, seated = self._rows or steps, self._description.seated
         recorders = {
             policy_id: kind(self._description, policy_id, length, self._slots(policy_id), policy.state_size)
             for policy_id, policy in policies.items()
@@ -132,7 +132,7 @@ class Sampler:
                     policy_id: act(step, policy_id, recorders, asked, exploration)
                     if (network := small.get(policy_id)) is None
                     else recorders[policy_id].acted(step, self._now[policy_id], network.act(self._now[policy_id]))
-                    for policy_id in self._description.seated
+                    for policy_id in seated
                 }
             if self._in_parts:
                 taken.append(actions)
@@ -140,7 +140,7 @@ class Sampler:
                 result = self._environment.step(actions)
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[self._seat(policy_id)])
-            for policy_id in self._description.seated:
+            for policy_id in seated:
                 self._now[policy_id] = result.policies[policy_id].obs
                 if (acts := result.policies[policy_id].acts) is not None:
                     self._acts[policy_id] = acts
