@@ -89,8 +89,8 @@ class Claims:
             trace, length = self._encoded_trace(sample, traced)
         # in the one-process mode the trainer takes its turn first, so that the claim is for its next version
         ahead = self._flow.claiming(self._worker, self.incarnation, self.seq + 1) if wait_seconds > 0 else None
-        place = self._worker, self.incarnation, self.seq, claim.epoch
-        push = partial(self._log.push, *place, sample.transitions, blob, trace, length, ahead, self._stale_pushes)
+        place = self._worker, self.incarnation, self.seq, claim.epoch, sample.transitions
+        push = partial(self._log.push, *place, blob, trace, length, ahead, self._stale_pushes, memory=claim.memory)
         try:
             with self._stages.during("push"):
                 reply = push()

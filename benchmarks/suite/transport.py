@@ -81,9 +81,9 @@ class Hall:
         self._clean()
         return share * producers * of_one / seconds
 
-    def product(self, size: Size, workers: int, arrays: bool) -> float:
-        """Bytes a second of our own path."""
-        launch, share = self._new_run(size), size.count // workers
+    def product(self, size: Size, workers: int, arrays: bool, shared_memory: bool = True) -> float:
+        """Bytes a second of our own path; large bodies through shared memory, as `stagecoach train` does, or not."""
+        launch, share = self._new_run(size, shared_memory), size.count // workers
         self._trainer.call("join", launch)
         for station in self._workers[:workers]:
             station.call("join", launch, size.shape)
@@ -111,8 +111,8 @@ class Hall:
         for station in (self._raw, self._trainer, *self._producers, *self._workers):
             station.close()
 
-    def _new_run(self, size: Size) -> Any:
-        return self.services.new_run(run_sections(size))
+    def _new_run(self, size: Size, shared_memory: bool = False) -> Any:
+        return self.services.new_run(run_sections(size), shared_memory=shared_memory)
 
     def _clean(self) -> None:
         """The next sample finds Redis as this one did: empty, and with a short append-only file."""
@@ -201,6 +201,10 @@ def _lines(made: Hall, sizes: tuple[Size, ...]) -> tuple[dict[str, Callable[[], 
             calls[raw := f"raw pipelined: {who}"] = partial(made.raw, "pipelined", size, workers)
             calls[ours := f"ours, bytes: {who}"] = partial(made.product, size, workers, False)
             against[ours] = raw
+            calls[redis := f"ours, bytes, without shared memory: {who}"] = partial(
+                made.product, size, workers, False, False
+            )
+            against[redis] = raw
             if size.name == _USUAL:
                 for name, how in (("raw one by one", "one_by_one"), ("raw by script", "by_script")):
                     calls[f"{name}: {who}"] = partial(made.raw, how, size, workers)
@@ -215,4 +219,4 @@ def _comparison(what: str, against: dict[str, str], samples: dict[str, list[floa
     other = against.get(what, "")
     if other not in samples:
         return "", None
-    return other, _AIM if what.startswith("ours, bytes") else None
+    return other, _AIM if what.startswith("ours, bytes:") else None

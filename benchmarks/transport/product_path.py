@@ -14,7 +14,6 @@ from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.log_entry import START, LogEntry
 from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import VersionHeader, encode_board, state_arrays
-from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import Claim
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
@@ -51,7 +50,8 @@ class PushingWorker:
             blob = fragment.encode(self._fragment(seq, claim.version)) if encode else self._blob
             then = self._role.flow.claiming(self._worker, self._incarnation, seq + 1)
             word = self._log.push(
-                self._worker, self._incarnation, seq, claim.epoch, self._shape.transitions, blob, then=then
+                self._worker, self._incarnation, seq, claim.epoch, self._shape.transitions, blob, then=then,
+                memory=claim.memory,
             )  # fmt: skip
             if word != "pushed":
                 raise RuntimeError(f"a push was answered with {word!r}")
@@ -85,7 +85,7 @@ class TakingTrainer:
         """Takes over the run and publishes version 0."""
         self._role = launch.open("trainer")
         self._log = self._role.log()
-        self._epoch = self._role.flow.take_over()
+        self._epoch = self._role.flow.take_over(memory=self._role.bodies.memory.token)
         self._publishing = _Publishing(self._role, self._epoch)
         self._publishing.publish(0, START, Ledger())
 
@@ -148,7 +148,7 @@ class _Publishing:
         self._header = VersionHeader(0, Phase.TRAIN, PhaseCounters())
         self._blob = encode_board(states, self._header)
         self._board = PolicyBoard(role.redis, role.run_id)
-        self._log = ExperienceLog(role.redis, role.run_id)
+        self._log = role.log()
         self._epoch = epoch
         self.version = -1
 

@@ -177,7 +177,7 @@ class Status:
     ledger: dict[str, Any] = field(default_factory=dict)
     log: dict[str, int] = field(default_factory=dict)
     shards: dict[str, int] = field(default_factory=dict)
-    """Shard → bytes of the bodies there that the log names."""
+    """Shard, or `shared-memory` → bytes of the bodies there that the log names."""
     flow: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float | None] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
@@ -242,6 +242,7 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
     store = told.model_dump(exclude_unset=True) if told else {}
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
     newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
+    outside = bytes_by_shard(client, run_id) if accounting and (flow.shards or flow.memory) else {}
     return Status(
         run_id=run_id, state=RunStatus(flow.state), reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
@@ -253,7 +254,7 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
         bottleneck=bottleneck(beats, store), roles=beats, fleet=summarize_fleet(beats),
         ledger={name: line.as_dict() for name, line in read_accounting(client, run_id).items()} if accounting else {},
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
-        shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),
+        shards=dict.fromkeys(flow.shards, 0) | outside,
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         metrics=newest_row(client, run_id), store=store, latest=store.get("durable"), best=store.get("best"),
         evaluation=newest, best_evaluation=evaluations.get(store.get("best", ""), {}).get("confirmation"),

@@ -94,6 +94,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     from stagecoach.coordinator.catalog.run_folder import RunFolder
     from stagecoach.coordinator.run_access.run import Run
     from stagecoach.coordinator.services.embedded import clear_abandoned_sockets
+    from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory
 
     left = RunFolder.incomplete(run_id, runs_dir)
     if left.path.exists() and not left.live:
@@ -128,6 +129,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
             _forget_keys(run)
             for key in objects:
                 store.delete(key)
+        clear_abandoned_memory()
         folder.remove()
     clear_abandoned_sockets()
     console.text(f"deleted {what}")

@@ -33,6 +33,7 @@ from stagecoach.shared.protocol.keys import BEATING, RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.payload_shards import bytes_by_shard
 from stagecoach.shared.protocol.quarantine import drop_entries
+from stagecoach.shared.protocol.shared_memory import PLACE
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
@@ -159,7 +160,7 @@ def _refuse_other_versions(checkpoints: CheckpointStore, checkpoint: Checkpoint 
 def _refuse_shards_left_out(context: RunContext) -> None:
     """Raises `UserError` if the config omits a shard that holds bodies of the log."""
     sizes = bytes_by_shard(context.redis, context.run_id)
-    missing = sorted(set(sizes) - set(context.bodies.names))
+    missing = sorted(set(sizes) - {*context.bodies.names, PLACE})
     if missing:
         raise UserError(
             f"redis.shards={list(context.config.redis.shards)} leaves out {', '.join(missing)}, where the log of run "

@@ -20,6 +20,7 @@ from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
 from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, start_redis, start_s3
+from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory, open_memory
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
@@ -215,6 +216,7 @@ class Coordinator:
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:
     address = Address(folder.run_id, config.redis.url, config.store.url, config.store.endpoint_url)
     services: list[Service] = []
+    clear_abandoned_memory()
     if "embedded" in {config.redis.url, config.store.url}:
         credentials_file, secret = folder.credentials(config)
         address = replace(address, credentials_file=str(credentials_file))
@@ -224,6 +226,9 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         services.append(service := start_redis(data, logs / "redis.log", secret["redis_password"], here.socket))
         running.callback(service.stop)
         address = replace(address, redis_url=here.url, redis_folder=str(data))
+        if config.redis.shared_memory and (memory := open_memory(data)) is not None:
+            running.callback(memory.close)
+            address = replace(address, memory_folder=str(memory.path))
         _LOGGER.info("Redis serves")
     if config.store.url == "embedded":
         data = folder.path / "s3"

@@ -34,6 +34,7 @@ from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_
 from stagecoach.coordinator.services.redis_servers import redis_binaries
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
+from stagecoach.shared.protocol.shared_memory import OWNER
 
 BUCKET = "stagecoach"
 """Bucket of the embedded store: a plain folder `s3/stagecoach` in the run's folder."""
@@ -42,7 +43,7 @@ ASK_SECONDS = 2.0
 """Timeout of one health check."""
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
-_RAY_FOLDER, _SOCKET_FOLDER, _OWNER = "sc-", "sr-", "owner"
+_RAY_FOLDER, _SOCKET_FOLDER = "sc-", "sr-"
 _LONGEST_PARENT = 28
 """Leaves 106 characters for `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store`."""
 _RAY_SESSIONS_KEPT = 5
@@ -313,7 +314,7 @@ def hold_folder(parent: str | None, prefix: str, content: bytes) -> tuple[Path, 
     owner = unheld.open("xb", buffering=0)
     fcntl.flock(owner, fcntl.LOCK_EX)
     owner.write(content)
-    unheld.rename(folder / _OWNER)  # visible to others only once it is locked
+    unheld.rename(folder / OWNER)  # visible to others only once it is locked
     return folder, owner
 
 
@@ -324,7 +325,7 @@ def abandoned_folders(parent: Path, prefix: str) -> Iterator[Path]:
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue  # another user's files are never opened
-            with os.fdopen(os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+            with os.fdopen(os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path
 
@@ -337,7 +338,7 @@ def _sweep_ray_folders() -> None:
 
 def _remove_ray_folder(path: Path) -> None:
     with contextlib.suppress(OSError, shutil.Error):  # a full disk must not keep the run from ending
-        logs = Path(os.fsdecode((path / _OWNER).read_bytes()))
+        logs = Path(os.fsdecode((path / OWNER).read_bytes()))
         for session in path.glob("r/session_2*"):
             if logs.parent.is_dir():  # the run is still there
                 target = logs / session.name

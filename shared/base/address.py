@@ -36,6 +36,8 @@ class Address:
     store_folder: str | None = None
     """Folder of the embedded S3 server's buckets on this machine; the server itself does not sync its files."""
     redis_folder: str | None = None
+    memory_folder: str | None = None
+    """Folder of the run in the shared memory of the host on which the embedded Redis runs."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -54,17 +54,21 @@ class ExperienceLog:
     def push(
         self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes,
         action_trace: bytes = b"", action_trace_length: int = 0, then: Call[Any] | None = None, refusals: int = 0,
+        *, memory: str = "",
     ) -> PushReply:  # fmt: skip
-        """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before.
+        """Appends one fragment and honors its claim, in one step; safe to repeat. A body outside the log comes first.
 
         Args:
             action_trace: appended to the worker's in the same step, which keeps `action_trace_length` entries.
             then: runs after it in the same round trip, whatever the reply.
             refusals: STALE replies to this incarnation; separates a new fragment of the same number from a repeat.
+            memory: token of the shared memory that the trainer reads, as the claim states it.
 
         Raises `ShardUnavailable` or `ShardFull`; then nothing has been appended.
         """
-        place = self._put(worker, incarnation, seq, fragment) if self._bodies else None
+        place = self._bodies.share(worker, incarnation, seq, fragment, memory)
+        if place is None and self._bodies.names:
+            place = self._put(worker, incarnation, seq, fragment)
         field, value = ("fragment", fragment) if place is None else ("body", place.encode())
         arguments = self._push.arguments(
             worker=worker, incarnation=incarnation, seq=seq, epoch=epoch, transitions=transitions, field=field,
@@ -126,23 +130,27 @@ class ExperienceLog:
         if self._quarantined is None:
             decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
             self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
-        pushes = cast(Any, self._redis.xrange(self._keys.pushes, page[0][0], page[-1][0]))
-        ours = {id_ for id_, _ in pushes}
-        return [_entry(id_, fields, id_ in ours, id_ in self._quarantined) for id_, fields in page]
+        outside = [id_ for id_, fields in page if b"body" in fields and id_ not in self._quarantined]
+        pipeline = self._redis.pipeline(transaction=False)  # one round trip for a page, not one for each question
+        pipeline.xrange(self._keys.pushes, page[0][0], page[-1][0])
+        if outside:
+            pipeline.smismember(self._keys.lost_bodies, outside)
+        pushes, *lost = cast(Any, pipeline.execute())
+        ours, gone = {id_ for id_, _ in pushes}, {id_ for id_, is_lost in zip(outside, *lost, strict=True) if is_lost}
+        return [
+            _entry(id_, fields, pushed=id_ in ours, quarantined=id_ in self._quarantined, lost_body=id_ in gone)
+            for id_, fields in page
+        ]
 
     def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
-        """Returns the entries with their bodies from the shards, except of those that were given up."""
-        sharded = [entry for entry in page if entry.place is not None and not entry.quarantined]
-        if not sharded:
-            return page
-        lost = cast(Any, self._redis.smismember(self._keys.lost_bodies, [entry.id for entry in sharded]))
-        gone = {entry.id for entry, is_lost in zip(sharded, lost, strict=True) if is_lost}
-        there = {e.id: (e.worker, e.place) for e in sharded if e.place is not None and e.id not in gone}
-        bodies = dict.fromkeys(gone) | dict(zip(there, self._bodies.fetch(list(there.values())), strict=True))
-        return [
-            replace(entry, lost_body=entry.id in gone, fragment=bodies[entry.id]) if entry.id in bodies else entry
+        """Returns the entries with their bodies from elsewhere, except of those that were given up."""
+        wanted = {
+            entry.id: (entry.worker, entry.place)
             for entry in page
-        ]
+            if entry.place is not None and not entry.quarantined and not entry.lost_body
+        }
+        bodies = dict(zip(wanted, self._bodies.fetch(list(wanted.values())), strict=True))
+        return [replace(entry, fragment=bodies[entry.id]) if entry.id in bodies else entry for entry in page]
 
     def give_up(self, positions: Sequence[str]) -> None:
         """Counts the bodies of the entries there as lost; for a Redis that has forgotten it."""
@@ -159,7 +167,7 @@ class ExperienceLog:
             after = page[-1][0].decode()
 
     def trim(self, epoch: int, through: str, process: str = "") -> int:
-        """Removes all entries through a position, and from the shards what the log names no more; raises `Fenced`. Only
+        """Removes all entries through a position, and the bodies that the log names no more; raises `Fenced`. Only
         in the Redis `process`, '' for any."""
         removed = int(self._trim(epoch=epoch, through=through, process=process))
         if removed < 0:
@@ -176,7 +184,9 @@ class ExperienceLog:
         return self._redis.xlen(self._keys.log)
 
 
-def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bool) -> LogEntry:
+def _entry(
+    id_: bytes, fields: dict[bytes, bytes], *, pushed: bool, quarantined: bool, lost_body: bool
+) -> LogEntry:  # fmt: skip
     """Returns the entry; one of another program is counted as a stranger's."""
     if not pushed:
         return LogEntry(id_.decode(), STRANGERS, 0, 0, 0, b"", False)
@@ -187,5 +197,5 @@ def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bo
     return LogEntry(
         id_.decode(), worker, incarnation, seq, transitions, body, True, lost,
         pushed_at=whole_number(fields[b"version"]) if b"version" in fields else None, place=place,
-        quarantined=quarantined,
+        quarantined=quarantined, lost_body=lost_body,
     )  # fmt: skip

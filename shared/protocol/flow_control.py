@@ -92,6 +92,8 @@ class FlowState:
     """Number of checkpoints ordered by people."""
     shards: Annotated[tuple[str, ...], BeforeValidator(str.split)] = ()
     """Servers of the fragments' bodies, as `host:port/db`; empty if the log holds them."""
+    memory: str = ""
+    """Token of the shared memory that the trainer reads; empty if it sees none."""
 
     @property
     def log_bytes(self) -> int:
@@ -142,6 +144,8 @@ class Claim:
     wakeup: str
     history: str = ""
     """Name of the experience that the version comes from (trainer_node/state/log_consumer.py)."""
+    memory: str = ""
+    """Token of the shared memory that the trainer reads (shared/protocol/shared_memory.py)."""
 
     @property
     def granted(self) -> bool:
@@ -206,15 +210,14 @@ class Flow:
         return Call(self._claim, arguments, self._claimed)
 
     def _claimed(self, found: list[bytes]) -> Claim:
-        said, version, epoch, wakeup, history = found
+        said, version, epoch, wakeup, history, memory = found
         try:
             reply = ClaimReply(said.decode())
         except ValueError:  # the state of a damaged flow
             self.read()
             raise
-        return Claim(
-            reply, self._number(version), self._number(epoch), wakeup.decode(), history.decode(errors="replace")
-        )
+        names = (name.decode(errors="replace") for name in (history, memory))
+        return Claim(reply, self._number(version), self._number(epoch), wakeup.decode(), *names)
 
     def _number(self, text: bytes) -> int:
         if not text.removeprefix(b"-").isdigit():
@@ -242,10 +245,15 @@ class Flow:
     def undrain(self, worker: str) -> None:
         self._redis.srem(self._keys.draining, worker)
 
-    def take_over(self, at_least: int = 0) -> int:
-        """Returns a new trainer's epoch, greater than `at_least`, and fences every older trainer. `at_least` is the
-        epoch in the store's pointer, which a Redis that was rolled back may have forgotten."""
-        return int(self._run("take_over", at_least=at_least))
+    def take_over(self, at_least: int = 0, memory: str = "") -> int:
+        """Returns a new trainer's epoch, and fences every older trainer.
+
+        Args:
+            at_least: the epoch in the store's pointer, which a Redis that was rolled back may have forgotten; the new
+                one is greater.
+            memory: token of the shared memory that the new trainer reads.
+        """
+        return int(self._run("take_over", at_least=at_least, memory=memory))
 
     def process(self) -> str:
         """Returns the id of the Redis process, which changes with a restart or a failover."""

@@ -1,4 +1,5 @@
-"""Bodies of fragments on further Redis servers: written before the push, fetched by the page, swept after a trim."""
+"""Bodies of fragments outside the log, in shared memory or on further Redis servers: written before the push, fetched
+by the page, swept after a trim."""
 
 import logging
 import zlib
@@ -14,6 +15,7 @@ from stagecoach.shared.experience.log_entry import BodyPlace
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import passes
 from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.protocol.shared_memory import AT_LEAST, PLACE, SharedMemory
 
 _LOGGER = logging.getLogger("stagecoach.shards")
 _MOST_DIGITS = 16
@@ -21,28 +23,41 @@ _PAGE = 512
 
 
 class Bodies:
-    """The bodies of one run's fragments on its shards; false where it has none, and the log holds the bodies itself."""
+    """The bodies of one run's fragments outside its log; false if there are none, and the log holds all of them."""
 
-    def __init__(self, shards: Mapping[str, redis.Redis], run_id: str) -> None:
+    def __init__(self, shards: Mapping[str, redis.Redis], run_id: str, memory: SharedMemory | None = None) -> None:
         self._shards, self._keys = dict(shards), RunKeys(run_id)
+        self.memory = memory or SharedMemory()
 
     def __bool__(self) -> bool:
-        return bool(self._shards)
+        return bool(self._shards) or bool(self.memory)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the shards."""
         return tuple(self._shards)
+
+    def share(self, worker: str, incarnation: int, seq: int, body: bytes, token: str) -> BodyPlace | None:
+        """Writes one body to the shared memory of this token, safe to repeat; returns None if it should go elsewhere:
+        this process does not see that memory, it has no room, or the body is too small to gain."""
+        if len(body) < AT_LEAST or not token or token != self.memory.token:
+            return None
+        place = BodyPlace(PLACE, _field(incarnation, seq, body), len(body))
+        return place if self.memory.put(f"{worker}:{place.field}", body) else None
 
     def put(self, worker: str, incarnation: int, seq: int, body: bytes) -> BodyPlace:
         """Writes one body, safe to repeat; each worker's go to the shards in turn. Raises `ShardUnavailable`."""
         shard = self.names[(zlib.crc32(worker.encode()) + seq) % len(self._shards)]
-        place = BodyPlace(shard, f"{incarnation}:{seq}:{xxhash.xxh3_128_hexdigest(body)}", len(body))
+        place = BodyPlace(shard, _field(incarnation, seq, body), len(body))
         with _reaching(shard):
             self._shards[shard].hset(self._keys.bodies(worker), place.field, cast(Any, body))
         return place
 
     def remove(self, worker: str, place: BodyPlace) -> None:
         """Removes a body that no entry names; if the shard is away, a later sweep does."""
+        if place.shard == PLACE:
+            self.memory.remove([f"{worker}:{place.field}"])
+            return
         with _unless_away(place.shard, f"a later sweep removes {place.field} of {worker}"):
             self._shards[place.shard].hdel(self._keys.bodies(worker), place.field)
 
@@ -50,6 +65,9 @@ class Bodies:
         """Returns the bodies at these places of workers, with one round trip per shard; None for a missing one. Raises
         `ShardUnavailable`."""
         found: list[bytes | None] = [None] * len(wanted)
+        for index, (worker, place) in enumerate(wanted):
+            if place.shard == PLACE:
+                found[index] = self.memory.get(f"{worker}:{place.field}", place.size)
         for shard, client in self._shards.items():
             there = [index for index, (_, place) in enumerate(wanted) if place.shard == shard]
             if not there:
@@ -66,6 +84,7 @@ class Bodies:
 
     def sweep(self, index: redis.Redis) -> int:
         """Removes what no entry of the log names and no push can name any more; returns how many bodies."""
+        shared = self.memory.names()
         workers = [name.decode(errors="replace") for name in cast(Any, index.hgetall(self._keys.incarnations))]
         held: list[tuple[str, str, list[str]]] = []
         for shard, client in self._shards.items():
@@ -76,7 +95,7 @@ class Bodies:
                 for worker, fields in zip(workers, pipeline.execute(), strict=True):
                     held.append((shard, worker, [field.decode(errors="replace") for field in fields]))
         needed = _needed(index, self._keys)
-        removed = 0
+        removed = self.memory.remove(name for name in shared if not needed(PLACE, *name.split(":", 1)))
         for shard, worker, fields in held:
             garbage = [field for field in fields if not needed(shard, worker, field)]
             with _unless_away(shard, f"{len(garbage)} bodies of {worker} are removed the next time"):
@@ -122,6 +141,10 @@ def _needed(index: redis.Redis, keys: RunKeys) -> Callable[[str, str, str], bool
         return alive and int(seq) > pushed.get(f"{worker}:{incarnation}", -1)
 
     return needed
+
+
+def _field(incarnation: int, seq: int, body: bytes) -> str:
+    return f"{incarnation}:{seq}:{xxhash.xxh3_128_hexdigest(body)}"
 
 
 @contextmanager

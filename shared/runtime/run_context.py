@@ -17,6 +17,7 @@ from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.payload_shards import Bodies
 from stagecoach.shared.protocol.redis_client import connect_redis, shard_clients
+from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.object_store import open_store
@@ -32,7 +33,7 @@ class RunContext:
     checkpoints: CheckpointStore
     flow: Flow
     bodies: Bodies
-    """The fragments' bodies on `redis.shards`, which connect on first use."""
+    """The fragments' bodies in shared memory or on `redis.shards`, which connect on first use."""
 
     def log(self) -> ExperienceLog:
         return ExperienceLog(self.redis, self.run_id, self.bodies)
@@ -71,5 +72,5 @@ def open_run_context(config: Config, address: Address, name: RoleName | None = N
     """Connects to Redis as the role of this name, and names the store; raises `RedisUnavailable` or `ConfigError`."""
     client = connect_redis(address, config, name)
     checkpoints = CheckpointStore(open_store(address, config), address.run_id)
-    bodies = Bodies(shard_clients(address, config, name), address.run_id)
+    bodies = Bodies(shard_clients(address, config, name), address.run_id, SharedMemory.of(address))
     return RunContext(config, address, client, checkpoints, Flow(client, address.run_id), bodies)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol import payload_shards
 from tests.conftest import RedisServer
 from tests.support.runs.fault_run import FaultRun
 from tests.support.runs.store_fault_run import MakeSite, StoreFaultRun, short_run
@@ -24,6 +25,16 @@ def place(tmp_path: Path) -> Iterator[FaultRun]:
 @pytest.fixture
 def sharded(tmp_path: Path) -> Iterator[FaultRun]:
     found = FaultRun(tmp_path, shards=2)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=["shards", "shared memory"])
+def outside(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultRun]:
+    """With all bodies outside the log, one way or the other."""
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    in_memory = request.param == "shared memory"
+    found = FaultRun(tmp_path, shards=0 if in_memory else 2, memory=in_memory)
     yield found
     found.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol import payload_shards
 from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing import checkpoint_writer
@@ -50,10 +51,10 @@ def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.Monke
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
 
-        def make(config: Config) -> Run:
+        def make(config: Config, memory: bool = False) -> Run:
             if runs:
                 runs[-1].end()
-            runs.append(Run(redis_server, Path(folder) / str(len(runs)), config))
+            runs.append(Run(redis_server, Path(folder) / str(len(runs)), config, memory))
             return runs[-1]
 
         yield make
@@ -241,19 +242,24 @@ def test_worker_dies_between_any_two_writes(new_run: NewRun, sections: dict[str,
         assert found.equal, f"a worker that died before its write {point} ({writes[point]}): {found.different}"
 
 
+@pytest.mark.parametrize("where", ["shards", "shared memory"])
 @pytest.mark.parametrize("who", ["worker", "trainer"])
-def test_role_dies_between_two_writes_of_a_sharded_run(new_run: NewRun, redis_server: RedisServer, who: str) -> None:
-    """Other databases of the same server; bodies and sweeps are writes as well. Nothing is left behind."""
-    redis = {"url": redis_server.url, "shards": [f"{redis_server.url}/{db}" for db in (1, 2)]}
-    config = crashing(updates=2)
-    sharded = config.model_copy(update={"redis": type(config.redis)(**redis)})
-    run, life = new_run(sharded), Life()
+def test_role_dies_between_two_writes_with_bodies_outside_the_log(
+    new_run: NewRun, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, who: str, where: str
+) -> None:
+    """Shards are other databases of the same server. Bodies and sweeps are writes as well. Nothing is left behind."""
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    config, memory = crashing(updates=2), where == "shared memory"
+    if not memory:
+        redis = {"url": redis_server.url, "shards": [f"{redis_server.url}/{db}" for db in (1, 2)]}
+        config = config.model_copy(update={"redis": type(config.redis)(**redis)})
+    run, life = new_run(config, memory), Life()
     assert run.train(life)
     expected, writes = learned(run), (life if who == "trainer" else run.worker_life).done
-    assert {"worker": "HSET", "trainer": "HDEL"}[who] in writes
+    assert {"worker": ("HSET", "body"), "trainer": ("HDEL", "free")}[who][memory] in writes
     first = writes.index("push") + 1 if who == "worker" else 0
     for point in thinned(range(first, len(writes))):
-        run = new_run(sharded)
+        run = new_run(config, memory)
         if who == "worker":
             run.worker_life = Life(point)
         elif not run.train(Life(point, glance=run.glance)):
@@ -264,7 +270,9 @@ def test_role_dies_between_two_writes_of_a_sharded_run(new_run: NewRun, redis_se
         run.role.flow.register("worker-0")  # no push of a former life can come any more
         run.role.bodies.sweep(run.role.redis)
         named = named_bodies(run.role.redis, run.role.run_id)
-        assert {place.field for worker, place in named if worker == "worker-0"} == shard_fields(run.role, "worker-0")
+        there = {name for name in run.role.bodies.memory.names() if name.startswith("worker-0:")}
+        there |= {f"worker-0:{field}" for field in shard_fields(run.role, "worker-0")}
+        assert {f"{worker}:{place.field}" for worker, place in named if worker == "worker-0"} == there
 
 
 def learned(run: Run) -> dict[str, Any]:

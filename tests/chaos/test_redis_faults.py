@@ -107,7 +107,7 @@ def test_forgotten_scripts_are_loaded_again_in_one_command(place: FaultRun) -> N
 
 
 def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: str) -> None:
-    with closing(FaultRun(tmp_path, **{"key-load-delay": 20000})) as place:
+    with closing(FaultRun(tmp_path, settings={"key-load-delay": 20000})) as place:
         game = place.game()
         game.play_to(2)
         with place.redis.client() as client:

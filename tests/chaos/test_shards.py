@@ -6,9 +6,11 @@ The index and each shard are servers of the test's own, killed, stopped, filled 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,12 @@ from stagecoach.coordinator.catalog.status import bottleneck, live_status
 from stagecoach.coordinator.lifecycle.doctor import examine
 from stagecoach.coordinator.lifecycle.preparation import prepare_resume
 from stagecoach.coordinator.lifecycle.validation import check_services
+from stagecoach.coordinator.services import memory_folder
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.errors import RedisUnavailable, UserError, WaitTimeout
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.policies.serialization import state_arrays
+from stagecoach.shared.protocol import payload_shards
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import read_heartbeats
 from stagecoach.shared.protocol.keys import RunKeys
@@ -27,6 +31,7 @@ from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from tests.support.processes.waiting import eventually, meanwhile
+from tests.support.runs.builders import small_tmpfs
 from tests.support.runs.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, run_beside
 from tests.support.runs.game import Game, balanced, push_garbage, replayed
 from tests.support.services.own_redis import OwnRedis
@@ -64,18 +69,19 @@ def end_without_another_fragment(game: Game) -> None:
 # All goes well
 
 
-def test_sharded_run_has_equal_weights_and_leaves_nothing(place: FaultRun, undisturbed: str) -> None:
-    game, held = place.game(), []
+def test_sharded_run_has_equal_weights_and_leaves_nothing(outside: FaultRun, undisturbed: str) -> None:
+    game, held = outside.game(), []
     for version in range(1, UPDATES + 1):
         game.play_to(version)
         game.durable()
-        held.append(len(place.bodies(game)))
+        held.append(len(outside.bodies(game)))
     end_without_another_fragment(game)
     assert game.policy_hash() == undisturbed
     assert max(held) == 2, "bounded by the checkpoints, each two updates"
     assert len(game.role.log()) == 0
-    assert not any(shard.command("DBSIZE") for shard in place.shards)
-    assert all(shard.command("INFO", "commandstats")["cmdstat_hset"]["calls"] >= UPDATES for shard in place.shards)
+    assert outside.bodies(game) == set()
+    assert not any(shard.command("DBSIZE") for shard in outside.shards)
+    assert all(shard.command("INFO", "commandstats")["cmdstat_hset"]["calls"] >= UPDATES for shard in outside.shards)
 
 
 def test_two_runs_on_the_same_shards_are_separate(place: FaultRun, undisturbed: str) -> None:
@@ -210,39 +216,22 @@ def test_next_sweep_covers_a_missed_one(place: FaultRun, undisturbed: str) -> No
 # A shard loses what it had
 
 
-def lose_all(place: FaultRun) -> None:
-    for shard in place.shards:
-        shard.command("FLUSHALL")
-
-
-def lose(place: FaultRun, game: Game, *seqs: int) -> list[tuple[OwnRedis, bytes, bytes]]:
-    """The bodies of these fragments are gone; answers what was where."""
-    key, lost = RunKeys(game.role.run_id).bodies("worker-0"), []
-    for shard in place.shards:
-        for field in shard.command("HKEYS", key):
-            if int(field.split(b":")[1]) in seqs:
-                lost.append((shard, field, shard.command("HGET", key, field)))
-                shard.command("HDEL", key, field)
-    assert len(lost) == len(seqs)
-    return lost
-
-
 def weights(game: Game) -> str:
     arrays = state_arrays(game.trainer.learner.policies["default"])
     return hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
 
 
-def test_unread_lost_body_is_dropped_and_credit_returned(place: FaultRun) -> None:
-    game = place.game(place.config(archive="all"))
+def test_unread_lost_body_is_dropped_and_credit_returned(outside: FaultRun) -> None:
+    game = outside.game(outside.config(archive="all"))
     game.play_to(3)
     first = game.worker.claims.seq
     push_all(game)
-    lose(place, game, first, first + 1)
+    outside.lose(game, first, first + 1)
     game.finish()
     total = balanced(game)["total"]
     assert total["dropped"] == {"lost_body": {"fragments": 2, "transitions": 64}}
     assert total["consumed"]["fragments"] == 2 * UPDATES
-    assert "is lost_body: 127.0.0.1:" in game.events("dropped")
+    assert "is lost_body: " in game.events("dropped")
     assert game.role.flow.read().in_flight == len(game.role.log())
     assert not game.role.redis.exists(RunKeys(game.role.run_id).lost_bodies)
     found = replayed(game)
@@ -257,7 +246,7 @@ def test_very_many_lost_bodies_do_not_end_the_run(place: FaultRun) -> None:
     )
     for _ in range(256):
         assert game.worker.step(0) == "pushed"
-    lose_all(place)
+    place.lose_all()
     assert game.trainer.step(0) == "waited"
     total = balanced(game)["total"]
     assert total["dropped"]["lost_body"]["fragments"] == 256
@@ -267,26 +256,24 @@ def test_very_many_lost_bodies_do_not_end_the_run(place: FaultRun) -> None:
 
 @pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("index_too", [True, False])
-def test_fragment_dropped_for_its_body_stays_dropped(place: FaultRun, comes_back: bool, index_too: bool) -> None:
+def test_fragment_dropped_for_its_body_stays_dropped(outside: FaultRun, comes_back: bool, index_too: bool) -> None:
     """A trainer that reads the log again must come to the same versions; also when Redis had forgotten the drop."""
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}
-    game = place.game(place.config(rollout=rollout, checkpoint={"every": "100 updates"}))
+    game = outside.game(outside.config(rollout=rollout, checkpoint={"every": "100 updates"}))
     game.play_to(2)
     push_all(game)
-    past = place.redis.keep()
-    lost = lose(place, game, 4, 6)
+    past = outside.redis.keep()
+    come_back = outside.lose(game, 4, 6)
     assert game.trainer.step(0) == "updated"
     if index_too:
-        place.redis.roll_back(past)
+        outside.redis.roll_back(past)
         game.trainer.recovery.redis_came_back()
         assert game.role.checkpoints.names() == ["0_Step-0.ckpt"], "the log has all of it"
     came_to, accounting = weights(game), game.trainer.consumer.committed.ledger
     assert '"lost_body":{"fragments":2' in accounting
     game.crash()
     if comes_back:
-        for shard, field, body in lost:
-            with shard.client() as client:
-                client.hset(RunKeys(game.role.run_id).bodies("worker-0"), field.decode(), body)
+        come_back()
     game.restart()
     assert "reading the log again up to version 3" in game.events("trainer")
     while game.trainer.version < 3:
@@ -294,24 +281,24 @@ def test_fragment_dropped_for_its_body_stays_dropped(place: FaultRun, comes_back
     assert (weights(game), game.trainer.consumer.committed.ledger) == (came_to, accounting)
     game.finish()
     assert balanced(game)["total"]["dropped"] == {"lost_body": {"fragments": 2, "transitions": 64}}
-    nothing_left_behind(place, game)
+    nothing_left_behind(outside, game)
 
 
 @pytest.mark.parametrize("lost_at", ["start", "middle"])
-def test_lost_learned_body_starts_a_new_version(place: FaultRun, lost_at: str) -> None:
+def test_lost_learned_body_starts_a_new_version(outside: FaultRun, lost_at: str) -> None:
     """The log names it, the accounting count it: the replay cannot arrive there, and goes on from where it came to."""
-    game = place.game(place.config(checkpoint={"every": "100 updates"}, archive="all"))
+    game = outside.game(outside.config(checkpoint={"every": "100 updates"}, archive="all"))
     game.play_to(4)
     game.worker.step(0)
     before = balanced(game)["total"]["consumed"]["fragments"]
     game.crash()
     if lost_at == "start":
-        lose_all(place)
+        outside.lose_all()
     game.restart()
     if lost_at == "middle":
         game.trainer.step(0)
         assert game.trainer.version == 1
-        lose_all(place)
+        outside.lose_all()
     assert game.trainer.step(0) == "waited"
     version = game.trainer.version
     assert version == 4 + 1 + game.role.config.rollout.max_policy_lag == game.board_version()
@@ -328,15 +315,15 @@ def test_lost_learned_body_starts_a_new_version(place: FaultRun, lost_at: str) -
     assert found.equal, found.different
 
 
-def test_body_lost_between_trainers_starts_a_new_version(place: FaultRun) -> None:
+def test_body_lost_between_trainers_starts_a_new_version(outside: FaultRun) -> None:
     """The fragment was read, and counted with a drop behind it, but no version covers it yet."""
-    game = place.game()
+    game = outside.game()
     game.play_to(3)
     game.worker.step(0)
     push_garbage(game)
     assert game.trainer.step(0) == "waited"
     game.crash()
-    lose_all(place)
+    outside.lose_all()
     game.restart()
     while game.trainer.version < 4:
         game.trainer.step(0)
@@ -392,6 +379,71 @@ def test_worker_waits_for_a_full_shard_until_a_checkpoint(place: FaultRun) -> No
         for shard in place.shards:
             shard.command("CONFIG", "SET", "maxmemory", 0)
     assert hashes[0] == hashes[1]
+
+
+# Shared memory
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultRun]:
+    """With all bodies in a shared memory that holds a few."""
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    monkeypatch.setattr(memory_folder, "ROOT", tmp_path / "shm")
+    with small_tmpfs(tmp_path / "shm", "64k"):
+        found = FaultRun(tmp_path, memory=True)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def test_bodies_that_find_no_room_stay_in_redis(remembered: FaultRun, undisturbed: str) -> None:
+    game = remembered.game(remembered.config(checkpoint={"every": "100 updates"}))
+    game.play_to(UPDATES)
+    log: Any = game.role.redis.xrange(RunKeys(game.role.run_id).log)
+    assert {name for _, entry in log for name in entry} > {b"body", b"fragment"}
+    end_without_another_fragment(game)
+    assert game.policy_hash() == undisturbed
+    assert not balanced(game)["total"]["dropped"]
+
+
+@pytest.mark.parametrize("tidied", ["by another run", "by its own"])
+def test_bodies_survive_a_kill_of_everything(remembered: FaultRun, undisturbed: str, tidied: str) -> None:
+    """Memory holds nothing of the dead run after the next start; the trainer learns the same from the disk."""
+    game = remembered.game(remembered.config(checkpoint={"every": "3 updates"}))
+    game.play_to(2)
+    game.worker.step(0)
+    held = remembered.bodies(game)
+    assert len(held) == 5
+    game.lose()
+    remembered.forsake_memory()
+    if tidied == "by another run":
+        memory_folder.clear_abandoned_memory()
+        assert list((remembered.folder / "shm").iterdir()) == []
+    remembered.renew_memory(game)
+    assert len(list((remembered.folder / "shm").iterdir())) == 1
+    game.lose()
+    game.play_to(4)
+    game.durable()
+    assert not remembered.bodies(game) & held, "also swept from the disk"
+    as_if_nothing_had_been(game, undisturbed, incarnation=2)
+    assert not balanced(game)["total"]["dropped"]
+    nothing_left_behind(remembered, game)
+
+
+def test_end_of_a_run_moves_unread_bodies_to_the_disk(remembered: FaultRun) -> None:
+    game = remembered.game()
+    game.play_to(2)
+    game.worker.step(0)
+    before = remembered.bodies(game)
+    assert remembered.memory is not None and before
+    remembered.memory.close()
+    assert list((remembered.folder / "shm").iterdir()) == []
+    assert remembered.bodies(game) == before
+    remembered.renew_memory(game)
+    game.lose()
+    game.finish()
+    assert not balanced(game)["total"]["dropped"]
 
 
 # What a person asks for

@@ -21,6 +21,7 @@ from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_re
 from stagecoach.coordinator.lifecycle.validation import check, check_services
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services.embedded import free_port
+from stagecoach.coordinator.services.memory_folder import MemoryFolder
 from stagecoach.coordinator.services.redis_servers import redis_binary
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.address import Address, RoleName
@@ -30,7 +31,7 @@ from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.policies.serialization import VersionHeader
-from stagecoach.shared.protocol import events
+from stagecoach.shared.protocol import events, payload_shards
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat, forget_heartbeat
@@ -95,8 +96,9 @@ def ending_at(config: Config, updates: int) -> Config:
 class Roles:
     """The roles of one run, each over a connection of its own user."""
 
-    def __init__(self, config: Config, run_id: str) -> None:
-        self.config, self.address = config, Address(run_id, config.redis.url, config.store.url)
+    def __init__(self, config: Config, run_id: str, memory_folder: str | None = None) -> None:
+        self.config = config
+        self.address = Address(run_id, config.redis.url, config.store.url, memory_folder=memory_folder)
         self.coordinator, self.viewer = self.open("coordinator"), self.open("viewer")
 
     def open(self, name: RoleName) -> RunContext:
@@ -140,12 +142,20 @@ def test_run_and_resume_work_with_restricted_users(config: Config) -> None:
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
-def test_sharded_run_loses_a_body_with_restricted_users(config: Config, unique_run_id: str) -> None:
-    """Other databases of the same server, with the same users."""
-    redis = config.redis.model_copy(
-        update={"shards": tuple(f"{config.redis.url.removesuffix('0')}{db}" for db in (1, 2))}
-    )
-    roles = Roles(config.model_copy(update={"redis": redis}), unique_run_id)
+@pytest.mark.parametrize("where", ["shards", "shared memory"])
+def test_run_loses_a_body_outside_the_log_with_restricted_users(
+    config: Config, unique_run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Shards are other databases of the same server, with the same users."""
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    shards = tuple(f"{config.redis.url.removesuffix('0')}{db}" for db in (1, 2) if where == "shards")
+    config = config.model_copy(update={"redis": config.redis.model_copy(update={"shards": shards})})
+    with contextlib.closing(MemoryFolder(tmp_path)) as memory:
+        lose_a_body(Roles(config, unique_run_id, None if shards else str(memory.path)), unique_run_id)
+
+
+def lose_a_body(roles: Roles, unique_run_id: str) -> None:
+    """A whole run, whose first body gets lost."""
     check_services(roles.config)
     prepare_new(roles.coordinator, check(roles.config))
     trainer, worker = roles.trainer(), roles.worker(0)

@@ -4,15 +4,20 @@ of a rank (tests/chaos/test_kills.py has the other roles). What is durable stays
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stagecoach.coordinator.catalog.status import Status
+from stagecoach.coordinator.services import memory_folder
+from stagecoach.shared.protocol.shared_memory import OWNER
 from tests.support.environments.small import MODULE
 from tests.support.processes.command_line import SOURCE, CommandLine, check_ledger, check_refused
 
@@ -96,6 +101,50 @@ def test_coordinator_kill_ends_all_and_two_signals_end_resume(
     assert finished["version"] == finished["counters"]["train"]["updates"] == goal
     rows = (terminal.folder / "runs" / RUN / "metrics" / "train.csv").read_text().splitlines()
     assert len(rows) == 1 + goal, "every version has one row, also those that were learned twice"
+
+
+def in_memory(terminal: CommandLine) -> list[Path]:
+    """Folders in shared memory of the runs of this test."""
+    found = []
+    for folder in memory_folder.ROOT.glob("stagecoach-*"):
+        with contextlib.suppress(OSError):  # another test's
+            if str(terminal.folder) in (folder / OWNER).read_text():
+                found.append(folder)
+    return found
+
+
+def test_shared_memory_holds_nothing_of_a_killed_run(terminal: CommandLine) -> None:
+    """After the next start of any run, or the deletion; and a resume learns what was there."""
+    bodies = terminal.folder / "runs" / RUN / "redis" / "bodies"
+    sections: dict[str, Any] = {
+        "environment": {"id": "CartPole-v1", "num_envs": 32},
+        "rollout": {"workers": 1, "fragment_steps": 64, "fragments_per_update": 2},
+        "algorithm": {"minibatch_size": 1024, "epochs": 1}, "checkpoint": {"every": "50 updates"},
+    }  # fmt: skip
+
+    def kill_everything(*arguments: str | Path) -> None:
+        process = terminal.start(*arguments)
+        terminal.until_checkpoint(RUN, durable(terminal)[0] if bodies.exists() else 0)
+        terminal.wait_until("a body in memory", lambda: any(f.glob("worker-0:*") for f in in_memory(terminal)))
+        for pid in terminal.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        terminal.check_nothing_left()
+
+    kill_everything("train", terminal.write_config(stop_at=FOR_EVER, **sections), "--run-id", RUN)
+    other = terminal.write_config(stop_at={"updates": 1})
+    terminal.run("train", other, "--run-id", "other", "--inline").ok()
+    assert in_memory(terminal) == []
+    assert list(bodies.glob("worker-0:*"))
+    goal = f"stop_at.updates={durable(terminal)[0] + 200}"
+    terminal.run("resume", RUN, "--set", goal).ok()
+    assert in_memory(terminal) == []
+    finished = terminal.check_ended(RUN, "exhausted")
+    assert not {"lost_body", "lost"} & {*finished["ledger"]["total"]["dropped"]}
+    kill_everything("resume", RUN, "--set", "stop_at.updates=1000000")
+    terminal.run("delete", RUN, "--yes").ok()
+    assert in_memory(terminal) == []
 
 
 def test_hung_inline_environment_is_named_and_third_signal_exits(

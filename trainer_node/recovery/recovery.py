@@ -69,7 +69,8 @@ class Recovery:
         role = incarnation.role
         incarnation.heartbeat.start()
         description = incarnation.with_store(role.description)  # a trainer that cannot reach the store fences none
-        incarnation.epoch = role.flow.take_over(incarnation.with_store(lambda: last_epoch(role.checkpoints)))
+        last = incarnation.with_store(lambda: last_epoch(role.checkpoints))
+        incarnation.epoch = role.flow.take_over(last, role.bodies.memory.token)
         accounting = RedisAccounting(role.redis, role.run_id, incarnation.epoch)
         accounting.begin(role.config.rollout.restarts_allowed)
         accounting.redis_process = role.flow.process()

@@ -1,15 +1,18 @@
 --- @include common, window
 --- @keys flow, claims, incarnations, draining, wakeups, pushed
 --- @args worker, incarnation, seq
--- Asks for permission to act fragment `seq`. Returns {reply, version, epoch, wakeup id, history}; reply: granted, wait_credit,
+-- Asks for permission to act fragment `seq`. Returns {reply, version, epoch, wakeup id, history, token of the shared
+-- memory that the trainer reads}; reply: granted, wait_credit,
 -- wait_log, wait_memory, drain, superseded, taken (this Redis was rolled back and gave an incarnation twice: register
 -- anew), or the run's state if it is not running. A worker that Redis does not know registered before a rollback.
 local flow = read_fields(keys.flow, 'state', 'version', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
-  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full', 'history')
+  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full', 'history',
+  'memory')
 if not flow.state then return no_run() end
 local function with_flow(reply)
   local last = redis.call('XREVRANGE', keys.wakeups, '+', '-', 'COUNT', 1)
-  return {reply, flow.version, flow.epoch, last[1] and last[1][1] or '0-0', flow.history or ''}
+  return {reply, flow.version, flow.epoch, last[1] and last[1][1] or '0-0', flow.history or '',
+    flow.memory or ''}
 end
 if flow.state ~= 'running' then return with_flow(flow.state) end
 local incarnations = whole(redis.call('HGET', keys.incarnations, args.worker)) or 0

@@ -294,7 +294,7 @@ def test_scripts_read_what_they_declare_and_set_no_globals(name: str, redis_clie
 
 def test_script_rejects_missing_and_extra_arguments(redis_client: redis.Redis) -> None:
     take_over = Script(redis_client, RunKeys("run"), "take_over")
-    with pytest.raises(TypeError, match="lacks its argument 'at_least'"):
-        take_over()
+    with pytest.raises(TypeError, match="lacks its argument 'memory'"):
+        take_over(at_least=0)
     with pytest.raises(TypeError, match="no argument epoch"):
-        take_over(at_least=0, epoch=1)
+        take_over(at_least=0, memory="", epoch=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,15 +29,18 @@ from hypothesis.stateful import (
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
 from stagecoach.coordinator.services.embedded import new_secret
+from stagecoach.coordinator.services.memory_folder import MemoryFolder
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import Fenced, WorkerSuperseded
 from stagecoach.shared.experience import fragment
+from stagecoach.shared.protocol import payload_shards
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.payload_shards import Bodies, named_bodies
 from stagecoach.shared.protocol.scripts import Script
+from stagecoach.shared.protocol.shared_memory import PLACE, SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore
 from stagecoach.shared.storage.object_store import open_store
@@ -119,6 +123,7 @@ class Protocol(RuleBasedStateMachine):
     description: bytes
     shards: ClassVar[dict[str, redis.Redis]] = {}
     """Where the bodies are; none for the log itself."""
+    memory: SharedMemory | None = None
 
     @initialize(fleet=st.sampled_from([1, 2, 7]))
     def start(self, fleet: int) -> None:
@@ -128,7 +133,7 @@ class Protocol(RuleBasedStateMachine):
         store = open_store(address, config)
         store.put(ENVIRONMENT, self.description)
         checkpoints = CheckpointStore(store, address.run_id)
-        self.bodies = Bodies(self.shards, address.run_id)
+        self.bodies = Bodies(self.shards, address.run_id, self.memory)
         flow = Flow(self.server, address.run_id)
         self.role = RunContext(config, address, self.server, checkpoints, flow, self.bodies)
         assert create_flow(self.role)
@@ -346,7 +351,12 @@ class Protocol(RuleBasedStateMachine):
         log = self.trainer.log
         assert log.trim(self.trainer.epoch, through.committed.position) == through.read - self.model.trimmed
         self.model.trimmed = through.read
-        assert held(self.shards, self.keys, self.names) == self.named_bodies(), "all is swept"
+        assert self.held() == self.named_bodies(), "all is swept"
+
+    def held(self) -> frozenset[tuple[str, str, str]]:
+        """Place, worker and field of every body outside the log."""
+        names = [name.partition(":") for name in (self.memory.names() if self.memory is not None else [])]
+        return held(self.shards, self.keys, self.names) | {(PLACE, worker, body) for worker, _, body in names}
 
     def named_bodies(self) -> frozenset[tuple[str, str, str]]:
         """Shard, worker and field of every body that the log names."""
@@ -410,9 +420,9 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def the_shards_hold_every_body_that_the_log_names(self) -> None:
         """Pushes that were refused have taken theirs back."""
-        if self.shards:
+        if self.bodies:
             named = self.named_bodies()
-            assert named <= held(self.shards, self.keys, self.names)
+            assert named <= self.held()
             assert len(named) == len(self.model.entries) - self.model.trimmed
 
     def teardown(self) -> None:
@@ -434,6 +444,8 @@ class Protocol(RuleBasedStateMachine):
                 self.expect_push(self.acting[-1], "newest")
             self.take_all(keep=False)
         assert self.model.version >= goal, "the run is stuck"
+        if self.memory is not None:
+            self.memory.remove(self.memory.names())
         keys: Any = self.server.scan_iter(match=self.keys.prefix + "*")
         self.server.delete(*keys)
 
@@ -466,6 +478,15 @@ def test_so_it_does_with_the_bodies_on_shards(
     client: redis.Redis, shards: dict[str, redis.Redis], tmp_path: Path
 ) -> None:
     play(server=client, folder=tmp_path, max_lag=1, updates_of=2, shards=shards)
+
+
+def test_so_it_does_with_the_bodies_in_shared_memory(
+    client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    with closing(MemoryFolder(tmp_path)) as folder:
+        memory = SharedMemory(str(folder.path))
+        play(server=client, folder=tmp_path, max_lag=1, updates_of=2, memory=memory)
 
 
 def play(**attributes: Any) -> None:

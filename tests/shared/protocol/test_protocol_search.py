@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.shared.protocol import scripts
+from stagecoach.coordinator.services.memory_folder import MemoryFolder
+from stagecoach.shared.protocol import payload_shards, scripts
+from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
 from tests.support.protocol.random_walks import Server, walk
-from tests.support.protocol.search import Search, Violation
+from tests.support.protocol.search import EveryWorldsMemory, Search, Violation
+from tests.support.runs.builders import in_memory
 from tests.support.runs.small_run import small_config
 
 TOO_LATE = [
@@ -25,10 +28,27 @@ TOO_LATE = [
 """There is no place for the fragment of worker-0, which has not heard of it."""
 
 
-def test_no_short_order_of_steps_breaks_the_protocol(make_role: MakeRole) -> None:
-    search = Search(make_role(small_config(1, 0)))
+@pytest.fixture(params=["in the log", "in shared memory"])
+def role(
+    request: pytest.FixtureRequest, make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunContext]:
+    """With the fragments' bodies there."""
+    made = make_role(small_config(1, 0))
+    if request.param == "in the log":
+        yield made
+        return
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    with closing(MemoryFolder(tmp_path)) as folder:
+        memory = EveryWorldsMemory(str(folder.path))
+        memory.role = made
+        yield in_memory(made, memory)
+
+
+def test_no_short_order_of_steps_breaks_the_protocol(role: RunContext) -> None:
+    search = Search(role)
     found = search.run(5, search.beginning(faults=2))
     assert found.worlds > 600 and found.by_depth[-1] > 300
+    assert bool(role.bodies.memory.names()) == bool(role.bodies)
 
 
 @pytest.mark.nightly

@@ -13,12 +13,14 @@ import dataclasses
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from stagecoach.coordinator.services.memory_folder import MemoryFolder
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, Fenced, WaitTimeout
@@ -33,6 +35,7 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.protocol.payload_shards import Bodies
 from stagecoach.shared.protocol.redis_client import shard_clients
 from stagecoach.shared.protocol.scripts import NAMES, source
+from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED, READY, CheckpointStore
 from stagecoach.shared.storage.due_evaluations import due_evaluations
@@ -125,7 +128,9 @@ class Life:
         for shard in shards.values():
             self._over_redis(shard)
         checkpoints = CheckpointStore(_Store(role.checkpoints.store, self), role.run_id)
-        bodies, flow = Bodies(shards, role.run_id), Flow(role.redis, role.run_id)
+        memory = _Memory.of(role.address)
+        memory.life = self
+        bodies, flow = Bodies(shards, role.run_id, memory), Flow(role.redis, role.run_id)
         return dataclasses.replace(role, checkpoints=checkpoints, flow=flow, bodies=bodies)
 
     def _over_redis(self, client: redis.Redis) -> None:
@@ -169,11 +174,35 @@ class _Store:
         self._life.write(f"delete {key}", lambda: self._store.delete(key))
 
 
+class _Memory(SharedMemory):
+    """Shared memory as the process of a `Life` has it. A body that is cut off stays half written."""
+
+    life: Life
+
+    def put(self, name: str, body: bytes) -> bool:
+        """A write of one body."""
+        put = super().put
+
+        def torn() -> None:
+            put(name, body[: len(body) // 2])
+
+        return bool(self.life.write("body", lambda: put(name, body), torn))
+
+    def remove(self, names: Iterable[str]) -> int:
+        """A write for each body."""
+        remove = super().remove
+        return sum(int(self.life.write("free", partial(remove, [name]))) for name in names)
+
+
 class Run:
     """One run on real Redis and a folder store; its trainers and workers are put on stage one after the other."""
 
-    def __init__(self, server: RedisServer, folder: Path, config: Config) -> None:
+    def __init__(self, server: RedisServer, folder: Path, config: Config, memory: bool = False) -> None:
         self.config, self.address = config, folder_address(server, folder)
+        self._memory = contextlib.ExitStack()
+        if memory:
+            held = self._memory.enter_context(contextlib.closing(MemoryFolder(folder)))
+            self.address = dataclasses.replace(self.address, memory_folder=str(held.path))
         self.role = make_run(config, self.address)
         self.keys = RunKeys(self.role.run_id)
         self.worker: Worker | None = None
@@ -395,6 +424,7 @@ class Run:
         found = list(self.role.redis.scan_iter(f"{self.keys.prefix}*"))
         self.role.redis.delete(*found)
         self.role.redis.close()
+        self._memory.close()
 
 
 def _name(command: str, first: Any = "", *_: Any) -> str:

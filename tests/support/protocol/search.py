@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
@@ -22,12 +22,14 @@ from typing import Any, ClassVar
 from stagecoach.shared.base.errors import Fenced, RedisRolledBack, VersionsDiverged, WorkerSuperseded
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
-from stagecoach.shared.experience.log_entry import START, STRANGERS, LogEntry, id_order
+from stagecoach.shared.experience.log_entry import START, STRANGERS, BodyPlace, LogEntry, id_order
 from stagecoach.shared.policies.serialization import VersionHeader
 from stagecoach.shared.protocol.flow_control import Claim
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
+from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.state.log_consumer import Committed, LogConsumer, RedisAccounting
 from tests.support.experience.fragments import zero_fragment
@@ -243,6 +245,19 @@ class Found:
     by_depth: list[int] = field(default_factory=list)
 
 
+class EveryWorldsMemory(SharedMemory):
+    """Shared memory that keeps the bodies of all worlds; none may be removed that the present world's log names."""
+
+    role: RunContext
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Checks that the log names none of them."""
+        gone = {*names}
+        named = {f"{worker}:{place.field}" for worker, place in named_bodies(self.role.redis, self.role.run_id)}
+        assert not gone & named, f"bodies that the log names were removed: {gone & named}"
+        return len(gone)
+
+
 class Search:
     """Workers and trainers of one run; K and L are its config's."""
 
@@ -277,6 +292,12 @@ class Search:
         workers = [WorkerState(name, *self._flow.register(name)) for name in names]
         return World(self._image(Image()), workers, [trainer], [Saved(0, accounting, (), True)], faults)
 
+    def _act_in(self, entry: Mapping[bytes, bytes]) -> str:
+        """The act whose fragment an entry of the log has, or says where it is."""
+        place = BodyPlace.decode(entry.get(b"body", b""))
+        there = self.role.bodies.fetch([(entry[b"worker"].decode(), place)]) if place else [entry[b"fragment"]]
+        return self._acts.get(there[0] or b"", "garbage")
+
     def _image(self, before: Image) -> Image:
         keys = self._keys
         with self.role.redis.pipeline(transaction=False) as reads:
@@ -299,7 +320,7 @@ class Search:
             dumps=tuple(dump or b"" for dump in dumps),
             flow=_pairs(pairs | places),
             log=tuple(
-                (Position(id_.decode()), _pairs(entry | {b"fragment": self._acts.get(entry[b"fragment"], "garbage")}))
+                (Position(id_.decode()), _pairs({**entry, b"body": b"", b"fragment": self._act_in(entry)}))
                 for id_, entry in log
             ),
             last=Position(info["last-generated-id"].decode()) if isinstance(info, dict) else _START,
@@ -350,7 +371,10 @@ class Search:
         name, incarnation, seq, epoch, version, act, history, refusals = command
         blob = self._encode(name, incarnation, seq, version, act, history)
         claiming = self._flow.claiming(name, incarnation, seq + 1)
-        word = self._log.push(name, incarnation, seq, epoch, STEPS * ENVS, blob, then=claiming, refusals=refusals)
+        word = self._log.push(
+            name, incarnation, seq, epoch, STEPS * ENVS, blob, then=claiming, refusals=refusals,
+            memory=self.role.bodies.memory.token,
+        )  # fmt: skip
         image = world.redis
         if word == "pushed":
             if act in image.appended or act in image.refused:
@@ -623,7 +647,7 @@ class Search:
         after = max([self._flow.read().trimmed_id, *(each.through for each in world.archive)], key=id_order)
         if id_order(through) > id_order(after):
             raw: Any = self.role.redis.xrange(self._keys.log, f"({after}", through)
-            acts = tuple(self._acts.get(entry[b"fragment"], "garbage").split(" ")[0] for _, entry in raw)
+            acts = tuple(self._act_in(entry).split(" ")[0] for _, entry in raw)
             world.archive.append(Segment(Position(after), through, acts))
 
     def _arrives(self, world: World, command: Late) -> None:

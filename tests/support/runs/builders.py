@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from stagecoach.coordinator.services.embedded import new_secret
@@ -14,7 +18,9 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.protocol.payload_shards import Bodies
 from stagecoach.shared.protocol.redis_client import shard_clients
+from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import ENVIRONMENT
 
@@ -45,6 +51,23 @@ def make_run(config: Config, address: Address) -> RunContext:
     create_flow(role)
     role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
     return role
+
+
+@contextlib.contextmanager
+def small_tmpfs(path: Path, size: str) -> Iterator[None]:
+    """A file system in memory at `path`, as small as that of a container; skips the test where it cannot be mounted."""
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", path], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def in_memory(role: RunContext, memory: SharedMemory) -> RunContext:
+    """The same role, with the fragments' bodies in shared memory."""
+    return dataclasses.replace(role, bodies=Bodies({}, role.run_id, memory))
 
 
 def shard_fields(role: RunContext, worker: str = "worker-0") -> set[str]:

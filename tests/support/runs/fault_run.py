@@ -1,18 +1,24 @@
-"""A Redis of a test's own, with a proxy before it and shards where they are wanted, and the games played on them."""
+"""A Redis of a test's own, with a proxy before it, shards or shared memory where they are wanted, and the games played
+on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stagecoach.coordinator.services.memory_folder import MemoryFolder, clear_abandoned_memory
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base.failure import RoleEnd
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.protocol.keys import RunKeys
+from stagecoach.shared.runtime.run_context import open_run_context
 from stagecoach.trainer_node.learning.learner import Learner
 from tests.support.processes.waiting import eventually, meanwhile
 from tests.support.runs.builders import shard_fields
@@ -25,11 +31,12 @@ UPDATES = 6
 
 
 class FaultRun:
-    def __init__(self, folder: Path, shards: int = 0, **settings: str | int) -> None:
+    def __init__(self, folder: Path, shards: int = 0, memory: bool = False, settings: Any = None) -> None:
         self.folder = folder
         self.redis = OwnRedis(folder / "redis", settings=settings)
         self.proxy = FaultProxy(self.redis.port)
         self.shards = [OwnRedis(folder / f"shard-{number}", self.redis.password) for number in range(shards)]
+        self.memory = MemoryFolder(folder / "redis") if memory else None
         self._games: list[Game] = []
 
     def config(self, deadline: float = 60.0, shards: Iterable[str] | None = None, **sections: Any) -> Config:
@@ -42,8 +49,10 @@ class FaultRun:
         return small(**({"redis": redis, "rollout": rollout} | sections))
 
     def game(self, config: Config | None = None) -> Game:
-        server = self.redis.through(self.proxy.port)
-        self._games.append(make_game(server, self.folder, config or self.config()))
+        server, fields = self.redis.through(self.proxy.port), dict[str, str]()
+        if self.memory is not None:
+            fields = {"memory_folder": str(self.memory.path), "redis_folder": str(self.redis.folder)}
+        self._games.append(make_game(server, self.folder, config or self.config(), **fields))
         return self._games[-1]
 
     def kill_shards(self) -> None:
@@ -56,7 +65,50 @@ class FaultRun:
             shard.start()
 
     def bodies(self, game: Game) -> set[str]:
-        return shard_fields(game.role)
+        """Names of the bodies outside the log."""
+        return shard_fields(game.role) | {name.split(":", 1)[1] for name in game.role.bodies.memory.names()}
+
+    def lose_all(self) -> None:
+        """All bodies outside the log are gone."""
+        for shard in self.shards:
+            shard.command("FLUSHALL")
+        if self.memory is not None:
+            for path in self.memory.path.glob("worker-*"):
+                path.unlink()
+
+    def lose(self, game: Game, *seqs: int) -> Callable[[], None]:
+        """The bodies of these fragments are gone; returns how they come back."""
+        key, lost = RunKeys(game.role.run_id).bodies("worker-0"), list[Callable[[], object]]()
+        for shard in self.shards:
+            for field in shard.command("HKEYS", key):
+                if int(field.split(b":")[1]) in seqs:
+                    lost.append(partial(shard.command, "HSET", key, field, shard.command("HGET", key, field)))
+                    shard.command("HDEL", key, field)
+        for path in self.memory.path.glob("worker-0:*") if self.memory is not None else ():
+            if int(path.name.split(":")[2]) in seqs:
+                lost.append(partial(path.with_name("away").joinpath(path.name).rename, path))
+                path.with_name("away").mkdir(exist_ok=True)
+                path.rename(path.with_name("away") / path.name)
+        assert len(lost) == len(seqs)
+
+        def come_back() -> None:
+            for restore in lost:
+                restore()
+
+        return come_back
+
+    def forsake_memory(self) -> None:
+        """The process that held the shared memory is killed; its lock is gone, its folder stays."""
+        assert self.memory is not None
+        self.memory._owner.close()
+
+    def renew_memory(self, game: Game) -> None:
+        """The run starts again: what it opens from here on sees a new folder."""
+        clear_abandoned_memory()
+        self.memory = MemoryFolder(self.redis.folder)
+        config, address = game.role.config, replace(game.role.address, memory_folder=str(self.memory.path))
+        game.open = lambda: open_run_context(config, address)
+        game.role = game.open()
 
     def close(self) -> None:
         """Ends all of it; whoever says good-bye does not wait for a server that a test has killed."""
@@ -68,6 +120,8 @@ class FaultRun:
         for game in self._games:
             game.end()
         self.proxy.close()
+        if self.memory is not None:
+            self.memory.close()
         for server in (self.redis, *self.shards):
             server.kill()
 
@@ -120,14 +174,14 @@ class Witness:
         self.learned = {position for position in self.learned if id_order(position) <= restored}
 
 
-def as_if_nothing_had_been(game: Game, undisturbed: str) -> None:
+def as_if_nothing_had_been(game: Game, undisturbed: str, incarnation: int = 0) -> None:
     """The goal is reached, the accounting balances, nothing was lost or learned twice, and the weights are the same."""
     game.finish()
     total = balanced(game)["total"]
     assert game.finished()["counters"]["train"]["updates"] == UPDATES
     assert total["consumed"]["fragments"] == 2 * UPDATES
     assert "lost" not in total["dropped"] and "duplicate" not in total["dropped"]
-    assert game.worker.incarnation == 0
+    assert game.worker.incarnation == incarnation
     assert game.policy_hash() == undisturbed
     state = game.role.flow.read()
     assert 0 <= state.in_flight <= state.window

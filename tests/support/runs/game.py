@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -189,9 +190,9 @@ def published(make_role: Callable[..., RunContext], config: Config) -> Iterator[
 NewGame = Callable[[Config], Game]
 
 
-def make_game(redis_server: RedisServer, folder: Path, config: Config) -> Game:
+def make_game(redis_server: RedisServer, folder: Path, config: Config, **address_fields: str) -> Game:
     """A new run on the shared Redis, trainer and worker started."""
-    address = folder_address(redis_server, folder)
+    address = dataclasses.replace(folder_address(redis_server, folder), **address_fields)
     make_run(config, address).redis.close()
     game = Game(lambda: open_run_context(config, address))
     game.folder = folder / "store" / address.run_id

@@ -44,9 +44,12 @@ class SmallWorker:
         self.role, self.name, self.seq, self.refusals = role, name, 0, 0
         self.log = role.log()
         self.incarnation, self.epoch = role.flow.register(name)
+        self._memory = ""
 
     def claim(self) -> Claim:
-        return self.role.flow.claim(self.name, self.incarnation, self.seq)
+        claim = self.role.flow.claim(self.name, self.incarnation, self.seq)
+        self._memory = claim.memory
+        return claim
 
     def act(self, version: int = 0, **header: Any) -> Fragment:
         """A valid fragment of zeros; `header` replaces fields."""
@@ -67,7 +70,7 @@ class SmallWorker:
     def send(self, blob: bytes) -> str:
         """Pushes, and does not hear the answer."""
         place = self.name, self.incarnation, self.seq, self.epoch
-        return self.log.push(*place, SIZE, blob, refusals=self.refusals)
+        return self.log.push(*place, SIZE, blob, refusals=self.refusals, memory=self._memory)
 
     def work(self, version: int = 0, blob: bytes | None = None) -> None:
         """One turn that must succeed."""
@@ -80,7 +83,7 @@ class SmallTrainer:
 
     def __init__(self, role: RunContext) -> None:
         self.role = role
-        self.epoch = role.flow.take_over()
+        self.epoch = role.flow.take_over(memory=role.bodies.memory.token)
         self.board = PolicyBoard(role.redis, role.run_id)
         self.log = role.log()
         accounting = RedisAccounting(role.redis, role.run_id, self.epoch)
