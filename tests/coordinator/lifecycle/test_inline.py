@@ -24,7 +24,9 @@ from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
+from stagecoach.shared.protocol import payload_shards
 from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import read_due_evaluation
 from stagecoach.shared.storage.metric_log import ENV_STEPS, TRAIN, Rows, read
@@ -99,6 +101,23 @@ def test_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyPat
     assert again.policy("2_Step-128.ckpt").version == 2
     with pytest.raises(CheckpointNotFound, match="nobody"):
         again.policy(policy_id="nobody")
+
+
+def test_shared_memory_is_optional_and_changes_no_weight(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_shards, "AT_LEAST", 1)
+    put, shared, hashes = SharedMemory.put, list[str](), set[str]()
+
+    def recorded(memory: SharedMemory, name: str, body: bytes) -> bool:
+        shared.append(name)
+        return put(memory, name, body)
+
+    monkeypatch.setattr(SharedMemory, "put", recorded)
+    for on, fragments in ((False, 0), (True, 8)):
+        run = Run.start(config(redis={"shared_memory": on}), f"shared-{on}", inline=True)
+        finish(run)
+        assert (len({*shared}) >= fragments) and bool(shared) == on
+        hashes.add(weights(run, marker(run, ".finished")["final"]))
+    assert len(hashes) == 1
 
 
 def test_live_run_is_scaled_stopped_and_emits_events(config: MakeConfig) -> None:
