@@ -13,7 +13,7 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, keeps a driver on loopback; by default Ray uses the machine's address."""
 HEAD_MODULE = "ray.scripts.scripts"
 """Module of the program `ray`."""
-START_HOOK = "stagecoach.coordinator.services.ray_internals.without_client_server"
+START_HOOK = "stagecoach.coordinator.services.ray_internals.without_unused_servers"
 """Function that `ray start` calls first (RAY_START_HOOK)."""
 MONITORS = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py")
 """Files of the autoscaler's process on the head's machine."""
@@ -21,9 +21,25 @@ CONNECT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
 """Program that exits with 0 if the GCS at its argument accepts this process's token."""
 
 
-def without_client_server(parameters: Any, head: bool) -> None:
-    """Disables the unused server for Ray Client (`ray://`): saves a second of processor time, and 70 MB."""
+def without_unused_servers(parameters: Any, head: bool) -> None:
+    """Disables the server for Ray Client (`ray://`) and the process of the dashboard, which starts even if it is
+    excluded, and reduces the dashboard's agent: three seconds of processor time, and 200 MB."""
+    import ray._private.node
+    import ray._private.utils
+
     parameters.ray_client_server_port = None
+    node: Any = ray._private.node.Node
+    node.start_api_server = lambda self, **_: None
+    utilities: Any = ray._private.utils
+    utilities.get_dashboard_dependency_error = lambda: ImportError("as in an installation without a dashboard")
+    services: Any = ray._private.services
+    python = services._build_python_executable_command_memory_profileable
+
+    def later(component: str, *given: Any, **options: Any) -> list[str]:
+        command: list[str] = python(component, *given, **options)
+        return ["/bin/sh", "-c", 'sleep 5; exec "$0" "$@"', *command] if component == "dashboard_agent" else command
+
+    services._build_python_executable_command_memory_profileable = later
 
 
 def outlive_ray() -> None:
