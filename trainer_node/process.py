@@ -16,6 +16,11 @@ from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.trainer import Trainer
 
 
+def run(given: bytes, name: str) -> str:
+    """Runs an encoded `RoleLaunch` as `trainer`, or as another rank, such as `rank-1`: see `run_rank`."""
+    return run_rank(RoleLaunch.decoded(given), int(name.partition("-")[2] or 0))
+
+
 def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> str:
     """Runs the trainer (rank 0) until the run ends, or another rank until the trainer has finished.
 

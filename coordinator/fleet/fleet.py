@@ -1,11 +1,12 @@
 """The fleet: Ray actors for the trainer, the evaluator and the rollout workers; started, watched, replaced, scaled.
 
-A role whose process died, or that left on purpose, gets another process, one that raised begins again in its own: both
-as long as they make progress (a worker registers as a new incarnation). The run ends where the trainer ends or fails.
+A role whose process died, raised, or left on purpose gets another one as long as it makes progress (a worker registers
+as a new incarnation). The run ends where the trainer ends or fails.
 """
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,22 +19,23 @@ import ray.exceptions
 
 from stagecoach.coordinator.fleet.autoscaler import Scaling
 from stagecoach.coordinator.fleet.capacity import ClusterView, evaluator_options, needs, trainer_options
-from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, cause, how_it_died, kill_here
+from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, how_it_died, how_it_ended, kill_here
+from stagecoach.coordinator.fleet.role_actor import RoleActor
 from stagecoach.coordinator.fleet.worker_pool import WorkerPool
 from stagecoach.coordinator.services.ray_head import RayHead
-from stagecoach.rollout_worker.ray_actors import EvaluatorActor
-from stagecoach.shared.base.errors import Fenced, StagecoachError
+from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RoleEnd, RunEnd
 from stagecoach.shared.base.printable import counted
+from stagecoach.shared.base.process import ExitDiagnostics
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.flow_control import FlowState, RunState
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, Beat, Heartbeat, read_heartbeats
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.restarts import Progress, RestartBound, evaluation_progress, learning_progress
+from stagecoach.shared.runtime.role_process import RoleExit
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.distributed.leader import rank_id
-from stagecoach.trainer_node.ray_actors import TrainerActor
 
 _READING_SHARE = 0.1
 """Share of the processor that reading heartbeats may take; ten thousand of them take a tenth of a second."""
@@ -97,7 +99,7 @@ class Fleet:
     """All actors of one run. `run` is the coordinator's loop, `reconcile` one turn of it."""
 
     def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, added_machines: float) -> None:
-        self._config, self._launch = context.config, launch
+        self._config, self._launch = context.config, launch.encoded()
         self._head, self._generation = head, head.generation
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
         self._cluster = ClusterView(context.config, added_machines, head.embedded)
@@ -109,12 +111,14 @@ class Fleet:
         self._read_beats()  # those of a fleet before this one
         learning = partial(learning_progress, self._redis, self._run_id)
         options = partial(trainer_options, self._config)
-        self._trainer = self._start("trainer", learning, options, TrainerActor, launch)
+        self._trainer = self._start("trainer", learning, options)
         self._learners = [self._trainer]
         for rank in range(1, self._config.trainer.ranks):
-            self._learners.append(self._start(rank_id(rank), learning, options, TrainerActor, launch, rank))
+            self._learners.append(self._start(rank_id(rank), learning, options))
         self._evaluator: ManagedActor | None = None
-        self._workers = WorkerPool(context, launch, self._start)
+        self._first_version: int | None = None
+        """The version with which this fleet began."""
+        self._workers = WorkerPool(context, self._start)
         self._began = time.monotonic()
         self._heartbeat = Heartbeat(self._redis, self._run_id, "coordinator", "coordinator")
         self.outcome: RunEnd | None = None
@@ -143,14 +147,14 @@ class Fleet:
         self._handle_an_end()
         if self.outcome is not None:
             return
-        beats = self._read_beats()
-        self._start_evaluator(beats)
+        beats, flow = self._read_beats(), self._flow.read()
+        self._start_evaluator(flow)
         for member in self._members():
             self._replace_if_silent(member, beats.get(member.name))
         self._refresh_cluster()
         self._check_placement(beats)
         self._report_outages(beats)
-        self._follow_flow(self._flow.read(), beats)
+        self._follow_flow(flow, beats)
 
     def close(self, seconds: float = 20.0) -> None:
         """Waits for workers and evaluator to end on their own, then ends their processes.
@@ -177,23 +181,26 @@ class Fleet:
         return [*self._learners, *evaluator, *self._workers.members]
 
     def _start(
-        self, name: str, progress: Callable[[], Progress], options: Callable[[], dict[str, Any]], actor: Any,
-        *arguments: Any,
-    ) -> ManagedActor:  # fmt: skip
+        self, name: str, progress: Callable[[], Progress], options: Callable[[], dict[str, Any]]
+    ) -> ManagedActor:
         bound, last = RestartBound(self._config.rollout.restarts_allowed), self._beats.get(name)
-        make, former = lambda: actor.options(**options()).remote(*arguments), {last.process} if last else set()
+        former = {last.process} if last else set()
+
+        def make() -> Any:
+            unique = f"{name} {secrets.token_hex(3)}"  # a process that it had before may not be gone yet
+            return RoleActor.options(name=unique, **options()).remote(name, self._launch, self._head.zygote.token)
+
         return ManagedActor(name, make, bound, progress, retries(self._redis).outages, former)
 
-    def _start_evaluator(self, beats: Mapping[str, Beat]) -> None:
-        """Starts the evaluator once all learners and a worker are up, or take too long."""
+    def _start_evaluator(self, flow: FlowState) -> None:
+        """Starts the evaluator once the others have learned something, or take too long."""
         if self._evaluator is not None or not self._config.evaluation.enabled:
             return
-        first = all(member.name in beats for member in self._learners)
-        there = first and any(name in beats for name in self._workers.names)
-        if there or time.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
+        self._first_version = flow.version if self._first_version is None else self._first_version
+        if flow.version > self._first_version or time.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
             progress = partial(evaluation_progress, self._redis, self._run_id)
             options = partial(evaluator_options, self._config)
-            self._evaluator = self._start("evaluator", progress, options, EvaluatorActor, self._launch)
+            self._evaluator = self._start("evaluator", progress, options)
 
     # What has ended
 
@@ -206,16 +213,20 @@ class Fleet:
         for call in ray.wait(list(calls), num_returns=1, timeout=POLL_SECONDS)[0]:
             member = calls[call]
             try:
-                self._handle_return(member, str(ray.get(call)))
-            except ray.exceptions.TaskCancelledError:  # Ray's way to say that a second signal ended it at once
-                self._handle_return(member, RoleEnd.PREEMPTED)
-            except ray.exceptions.RayTaskError as caught:
-                _LOGGER.error("%s failed: %s", member.name, caught)
-                self._handle_error(member, cause(caught))
+                found: RoleExit = ray.get(call)
             except ray.exceptions.RayError as caught:
                 if self._head.lost(self._generation, notice=True):
                     raise RayLost(self._head.failure) from caught
-                self._restart_after_failure(member, self._death(member, caught), died=True)
+                self._restart_after_failure(member, self._death(member, how_it_died(caught)), actor_died=True)
+                continue
+            if found.failure is not None:
+                _LOGGER.error("%s failed: %s", member.name, found.trace)
+                self._handle_failure(member, found.failure, found.fenced)
+            elif found.died is not None:
+                how = how_it_ended(found.pid, found.died)
+                self._restart_after_failure(member, self._death(member, (how, found.died)))
+            else:
+                self._handle_return(member, found.reason)
 
     def _handle_return(self, member: ManagedActor, reason: str) -> None:
         if reason in (RoleEnd.PREEMPTED, RoleEnd.OUTGROWN):
@@ -227,17 +238,17 @@ class Fleet:
         else:
             self._workers.remove(member)
 
-    def _handle_error(self, member: ManagedActor, error: Exception) -> None:
+    def _handle_failure(self, member: ManagedActor, failure: Failure, fenced: bool) -> None:
         if member is not self._trainer:
-            self._restart_after_failure(member, Failure.of(error), died=False)
+            self._restart_after_failure(member, failure)
             return
         member.call = None
-        if isinstance(error, Fenced):
+        if fenced:
             self._emit(member, "another trainer has taken over; the fleet works on for it")
         else:
-            self.outcome = RunEnd.failed(Failure.of(error))
+            self.outcome = RunEnd.failed(failure)
 
-    def _death(self, member: ManagedActor, error: ray.exceptions.RayError) -> Failure:
+    def _death(self, member: ManagedActor, end: tuple[str, ExitDiagnostics]) -> Failure:
         """Explains a process's death by its watchdog's report, else by its exit and last output.
 
         A process that ended itself did what was run in it: in a worker or the evaluator that is the environment.
@@ -245,7 +256,7 @@ class Fleet:
         last = member.last_beat(read_heartbeats(self._redis, self._run_id))
         if last is not None and last.failure is not None:
             return Failure(last.failure, last.ended or "failed")
-        how, words = how_it_died(error)
+        how, words = end
         _LOGGER.warning("%s: %s%s", member.name, how, "".join(f"\n  {line}" for line in words.lines))
         of_itself = words.how is not None and member.role in ("evaluator", "worker")
         said = f"; it said last: {' | '.join(line.strip() for line in words.lines)}" if words.lines else ""
@@ -258,16 +269,16 @@ class Fleet:
         self._emit(member, f"{member.name} {reason}; it continues in a new process{later}")
         member.leave(time.monotonic() + pause)
 
-    def _restart_after_failure(self, member: ManagedActor, failure: Failure, died: bool) -> None:
-        """A role that raised runs again, one whose process died gets another one, as long as it makes progress."""
+    def _restart_after_failure(self, member: ManagedActor, failure: Failure, actor_died: bool = False) -> None:
+        """The role gets another process, as long as it makes progress."""
         self._emit(member, f"{member.name} failed: {failure}")
         member.bound.record_progress(member.progress())
         if not self._in_outage(member) and member.bound.ended():
             self._give_up(member, failure)
-        elif died:
+        elif actor_died:
             member.restart()
         else:
-            member.call = member.actor.run.remote()
+            member.run_again()
 
     def _in_outage(self, member: ManagedActor) -> bool:
         """Returns whether Redis or the store was away during its process, by its heartbeat or our own count."""
@@ -314,7 +325,7 @@ class Fleet:
         kill_here(member.actor)
         self._flow.release(member.name)  # another worker may act its claim at once
         silent = f"its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
-        self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), died=True)
+        self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), actor_died=True)
 
     def _refresh_cluster(self) -> None:
         """Reports the cluster's capacity in the coordinator's heartbeat."""
@@ -353,7 +364,7 @@ class Fleet:
         trainer, silent = beats.get(self._trainer.name), self._config.rollout.silent_seconds
         replaced = self._trainer.call is None and self._trainer.restart_at is None
         if replaced and (trainer is None or trainer.ended or trainer.age_seconds > silent):
-            self._trainer.call = self._trainer.actor.run.remote()  # the trainer that took over is gone: ours continues
+            self._trainer.run_again()  # the trainer that took over is gone: ours continues
         if flow.state is RunState.RUNNING:
             names = self._workers.names
             unplaced = [name for name in self._cluster.unplaced if name in names]

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from stagecoach.coordinator.services.ray_internals import process_of
-from stagecoach.shared.base.process import ExitDiagnostics, exit_diagnostics
+from stagecoach.shared.base.process import ExitDiagnostics
 from stagecoach.shared.protocol.heartbeat import Beat, growing_pauses
 from stagecoach.shared.runtime.restarts import Progress, RestartBound
 
@@ -19,8 +19,6 @@ POLL_SECONDS = 0.2
 """Time between two polls of the fleet."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Between processes that leave again and again without having done anything."""
-_TAIL_BYTES = 16 << 10
-_PID = re.compile(r"\bpid: (\d+)")
 _ADDRESS = re.compile(r"\bip: ([0-9a-fA-F.:]+)")
 _NODE = re.compile(r"node (has died|died|was terminated|is (dead|preempted))", re.IGNORECASE)
 
@@ -60,6 +58,13 @@ class ManagedActor:
     def restart(self) -> None:
         self.leave()
         self.actor = self._make()
+        self.call, self.started = self.actor.run.remote(), time.monotonic()
+
+    def run_again(self) -> None:
+        """Starts its next process, from the same actor."""
+        if self._process is not None:
+            self.former.add(self._process)
+        self._process, self.stamp, self._silent_polls = None, "", 0
         self.call, self.started = self.actor.run.remote(), time.monotonic()
 
     def leave(self, restart_at: float | None = None) -> None:
@@ -110,32 +115,19 @@ def kill_here(actor: Any) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def cause(error: Exception) -> Exception:
-    return getattr(error, "cause", None) or error
+def how_it_ended(pid: int, words: ExitDiagnostics) -> str:
+    """Describes how the process of a role ended."""
+    who = f"its process (pid {pid})"
+    if words.how is None:
+        return f"{who} was killed without a message (by a person, or by the kernel because memory ran out?)"
+    return f"{who} ended with {words.how}" if words.how.startswith("exit") else f"{who} was ended by {words.how}"
 
 
 def how_it_died(error: ray.exceptions.RayError) -> tuple[str, ExitDiagnostics]:
-    """Describes how an actor's process ended, with its last output if available here.
-
-    Ray's error alone knows which process it was. The logs of processes on other machines stay there.
-    """
-    said = str(error)
-    pid, address = _PID.search(said), _ADDRESS.search(said)
-    who = f"its process ({f'pid {pid[1]}' if pid else 'no pid'} on {address[1] if address else 'an unknown machine'})"
+    """Describes how an actor ended, and with it the process of its role. Ray's error alone knows where it was."""
+    said, nothing = str(error), ExitDiagnostics(None, ())
+    address = _ADDRESS.search(said)
+    who = f"its actor on {address[1] if address else 'an unknown machine'}"
     if _NODE.search(said):
-        return f"{who} went with its machine", ExitDiagnostics(None, ())
-    if pid is None:
-        return f"{who} has died", ExitDiagnostics(None, ())
-    context: Any = ray.get_runtime_context()
-    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs").glob(f"worker-*-{pid[1]}.err")
-    path = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-    if path is None:
-        output = f"its output is in Ray's logs there, worker-*-{pid[1]}.err"
-        return f"{who} has died; {output}", ExitDiagnostics(None, ())
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        words = exit_diagnostics(file.read().decode(errors="replace"))
-    if words.how is None:
-        return f"{who} was killed without a message (by a person, or by the kernel because memory ran out?)", words
-    how = f"ended with {words.how}" if words.how.startswith("exit") else f"was ended by {words.how}"
-    return f"{who} {how}", words
+        return f"{who} went with its machine", nothing
+    return f"{who} was killed (by a person, or by the kernel because memory ran out?)", nothing

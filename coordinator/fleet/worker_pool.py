@@ -9,15 +9,13 @@ import ray
 from stagecoach.coordinator.fleet.capacity import holds, less, needs, worker_options
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
 from stagecoach.coordinator.services.ray_internals import free_resources
-from stagecoach.rollout_worker.ray_actors import WorkerActor
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Beat, forget_heartbeat
-from stagecoach.shared.runtime.launch import RoleLaunch
 from stagecoach.shared.runtime.restarts import acting_progress
 from stagecoach.shared.runtime.run_context import RunContext
 
 Start = Callable[..., ManagedActor]
-"""Starts a role: name, progress, options of each of its processes, actor class, and the arguments of the actor."""
+"""Starts a role: name, progress, and options of each of its actors."""
 _NODE = "ray.io/node-id"
 """The label that Ray gives each machine."""
 
@@ -45,9 +43,9 @@ class Places:
 class WorkerPool:
     """Workers by number. One that was given up is not started again until a scale leaves it out."""
 
-    def __init__(self, context: RunContext, launch: RoleLaunch, start: Start) -> None:
+    def __init__(self, context: RunContext, start: Start) -> None:
         self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
-        self._config, self._launch, self._start = context.config, launch, start
+        self._config, self._start = context.config, start
         self._workers: dict[int, ManagedActor] = {}
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
@@ -74,7 +72,7 @@ class WorkerPool:
             for index in missing:
                 self._flow.undrain(name := f"worker-{index}")
                 progress = partial(acting_progress, self._redis, self._run_id, name)
-                self._workers[index] = self._start(name, progress, self._options, WorkerActor, self._launch, index)
+                self._workers[index] = self._start(name, progress, self._options)
             self._places = None
         self._given_up = {index for index in self._given_up if index < desired}
         for index, worker in self._workers.items():

@@ -30,6 +30,7 @@ from stagecoach.coordinator.services.embedded import (
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.process import keeping_sigterm, signals_after
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.runtime.zygote import HeldZygote
 
 _EMBEDDED_CPUS = 64
 """Embedded CPUs are nominal: the operating system shares the cores, and Ray must not refuse workers."""
@@ -68,6 +69,7 @@ class RayHead:
         """Number of Rays that died before this one."""
         self.failure = _DIED
         """Description of how Ray was lost."""
+        self.zygote = HeldZygote()
         ray_internals.outlive_ray()
         # unused here, and a driver that leaves a dead Ray would wait for both
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
@@ -115,6 +117,7 @@ class RayHead:
             self._unwatch.set()
             if ray_internals.imported() and not self._foreign:
                 _leave()
+            self.zygote.release()
             if self._service is not None:
                 self._service.stop()
 

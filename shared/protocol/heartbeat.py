@@ -30,8 +30,7 @@ from stagecoach.shared.protocol.redis_client import RetryForSeconds, own_address
 from stagecoach.shared.protocol.scripts import Script
 
 _LOGGER = logging.getLogger("stagecoach.wait")
-_CHANCE = random.Random()  # of its own: nothing that is learned may depend on it
-_PROCESS = secrets.token_hex(4)
+_CHANCE = random.SystemRandom()  # of each process: roles are forked from one
 _STAMP = re.compile(rb"\d{1,12}\.\d{6}")
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
@@ -140,6 +139,7 @@ class Heartbeat:
         self._script = Script(client, self._keys, "heartbeat")
         self._role, self._id, self._name = role, id_, f"{role}:{id_}"
         self._address = own_address(client)
+        self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._wait: Wait | None = None
         self._lock = threading.Lock()
         """Held while a wait ends, so that a beat counts it once."""
@@ -230,7 +230,7 @@ class Heartbeat:
                 waited[wait.name] = waited.get(wait.name, 0.0) + wait.seconds
         wait = wait or Wait("", 0.0)
         data = {
-            "pid": os.getpid(), "process": f"{os.getpid()}-{_PROCESS}", "host": socket.gethostname(),
+            "pid": os.getpid(), "process": self._process, "host": socket.gethostname(),
             "address": self._address, "ended": self._ended, "failure": self._failure,
             "waiting_for": wait.name or None, "waiting_seconds": round(wait.seconds, 3) if wait.name else 0.0,
             "deadline_seconds": wait.deadline_seconds, "last_error": wait.last_error,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.base.errors import RunNotFound
@@ -24,6 +24,7 @@ from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.loading import load_config, parse_config
 from stagecoach.shared.protocol.keys import check_run_id
 from stagecoach.shared.protocol.redis_client import connect_redis, without_retries
+from stagecoach.shared.runtime.role_process import split, with_length
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 
 _LOGGER = logging.getLogger("stagecoach.launch")
@@ -54,6 +55,18 @@ class RoleLaunch:
         config = parse_config(self.config)
         config.algorithms()  # a user's own brings its kind of policy with it
         return open_run_context(config, self.address, cast(RoleName, user))
+
+    def encoded(self) -> bytes:
+        """The length of a JSON object, that object, and the bytes of an environment that a program gave."""
+        said = vars(self) | {"address": vars(self.address), "environment": self.environment is not None}
+        return with_length(json.dumps(said).encode()) + (self.environment or b"")
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Self:
+        head, rest = split(data)
+        said = json.loads(head)
+        said |= {"address": Address(**said["address"]), "import_path": tuple(said["import_path"])}
+        return cls(**said | {"environment": rest if said["environment"] else None})
 
 
 def log_to_file(run_folder: str | None, name: str, keep: Collection[logging.Handler] = ()) -> logging.Handler:

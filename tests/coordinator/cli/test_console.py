@@ -14,7 +14,6 @@ from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.catalog.status import Status, bottleneck, summarize_fleet
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import ledger_line, print_status, print_summary, scores_of_note
-from stagecoach.coordinator.fleet.managed_actor import cause
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
@@ -169,6 +168,4 @@ def test_accounting_that_do_not_balance_say_so() -> None:
     ],
 )
 def test_role_failure_is_shown_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:
-    error = RuntimeError("Ray's long text")
-    error.cause = raised  # type: ignore[attr-defined]
-    assert RunEnd.failed(Failure.of(cause(error))) == RunEnd(reason, kind)
+    assert RunEnd.failed(Failure.of(raised)) == RunEnd(reason, kind)

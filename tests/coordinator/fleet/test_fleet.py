@@ -158,7 +158,7 @@ def test_forged_heartbeat_kills_no_other_process(config: MakeConfig, running: Ex
     """Whoever can write to Redis could name any process there; the worker that is silent is ended, and no other."""
     run = start(config(stop_at=FOR_EVER, rollout={"silent_seconds": 10.5, "restarts_allowed": 2}), running)
     until(run, lambda status: status.version > 2)
-    stranger = subprocess.Popen(["ray::WorkerActor", "300"], executable="/usr/bin/sleep")
+    stranger = subprocess.Popen(["ray::Role.run", "300"], executable="/usr/bin/sleep")
     running.callback(stranger.wait)
     running.callback(stranger.kill)
     pid = process_of(run, "worker-0")

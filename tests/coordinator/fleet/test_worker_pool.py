@@ -54,12 +54,12 @@ class Anybody:
         return ray.get_runtime_context().get_node_id()
 
 
-def actors(kind: str) -> dict[str, str]:
-    """Live actors of a class: id → machine."""
+def actors(role: str) -> dict[str, str]:
+    """Live actors of a role: id → machine."""
     return {
         name: actor["Address"]["NodeID"]
         for name, actor in ray_head.actors().items()
-        if actor["ActorClassName"] == kind and actor["State"] == "ALIVE"
+        if actor["Name"].startswith(role) and actor["State"] == "ALIVE"
     }
 
 
@@ -96,12 +96,12 @@ def test_placement_spreads_packs_and_outlives_machine(cluster: Cluster, tmp_path
         run = Run.start(minimal_config(**sections), "a")
         running.callback(run.wait, 60)
         running.callback(run.abandon)
-        eventually(lambda: run.status().version > 2 and len(actors("RayWorker")) == 3, 120)
-        (former,) = actors("TrainerProcess").values()
+        eventually(lambda: run.status().version > 2 and len(actors("worker-")) == 3, 120)
+        (former,) = actors("trainer").values()
         lost = next(node for node in cluster.worker_nodes if node.node_id == former)
         version = run.status().version
         cluster.remove_node(lost, allow_graceful=False)
-        eventually(lambda: set(actors("TrainerProcess").values()) - {former}, 120)
+        eventually(lambda: set(actors("trainer").values()) - {former}, 120)
         eventually(lambda: run.status().version > version + 2, 120)
         eventually(lambda: run.status().scaling["capacity"].now == 5, 120)
         run.stop()
