@@ -170,57 +170,62 @@ def train(
     """Train: start all that the run needs, show it live, and end it all with a summary."""
     progress("loading PyTorch and Ray", background)
     with interruptible():
-        from stagecoach.coordinator.catalog.run_folder import new_run_id
-        from stagecoach.coordinator.cli import foreground
-        from stagecoach.coordinator.lifecycle.preparation import Continuation
-        from stagecoach.coordinator.lifecycle.ray_job import reachable, submission
-        from stagecoach.coordinator.run_access.run import Run
+        from stagecoach.coordinator.services.ray_head import launched_ahead
         from stagecoach.shared.config.loading import load_config
 
     if force and or_resume:
         raise UserError("--force replaces a run and --or-resume continues it; give one of them")
     if page and detach:
         raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
+    if parallel is not None and seeds is None:
+        raise UserError("--parallel says how many of --seeds train at a time; give those as well")
     config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from is not None else ())]
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
-    how = Continuation(origin, tuple(drop or ()), strict)
-    if how.arguments and (seeds is not None or not or_resume):
-        raise UserError("--from, --drop and --strict say how --or-resume continues one run; give that as well")
-    name = new_run_id(resolved) if run_id is None else run_id
-    if parallel is not None and seeds is None:
-        raise UserError("--parallel says how many of --seeds train at a time; give those as well")
-    if seeds is not None:
-        from stagecoach.coordinator.cli.seeds import command_of, parse_seeds, train_seeds
+    elsewhere = inline or address is not None or detach or seeds is not None
+    with contextlib.nullcontext() if elsewhere else launched_ahead(resolved):
+        with interruptible():
+            from stagecoach.coordinator.catalog.run_folder import new_run_id
+            from stagecoach.coordinator.cli import foreground
+            from stagecoach.coordinator.lifecycle.preparation import Continuation
+            from stagecoach.coordinator.lifecycle.ray_job import reachable, submission
+            from stagecoach.coordinator.run_access.run import Run
 
-        if page or detach:
-            raise UserError(f"--seeds and {'--page' if page else '--detach'}: several runs are not detached or served")
-        flags = {"--or-resume": or_resume, "--force": force, "--inline": inline}
-        command = command_of(config, sets, {**flags, "--address": address, "--working-dir": working_dir})
-        train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
-        return
-    make_room = runs.former(run_id, resolved) if force else lambda: None
-    served = pages.page_of_run(name, resolved.runs_dir)
-    with served if page else contextlib.nullcontext() as at:
-        if address is not None:
-            if resolved.initialize_from is not None:
-                found = reachable(resolved.initialize_from, resolved.runs_dir)
-                sets.append(f"initialize_from={json.dumps(found)}")
-                resolved = resolved.model_copy(update={"initialize_from": found})
-            sent = submission(address, config, sets, name, working_dir, or_resume)
-            begin = partial(Run.submit, sent, resolved, name, make_room=make_room, how=how)
-            foreground.supervise(begin, detach=detach, where=f"submitting to {address}", page=at)
-        elif detach:
-            foreground.detach([*sys.argv[1:], "--run-id", name], name)
-        else:
-            folders = (str(config.resolve().parent),)
-            start = partial(
-                Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders, make_room=make_room,
-                how=how,
-            )  # fmt: skip
-            with foreground.in_one_process(inline):
-                foreground.supervise(start, background, page=at)
+        how = Continuation(origin, tuple(drop or ()), strict)
+        if how.arguments and (seeds is not None or not or_resume):
+            raise UserError("--from, --drop and --strict say how --or-resume continues one run; give that as well")
+        name = new_run_id(resolved) if run_id is None else run_id
+        if seeds is not None:
+            from stagecoach.coordinator.cli.seeds import command_of, parse_seeds, train_seeds
+
+            if page or detach:
+                raise UserError(
+                    f"--seeds and {'--page' if page else '--detach'}: several runs are not detached or served"
+                )
+            flags = {"--or-resume": or_resume, "--force": force, "--inline": inline}
+            command = command_of(config, sets, {**flags, "--address": address, "--working-dir": working_dir})
+            train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
+            return
+        make_room = runs.former(run_id, resolved) if force else lambda: None
+        served = pages.page_of_run(name, resolved.runs_dir)
+        with served if page else contextlib.nullcontext() as at:
+            if address is not None:
+                if resolved.initialize_from is not None:
+                    found = reachable(resolved.initialize_from, resolved.runs_dir)
+                    sets.append(f"initialize_from={json.dumps(found)}")
+                    resolved = resolved.model_copy(update={"initialize_from": found})
+                sent = submission(address, config, sets, name, working_dir, or_resume)
+                begin = partial(Run.submit, sent, resolved, name, make_room=make_room, how=how)
+                foreground.supervise(begin, detach=detach, where=f"submitting to {address}", page=at)
+            elif detach:
+                foreground.detach([*sys.argv[1:], "--run-id", name], name)
+            else:
+                folders = (str(config.resolve().parent),)
+                given: dict[str, Any] = {"import_path": folders, "make_room": make_room, "how": how}
+                start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, **given)
+                with foreground.in_one_process(inline):
+                    foreground.supervise(start, background, page=at)
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))

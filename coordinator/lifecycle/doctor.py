@@ -92,7 +92,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
         if refused:
             yield Finding("deletion in the store", True, "; ".join(refused), True)
     if config is None or config.ray.address == "embedded":
-        yield _try_in_folder("Ray", _embedded_ray)
+        yield _try("Ray", _embedded_ray)
     else:
         ray: list[str] = []  # where it is, once it is joined
         yield from _with_access("Ray", lambda: _ray(config, ray), lambda: open_ray(*ray))
@@ -197,9 +197,9 @@ def _embedded_s3(folder: Path) -> str:
         service.stop()
 
 
-def _embedded_ray(folder: Path) -> str:
+def _embedded_ray() -> str:
     started = time.monotonic()
-    head = RayService(folder / "ray.log", 1, new_secret(), loopback=True).wait()
+    head = RayService(1, new_secret(), loopback=True).wait()
     seconds = time.monotonic() - started
     head.stop()
     return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -43,7 +44,7 @@ ASK_SECONDS = 2.0
 """Timeout of one health check."""
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
-_RAY_FOLDER, _SOCKET_FOLDER = "sc-", "sr-"
+_RAY_FOLDER, _SOCKET_FOLDER, _RAY_LOG = "sc-", "sr-", "ray.log"
 _LONGEST_PARENT = 28
 """Leaves 106 characters for `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store`."""
 _RAY_SESSIONS_KEPT = 5
@@ -271,13 +272,12 @@ class RayService(Service):
 
     Sockets and logs are in a private folder (in Ray's world-writable default, anyone could replace a socket) with a
     short path (sockets allow 107 characters). This process holds a lock in it; after a kill, the next start of any run
-    removes the folder. In the end the logs move to `ray/` next to `log`.
+    removes the folder. The log is there as well until `keep_logs` says where all of them move in the end.
     """
 
-    def __init__(self, log: Path, num_cpus: int, token: str, loopback: bool) -> None:
+    def __init__(self, num_cpus: int, token: str, loopback: bool) -> None:
         _sweep_ray_folders()
-        logs = os.fsencode((log.parent / "ray").absolute())
-        self._folder, self._owner = hold_folder(_short_folder(), _RAY_FOLDER, logs)
+        self._folder, self._owner = hold_folder(_short_folder(), _RAY_FOLDER, b"")
         environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
             "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0", "RAY_START_HOOK": START_HOOK,
@@ -292,9 +292,22 @@ class RayService(Service):
                 *(["--node-ip-address=127.0.0.1"] if loopback else []), f"--temp-dir={self._folder / 'r'}",
                 f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             ]  # fmt: skip
-            return _spawn(command, log, child_environment("redis", "store", "ray", **environment))  # for the roles
+            return _spawn(command, self.log, child_environment("redis", "store", "ray", **environment))  # for the roles
 
-        super().__init__("Ray", log, launch, lambda _: bool(self.address))
+        super().__init__("Ray", self._folder / _RAY_LOG, launch, lambda _: bool(self.address))
+
+    def keep_logs(self, folder: Path) -> None:
+        """Links the log from `folder`, and moves all logs there in the end: its own, and Ray's to `ray/`."""
+        self._owner.truncate(0)
+        self._owner.seek(0)
+        self._owner.write(os.fsencode(folder.absolute()))
+        link = folder / _RAY_LOG
+        if link.exists():  # of a former start
+            rotating = RotatingFileHandler(link, backupCount=_RAY_SESSIONS_KEPT, delay=True)
+            rotating.doRollover()
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._folder / _RAY_LOG)
+        self.log = link
 
     @property
     def address(self) -> str:
@@ -338,9 +351,13 @@ def _sweep_ray_folders() -> None:
 
 def _remove_ray_folder(path: Path) -> None:
     with contextlib.suppress(OSError, shutil.Error):  # a full disk must not keep the run from ending
-        logs = Path(os.fsdecode((path / OWNER).read_bytes()))
+        folder = Path(os.fsdecode((path / OWNER).read_bytes()) or os.devnull)
+        logs, link = folder / "ray", folder / _RAY_LOG
+        if link.is_symlink():
+            shutil.copyfile(path / _RAY_LOG, folder / f"{_RAY_LOG}.part")
+            os.replace(folder / f"{_RAY_LOG}.part", link)
         for session in path.glob("r/session_2*"):
-            if logs.parent.is_dir():  # the run is still there
+            if folder.is_dir():  # the run is still there
                 target = logs / session.name
                 logs.mkdir(mode=0o700, exist_ok=True)  # private while the copies have Ray's modes, 0777
                 shutil.copytree(session / "logs", target, dirs_exist_ok=True, ignore_dangling_symlinks=True)

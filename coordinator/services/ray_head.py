@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,10 @@ class RayHead:
     Ray that other code has already joined is used as it is.
     """
 
-    def __init__(self, config: Config, logs: Path) -> None:
-        self._logs, self._address, self._cpus = logs, config.ray.address, config.ray.num_cpus
+    def __init__(self, config: Config) -> None:
+        self._address, self._cpus = config.ray.address, config.ray.num_cpus
+        self._logs: Path | None = None
+        """Folder of the run that was admitted first."""
         self._silent_seconds = config.rollout.service_silent_seconds
         self._unwatch = threading.Event()
         self._foreign = ray_internals.imported() and sys.modules["ray"].is_initialized()
@@ -92,9 +94,9 @@ class RayHead:
         os.environ["RAY_AUTH_MODE"] = "token"
         token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # of all runs of this process
         cpus = self._cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
-        return RayService(self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
+        return RayService(cpus, token, ray_internals.stays_on_loopback())
 
-    def admit(self, address: str) -> None:
+    def admit(self, address: str, logs: Path) -> None:
         """Adds a run; raises `UserError` if it needs another Ray."""
         if address != self._address:
             raise UserError(
@@ -103,14 +105,22 @@ class RayHead:
             )
         with self._changed:
             self._users += 1
+            if self._logs is None:
+                self._logs = logs
+                if self._service is not None:
+                    self._service.keep_logs(logs)
 
     def release(self) -> None:
         """Removes a run. The last one disconnects and stops an embedded Ray, whose logs move to the folder of the run
-        that launched it."""
-        global _head
+        that was admitted first."""
         with _STARTING, self._changed:
             self._users -= 1
             self._changed.notify_all()
+            self.end_if_unused()
+
+    def end_if_unused(self) -> None:
+        global _head
+        with self._changed:
             if self._users:
                 return
             _head = None
@@ -202,6 +212,8 @@ class RayHead:
         self._service.stop()
         self.failure, self._joined = _DIED, False
         self._service = self._launch()
+        if self._logs is not None:
+            self._service.keep_logs(self._logs)
         self.wait()
         self.connect()
 
@@ -243,9 +255,28 @@ def hold_ray(config: Config, logs: Path) -> RayHead:
     """Returns this process's Ray for one more run, launched for the first; raises `UserError` or `ServiceError`."""
     global _head
     with _STARTING:
-        _head = _head or RayHead(config, logs)
-        _head.admit(config.ray.address)
+        _head = _head or RayHead(config)
+        _head.admit(config.ray.address, logs)
         return _head
+
+
+def zygote_token() -> str:
+    """Returns the name of the zygote that belongs to this process's Ray; empty without a Ray."""
+    return "" if _head is None else _head.zygote.token
+
+
+@contextlib.contextmanager
+def launched_ahead(config: Config) -> Iterator[None]:
+    """Starts this process's Ray, which takes longest of all, while a run is checked; ends it if no run holds it."""
+    global _head
+    with _STARTING:
+        _head = _head or RayHead(config)
+    try:
+        yield
+    finally:
+        with _STARTING:
+            if _head is not None:
+                _head.end_if_unused()
 
 
 def join(address: str, **options: Any) -> Any:

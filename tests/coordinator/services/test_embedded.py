@@ -157,7 +157,8 @@ RAY_STARTER = """
 import sys, time
 from pathlib import Path
 from stagecoach.coordinator.services.embedded import RayService
-head = RayService(Path(sys.argv[1]), 1, "ab" * 32, loopback=True).wait()
+head = RayService(1, "ab" * 32, loopback=True).wait()
+head.keep_logs(Path(sys.argv[1]))
 print("serves", flush=True)
 time.sleep(600)
 """
@@ -186,8 +187,7 @@ def test_ray_sockets_are_private_and_logs_survive_a_kill(tmp_path: Path, monkeyp
         os.chmod(open_to_all, 0o1777)  # as /tmp is
         monkeypatch.setenv("TMPDIR", open_to_all)
         monkeypatch.setattr(tempfile, "tempdir", None)
-        log = tmp_path / "ray.log"
-        with started(RAY_STARTER, str(log)) as starter:
+        with started(RAY_STARTER, str(tmp_path)) as starter:
             assert starter.stdout is not None
             try:
                 assert starter.stdout.readline() == "serves\n"
@@ -204,7 +204,8 @@ def test_ray_sockets_are_private_and_logs_survive_a_kill(tmp_path: Path, monkeyp
         for name in ("shared", "click", "redis", "yaml"):  # in a folder whose modules have names that it uses
             (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
         monkeypatch.chdir(tmp_path)
-        head = embedded.RayService(log, 1, new_secret(), loopback=True).wait()
+        head = embedded.RayService(1, new_secret(), loopback=True).wait()
+        head.keep_logs(tmp_path)
         (former,) = (tmp_path / "ray").iterdir()
         assert (former / "raylet.out").stat().st_size > 0
         assert head.address.startswith("127.0.0.1:")
