@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stagecoach.coordinator.services.embedded import spawn
+from stagecoach.coordinator.services.ray_head import zygote_token
 from stagecoach.rollout_worker.environments.checking.check import Check
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
 from stagecoach.shared.base import errors
@@ -25,12 +26,15 @@ from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserErro
 from stagecoach.shared.base.process import child_environment, exit_diagnostics
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
+from stagecoach.shared.runtime.role_process import Request
+from stagecoach.shared.runtime.zygote import Forked, fork
 
 SHORT_STEPS = 10
 """Steps of the trial before a run; a wrong interface shows in the first."""
 _GRACE_SECONDS = 60.0
 """The process watches its own calls; only one that is stopped, or never begins, says nothing for this much longer."""
 _POLL_SECONDS = 0.1
+_CHECK = "stagecoach.rollout_worker.environments.checking.check"
 _OURS = f"{PACKAGE}/rollout_worker/"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
@@ -92,30 +96,39 @@ def try_environment(
         "config": config.model_dump(mode="json"), "steps": steps, "seed": seed, "deadline_seconds": deadline,
         "import_path": sys.path, "whole": whole, "alone": alone, "any_api": any_api,
     }  # fmt: skip
-    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", "-m", "stagecoach.rollout_worker.environments.checking.check"]
-    with tempfile.TemporaryFile() as said:
-        with spawn(
-            command, json.dumps(asked).encode(), signal.SIGKILL, stdout=subprocess.PIPE, stderr=said,
-            env=child_environment("store", PYTHONPATH=paths),
-        ) as process:  # fmt: skip
-            try:
-                lines = list(_lines(process, deadline + _GRACE_SECONDS))
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # its own processes as well
-                    os.killpg(process.pid, signal.SIGKILL)
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as said, open(read, "rb", buffering=0) as found:
+        with open(write, "wb", buffering=0) as out:
+            process = _start(json.dumps(asked).encode(), out.fileno(), said.fileno())
+        try:
+            lines = list(_lines(process, found.fileno(), deadline + _GRACE_SECONDS))
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its own processes as well
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
         said.seek(0)
-        return _trial(lines, process.returncode, said.read().decode(errors="replace"), deadline)
+        return _trial(lines, code or 0, said.read().decode(errors="replace"), deadline)
 
 
-def _lines(process: subprocess.Popen[bytes], silent_seconds: float) -> Iterator[dict[str, Any]]:
+def _start(asked: bytes, out: int, errors: int) -> subprocess.Popen[bytes] | Forked:
+    """Starts the trial's process, from the zygote of a run that is about to start, or as a new Python."""
+    request = Request.of(f"{_CHECK}:run", "trial", asked, "store")
+    if (forked := fork(zygote_token(), request.encoded(), (out, errors, errors))) is not None:
+        return forked
+    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", "-m", _CHECK]
+    return spawn(
+        command, asked, signal.SIGKILL, stdout=out, stderr=errors, env=child_environment("store", PYTHONPATH=paths)
+    )
+
+
+def _lines(process: subprocess.Popen[bytes] | Forked, out: int, silent_seconds: float) -> Iterator[dict[str, Any]]:
     """Yields messages until the process is done, ends or falls silent. Its children may hold the pipe."""
-    assert process.stdout is not None
     rest, heard = b"", time.monotonic()
     while time.monotonic() - heard < silent_seconds:
         ended = process.poll() is not None
-        if select.select([process.stdout], [], [], 0 if ended else _POLL_SECONDS)[0]:
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
+        if select.select([out], [], [], 0 if ended else _POLL_SECONDS)[0]:
+            chunk = os.read(out, 1 << 16)
             *whole, rest = (rest + chunk).split(b"\n")
             heard = time.monotonic()
             for line in map(json.loads, whole):

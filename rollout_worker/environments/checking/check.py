@@ -1,6 +1,6 @@
 """Tries an environment in a process of its own: describes its agents and spaces, and lists everything wrong with it.
 
-Input on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
+Input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
 `whole` (also check that the environment follows its seed), `alone` (without a run: each agent gets a separate policy)
 and `any_api` (accept a PettingZoo environment whatever the config says). Output on standard output, one line of JSON
 each: the call it is `doing`, a `problem`, the `description`, and `done`. A call beyond the deadline ends the process;
@@ -327,9 +327,9 @@ def _copied(value: Any) -> Any:
     return np.nan_to_num(array) if array.dtype.kind == "f" else array  # NaN is equal to NaN here
 
 
-def main() -> None:
-    """Reads the request and writes the findings; whatever the environment prints goes to standard error."""
-    asked = json.load(sys.stdin)
+def run(given: bytes, _: str = "") -> NoReturn:
+    """Writes the findings; whatever the environment prints goes to standard error. Ends the process."""
+    asked = json.loads(given)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
@@ -350,4 +350,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.stdin.buffer.read())
