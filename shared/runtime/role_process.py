@@ -159,7 +159,7 @@ def act(request: Request, result: int) -> int:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     sys.path[:] = request.path
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as shown:  # by ps and top
         shown.write(request.name)
     told = {"reason": "", "kind": "", "detail": "", "fenced": False, "trace": ""}

@@ -189,6 +189,6 @@ def _sweep() -> None:
         with contextlib.suppress(OSError):
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                with open(folder / LOCK, "rb") as lock:
+                with open(folder / LOCK, "a+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)

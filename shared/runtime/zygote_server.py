@@ -61,6 +61,7 @@ class _Client:
             for number in numbers:
                 os.kill(self.pid, number)
             if not numbers:
+                os.kill(self.pid, signal.SIGKILL)  # it may have no group of its own yet
                 os.killpg(self.pid, signal.SIGKILL)
         return not numbers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from stagecoach.shared.base.failure import FailureKind
 from stagecoach.shared.runtime import zygote
 from stagecoach.shared.runtime.role_process import Request, RoleProcess
-from stagecoach.shared.runtime.zygote import SOCKET, HeldZygote, zygote_folder
+from stagecoach.shared.runtime.zygote import HEAD, NUMBER, SOCKET, HeldZygote, zygote_folder
 from tests.support.processes.page import soon
 
 ACTOR = """
@@ -121,6 +122,18 @@ def test_closed_connection_kills_the_whole_group(
         os.kill(pids[0], signal.SIGSTOP)  # it ignores all but SIGKILL
         actor.kill()
     soon("its processes to end", lambda: not any(alive(pid) for pid in pids))
+
+
+def test_connections_closed_at_once_leave_no_process(held: HeldZygote) -> None:
+    """A process that was just forked has no group of its own yet."""
+    parent, request = zygote_of(held), Request.of("tests.support.processes.roles:waits", "x", b"", "redis").encoded()
+    for _ in range(30):
+        with socket.socket(socket.AF_UNIX) as connection, open(os.devnull, "wb") as nothing:
+            connection.connect(str(zygote_folder(held.token) / SOCKET))
+            socket.send_fds(connection, [len(request).to_bytes(HEAD, "big")], [nothing.fileno()] * 3)
+            connection.sendall(request)
+            assert connection.recv(NUMBER)
+    soon("all to end", lambda: not Path(f"/proc/{parent}/task/{parent}/children").read_text())
 
 
 def test_socket_is_private(held: HeldZygote) -> None:
