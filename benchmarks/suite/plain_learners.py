@@ -72,7 +72,7 @@ class PlainPPO:
     def _step(
         self, obs: Tensor, action: Tensor, acted: Tensor, advantage: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chances = torch.distributions.Categorical(logits=self._actor(obs))
+        chances = torch.distributions.Categorical(logits=self._actor(obs), validate_args=False)
         log_ratio = chances.log_prob(action) - acted  # type: ignore[no-untyped-call]
         ratio = log_ratio.exp()
         with torch.no_grad():
@@ -174,7 +174,7 @@ class PlainSAC:
 
     def _act(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self._actor(obs).chunk(2, dim=-1)
-        normal = torch.distributions.Normal(mean, log_std.clamp(-20, 2).exp())
+        normal = torch.distributions.Normal(mean, log_std.clamp(-20, 2).exp(), validate_args=False)
         before = normal.rsample()
         action = torch.tanh(before)
         log_prob = normal.log_prob(before) - torch.log(1 - action.square() + 1e-6)  # type: ignore[no-untyped-call]
