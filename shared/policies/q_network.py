@@ -144,8 +144,10 @@ class QNetwork(Policy):
         return self.encoder.features
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
+        if not self.network["noisy"]:
+            return None
         layers = chain(self.advantage.layers, self.value.layers if self.value is not None else ())
-        return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)] or None
+        return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)]
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""

@@ -53,6 +53,9 @@ class RowIndex:
         self._order = np.zeros((fragments, rows), np.int32)
         self._starts = np.zeros((fragments, classes + 1), np.int32)
         self._before = np.zeros(classes * fragments + 1, np.int64)
+        self._used = 0
+        self._all = False
+        """True if all rows of the used places are of one class, so that numbers are rows."""
         self.bounds = np.zeros(classes + 1, np.int64)
         """Class c has the numbers from `bounds[c]` to below `bounds[c + 1]`."""
 
@@ -63,8 +66,12 @@ class RowIndex:
         self._starts[place] = np.searchsorted(classes[order], np.arange(self._classes + 1))
         np.cumsum(np.diff(self._starts, axis=1).T, out=self._before[1:])
         self.bounds = self._before[:: self._fragments].copy()
+        self._used = max(self._used, place + 1)
+        self._all = self._classes == 1 and bool(self.bounds[-1] == self._used * self._rows)
 
     def rows(self, numbers: Array) -> Array:
+        if self._all:
+            return numbers
         cell = np.searchsorted(self._before, numbers, side="right") - 1
         which, place = np.divmod(cell, self._fragments)
         local = self._starts[place, which] + (numbers - self._before[cell])
