@@ -24,7 +24,7 @@ class CQL(SAC):
 
     def __init__(self, policy: Actor, config: CQLConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
-        self._penalized_loss = self.compiled(self.penalized_loss)
+        self._penalized_loss = self.compiled(self.penalized_loss, self._critics_adam)
         self._clones = config.cloning_steps > 0
         self.log_conservatism = torch.tensor(math.log(config.conservatism), device=setting.device)
         self._conservatism_adam = Adam([self.log_conservatism], config.adam_epsilon)

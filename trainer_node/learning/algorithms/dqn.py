@@ -30,7 +30,7 @@ class DQN(OffPolicy):
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts |= {"target/": self.target, "optimizer/": self._optimizer}
         self.error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
-        self._loss = self.compiled(self.loss)
+        self._loss = self.compiled(self.loss, self._optimizer)
 
     @torch.no_grad()
     def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:
@@ -92,7 +92,8 @@ class DQN(OffPolicy):
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
-        norm, cloned = self.descend(loss, self._optimizer, config.learning_rate.value(counters), clones=True)
+        rate = config.learning_rate.value(counters)
+        norm, cloned = self.descend(loss, self._optimizer, rate, clones=True, all_inputs=True)
         lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)

@@ -26,8 +26,8 @@ class IQL(WithCritics):
     def __init__(self, policy: ActorCritic, config: IQLConfig, setting: Setting) -> None:
         size = sum(flat_size(leaf) for leaf in policy.spaces.action.leaves)
         super().__init__(policy, config, setting, count=2, action_size=size)
-        self._policy_loss = self.compiled(self.policy_loss)
-        self._critic_loss = self.compiled(self.critic_loss)
+        self._policy_loss = self.compiled(self.policy_loss, self._actor_adam)
+        self._critic_loss = self.compiled(self.critic_loss, self._critics_adam)
 
     def policy_loss(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the sum of the value loss (eq. 5) and the policy loss (eq. 7), and their terms."""

@@ -211,8 +211,11 @@ class OffPolicy(PolicyLearner):
         found[rows] = values
         return self.shard.total(found)
 
-    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
-        """Wraps `loss(minibatch, …)` to see this rank's rows; whole minibatches are compiled if configured."""
+    def compiled(self, loss: Callable[..., Answer], optimizer: Adam | None = None) -> Callable[..., Answer]:
+        """Wraps `loss(minibatch, …)` to see this rank's rows; whole minibatches are compiled if configured.
+
+        Compiled with the gradients for the optimizer's parameters, if there is one.
+        """
 
         @functools.wraps(loss)
         def ours(batch: Any, *arguments: Any) -> Answer:
@@ -222,19 +225,20 @@ class OffPolicy(PolicyLearner):
             own = (item[rows] if isinstance(item, Tensor) and item.dim() else item for item in arguments)
             return loss(batch.take(rows), *own)
 
-        return compiled(ours, self._setting, {self.minibatch_rows})
+        return compiled(ours, self._setting, {self.minibatch_rows}, optimizer)
 
     def descend(
-        self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False
+        self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False, all_inputs: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Performs one gradient step of all ranks on the mean loss of this rank's rows, with cloning if `clones`.
 
-        Returns the gradients' norm and the cloning terms.
+        `all_inputs` is as for `gradient_step`. Returns the gradients' norm and the cloning terms.
         """
         loss, cloned = self.part(mean), dict[str, Tensor]()
         if clones:
             loss, cloned = self.cloning.beside(self.shard, (loss, {}))
-        norm = gradient_step(loss, optimizer, rate, self._config.max_grad_norm, self.shard.total)
+        bound, total = self._config.max_grad_norm, self.shard.total
+        norm = gradient_step(loss, optimizer, rate, bound, total, all_inputs=all_inputs)
         return norm, {name: self.shard.total(term) for name, term in cloned.items()}
 
     def on_device(self, drawn: Batch) -> Minibatch:
@@ -300,7 +304,7 @@ class ActorAndCritics(WithCritics):
         """Steps the critics; `values` and `errors` are `[C, B]`. Returns metrics and the mean absolute error `[B]`."""
         config = self._config
         rate = (config.critic_learning_rate or config.learning_rate).value(counters)
-        norm, _ = self.descend(loss, self._critics_adam, rate)
+        norm, _ = self.descend(loss, self._critics_adam, rate, all_inputs=True)
         wrong = errors.detach().abs()
         terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
         return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)

@@ -55,7 +55,7 @@ class BatchLearner(PolicyLearner):
         self.parts[""] = self._optimizer
         count = setting.transitions
         sizes = equal_parts(count, config.minibatch_size) if isinstance(config, BatchOfUpdate) else {count}
-        self._loss = compiled(self.loss, setting, sizes)
+        self._loss = compiled(self.loss, setting, sizes, self._optimizer)
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Any:
         """Returns the batch of the fragments' columns, side by side; no gradients are recorded."""

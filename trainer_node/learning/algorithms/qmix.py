@@ -80,6 +80,7 @@ class QMIX(VDN):
         self.target_mixer = copy_sharing_buffers(self.mixer).requires_grad_(False)
         learned = [item for item in (*policy.parameters(), *self.mixer.parameters()) if item.requires_grad]
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
+        self._loss = self.compiled(self.loss, self._optimizer)
         self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
         self.beside_policy["mixer"] = "mixer/"
 

@@ -125,8 +125,8 @@ class SAC(ActorAndCritics):
         self.parts |= {"log_temperature": self.log_temperature, "adam/temperature/": self._temperature_adam}
         if config.learn_temperature:
             self.beside_policy["temperature"] = "log_temperature"
-        self._critic_loss = self.compiled(self.critic_loss)
-        self._actor_loss = self.compiled(self.actor_loss)
+        self._critic_loss = self.compiled(self.critic_loss, self._critics_adam)
+        self._actor_loss = self.compiled(self.actor_loss, self._actor_adam)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """Returns `[B]`, eq. 2 and 3: r + γ E[min Q' − α ln π]."""

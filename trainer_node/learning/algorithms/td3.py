@@ -27,8 +27,8 @@ class TD3(ActorAndCritics):
         super().__init__(policy, config, setting, count=config.critics, action_size=policy.bounds.size)
         self.target_policy = copy_sharing_buffers(policy)
         self.parts["target_policy/"] = self.target_policy
-        self._critic_loss = self.compiled(self.critic_loss)
-        self._actor_loss = self.compiled(self.actor_loss)
+        self._critic_loss = self.compiled(self.critic_loss, self._critics_adam)
+        self._actor_loss = self.compiled(self.actor_loss, self._actor_adam)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """Returns `[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is normal."""

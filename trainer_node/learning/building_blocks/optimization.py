@@ -7,7 +7,7 @@ than a small network's step.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -32,32 +32,53 @@ class Adam:
         self.parameters = list(parameters)
         self._epsilon, self._decay = epsilon, weight_decay
         self._numbers = [number for number, item in enumerate(self.parameters) if item.numel()]
-        self._moved = [self.parameters[number] for number in self._numbers]
-        kinds = {(parameter.dtype, parameter.device) for parameter in self._moved}
+        self.moved = [self.parameters[number] for number in self._numbers]
+        """Parameters with elements."""
+        kinds = {(parameter.dtype, parameter.device) for parameter in self.moved}
         if len(kinds) != 1:
             raise ValueError(f"parameters of one dtype on one device can lie in one tensor, found {kinds or 'none'}")
-        unit = _ALIGNMENT_BYTES // self._moved[0].element_size()
-        ends = itertools.accumulate(math.ceil(parameter.numel() / unit) * unit for parameter in self._moved)
-        *self._starts, size = [0, *ends]
-        self._values = torch.zeros(size, dtype=self._moved[0].dtype, device=self._moved[0].device)
-        for parameter, view in zip(self._moved, self._views(self._values)):
+        unit = _ALIGNMENT_BYTES // self.moved[0].element_size()
+        sizes = (math.ceil(parameter.numel() / unit) * unit for parameter in self.moved)
+        self._ends = list(itertools.accumulate(sizes))
+        *self._starts, size = [0, *self._ends]
+        self._values = torch.zeros(size, dtype=self.moved[0].dtype, device=self.moved[0].device)
+        for parameter, view in zip(self.moved, self._views(self._values)):
             view.copy_(parameter.detach())
             parameter.data = view
-        self._addresses = [parameter.data_ptr() for parameter in self._moved]
+        self._addresses = [parameter.data_ptr() for parameter in self.moved]
+        self.whole = self._values.detach().requires_grad_()
+        """All parameters as one tensor, to which compiled losses lead (building_blocks/compilation.py)."""
         self._gradient, self._mean, self._square = (torch.zeros_like(self._values) for _ in range(3))
         self._gradients = self._views(self._gradient)
         self._steps = torch.zeros((), device=self._values.device)
         self._had: set[int] = set()
-        """Indices in `_moved` of parameters that have had a gradient."""
+        """Indices in `moved` of parameters that have had a gradient."""
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Returns each parameter's part of a tensor like `_values`, in its shape and memory order."""
         return [
             flat.as_strided(parameter.shape, parameter.stride(), start)
-            for parameter, start in zip(self._moved, self._starts)
+            for parameter, start in zip(self.moved, self._starts)
         ]
 
+    def joined(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Returns the gradients of `moved` as one tensor like `whole`; a missing one is zero."""
+        parts = []
+        for parameter, gradient, start, end in zip(self.moved, gradients, self._starts, self._ends):
+            if gradient is None:
+                parts.append(parameter.new_zeros(end - start))
+                continue
+            order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+            flat = gradient.permute(order).reshape(-1)
+            parts.append(nn.functional.pad(flat, (0, end - start - parameter.numel())))
+        return torch.cat(parts)
+
+    def note(self, there: Iterable[bool]) -> None:
+        """Records which of `moved` have had a gradient."""
+        self._had.update(itertools.compress(itertools.count(), there))
+
     def zero_grad(self) -> None:
+        self.whole.grad = None
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -70,16 +91,19 @@ class Adam:
         Scales gradients with a norm above `max_norm` down to it, and returns the norm before. Raises `RuntimeError` if
         a parameter's memory was replaced, since it would no longer be learned.
         """
-        if any(parameter.data_ptr() != address for parameter, address in zip(self._moved, self._addresses)):
+        if any(parameter.data_ptr() != address for parameter, address in zip(self.moved, self._addresses)):
             raise RuntimeError(
                 "a parameter is not where its optimizer put it; move a network to its device, or copy it, "
                 "before creating its optimizer"
             )
-        found = {place: item.grad for place, item in enumerate(self._moved) if item.grad is not None}
-        if len(found) < len(self._moved):
+        found = {place: item.grad for place, item in enumerate(self.moved) if item.grad is not None}
+        if self.whole.grad is not None:
+            self._gradient.copy_(self.whole.grad)
+        elif len(found) < len(self.moved):
             self._gradient.zero_()
         if found:
-            torch._foreach_copy_([self._gradients[place] for place in found], list(found.values()))
+            into = [self._gradients[place] for place in found]
+            (torch._foreach_copy_ if self.whole.grad is None else torch._foreach_add_)(into, list(found.values()))
         self._had.update(found)
         if total is not None:
             self._gradient.copy_(total(self._gradient))
@@ -97,7 +121,7 @@ class Adam:
 
     def state(self) -> Columns:
         """Returns `<number>/step`, `…/exp_avg` and `…/exp_avg_sq` of each parameter that has had a gradient."""
-        slots = {"step": [self._steps] * len(self._moved), "exp_avg": self._views(self._mean)}
+        slots = {"step": [self._steps] * len(self.moved), "exp_avg": self._views(self._mean)}
         slots["exp_avg_sq"] = self._views(self._square)
         return {
             f"{self._numbers[place]}/{name}": views[place].cpu().numpy().copy()
@@ -129,7 +153,8 @@ def gradient_step(
     Gradients go to its parameters alone, or to `all_inputs` if the loss depends on no others.
     """
     optimizer.zero_grad()
-    loss.backward(inputs=None if all_inputs else optimizer.parameters)  # type: ignore[no-untyped-call]
+    inputs = None if all_inputs else [*optimizer.parameters, optimizer.whole]
+    loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
     return optimizer.step(learning_rate, max_norm, total)
 
 
@@ -143,6 +168,8 @@ def to_device(array: Array, device: torch.device) -> Tensor:
     """Returns a tensor on `device`; a GPU gets it through pinned memory, without waiting for the copy."""
     owned = array if array.flags.writeable else np.array(array)  # PyTorch knows no memory that is only read
     tensor = torch.from_numpy(owned)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagecoach.coordinator.lifecycle.validation import check
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.experience.spaces import Columns
 from stagecoach.trainer_node.learning.building_blocks.compilation import (
     check_compiling,
     compiled,
@@ -30,6 +31,7 @@ from stagecoach.trainer_node.learning.building_blocks.compilation import (
     has_compiler,
 )
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting, Shard
+from stagecoach.trainer_node.learning.building_blocks.optimization import Adam, gradient_step
 from stagecoach.trainer_node.learning.learner import make_learner, set_up_torch
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import make
@@ -102,7 +104,7 @@ def test_setting_transitions_equal_a_full_update(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     seen = []
 
-    def noted(loss: Any, setting: Setting, sizes: set[int]) -> Any:
+    def noted(loss: Any, setting: Setting, sizes: set[int], optimizer: Adam) -> Any:
         seen.append((setting.transitions, setting.compile, sizes))
         return loss
 
@@ -132,6 +134,42 @@ def test_only_full_batches_are_compiled_when_configured() -> None:
     for number in range(1, 40):  # what a schedule moves is no code of its own
         here, product = loss(torch.ones(4), 1 / number)
         assert here and product.tolist() == pytest.approx([1 / number] * 4)
+
+
+@needs_compiler
+def test_compiled_loss_leads_to_its_optimizers_parameters_alone() -> None:
+    """The graph has the gradients, so whatever is made of the loss afterwards moves the optimizer as without it."""
+    torch.manual_seed(1)
+    images = torch.randn(4, 2, 5, 5)
+    convolution = nn.Conv2d(2, 3, 3)
+    convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
+    layer = nn.Sequential(convolution, nn.Flatten())
+    others, beside, idle = (nn.Linear(27, 1), nn.Linear(27, 1), nn.Parameter(torch.ones(3)))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    adam = Adam([*layer.parameters(), idle, nn.Parameter(torch.empty(0)), frozen], 1e-8)
+
+    def loss(batch: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        features = layer(batch)
+        value = factor * others(features).square().mean()
+        return value, features
+
+    def stepped(made: Callable[..., Any]) -> tuple[Tensor, Columns]:
+        adam.load_state({})
+        others.zero_grad()
+        value, features = made(images, 3.0)
+        assert features.requires_grad == (made is loss)
+        norm = gradient_step(0.5 * value + beside(layer(images)).mean(), adam, 0.0, None, all_inputs=True)
+        assert (others.weight.grad is not None) == (made is loss)
+        return norm, adam.state()
+
+    (plainly, before), (fast, after) = (
+        stepped(loss),
+        stepped(compiled(loss, Setting(CPU, 1, 1, 1, compile=True), {4}, adam)),
+    )
+    assert before.keys() == after.keys()
+    assert not any(name.startswith("2/") for name in after)  # `idle` has had no gradient
+    assert fast.item() == pytest.approx(plainly.item(), rel=1e-5)
+    assert all(np.allclose(before[name], after[name], rtol=1e-4, atol=1e-7) for name in before)
 
 
 @needs_compiler
