@@ -20,21 +20,29 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """Of this checkout, with `-dirty` where code is not as committed; empty where there is no git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
     try:
-        name, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--", *_CODE)
+        name, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--", *_CODE)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{name}-dirty" if changed else name
+
+
+def commits_since(name: str) -> int | None:
+    """How many commits HEAD has that this one has not; None where git does not know it."""
+    try:
+        return int(_git("rev-list", "--count", f"{name}..HEAD"))
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def versions() -> dict[str, str]:
     """Of what decides the numbers."""
     named = ("stagecoach-rl", "torch", "numpy", "gymnasium", "ray")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in named}
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _cpu() -> str:

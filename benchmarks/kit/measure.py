@@ -30,6 +30,8 @@ class Measure:
     """What the median is to reach: of the ratio where there is one, else of the samples."""
     better: Literal["more", "less"] = "more"
     note: str = ""
+    floor: str = ""
+    """`what` of the line that is this one's floor, the cost that nobody can avoid; '' for none."""
 
     @property
     def median(self) -> float:
@@ -74,10 +76,10 @@ class Result:
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
-    def ratios(self, measure: Measure) -> list[float]:
-        """Repeat by repeat, to the line that it is compared with; raises `KeyError` where there is no such line."""
+    def ratios(self, measure: Measure, to: str = "") -> list[float]:
+        """Repeat by repeat, to the line it is compared with or another; raises `KeyError` for an unknown one."""
         others = {other.what: other for other in self.measures}
-        other = others[measure.against]
+        other = others[to or measure.against]
         return [mine / its for mine, its in zip(measure.samples, other.samples, strict=True)]
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.kit.measure import Curve, Measure, Result, reached, read
+from benchmarks.provenance import commit, commits_since
 
-_HEAD = """\
-| what | unit | median | spread | compared with | ratio | spread | aim | reached |
-|---|---|---|---|---|---|---|---|---|
-"""
+_HEAD = ("what", "unit", "median", "spread", "compared with", "ratio", "spread", "aim", "reached")
+_FLOOR = "% of the floor"
+OLD_COMMITS = 300
+"""A page measured so many commits ago or more is marked as old."""
 _INDEX = """\
 # Benchmarks
 
@@ -23,9 +24,10 @@ repeats. Both sides of a ratio were measured right after each other in the same 
 figures: machines differ. `make bench-check` measures again and compares ratios.
 
 Measured by other programs: [learner kernels](kernels.md), [rehearsal with 200 workers](rehearsal.md), [soak](soak.md).
+No longer measured: [history](history.md).
 
-| benchmark | measured | repeats | aims reached |
-|---|---|---|---|
+| benchmark | measured | repeats | aims reached | |
+|---|---|---|---|---|
 """
 
 
@@ -34,11 +36,12 @@ def write_page(result: Result, folder: Path) -> None:
     pictures = _draw(result, folder)
     parts = [
         f"# {result.benchmark}\n\n{result.question}\n\n`{result.command}`\n",
-        _HEAD + "\n".join(_row(result, measure) for measure in result.measures) + "\n" if result.measures else "",
+        old(result),
+        _table(result),
         "\n".join(f"![{name}]({name}.png)" for name in pictures) + "\n" if pictures else "",
-        "\n".join(f"- {remark}" for remark in _remarks(result)) + "\n" if _remarks(result) else "",
-        _settings(result),
-        _made_with(result),
+        "\n".join(f"- {remark}" for remark in remarks(result)) + "\n" if remarks(result) else "",
+        settings_of(result),
+        made_with(result),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{result.benchmark}.md").write_text("\n".join(part for part in parts if part))
@@ -52,7 +55,8 @@ def write_index(folder: Path) -> None:
         aims = [met for measure in result.measures if (met := reached(result, measure)) is not None]
         repeats = max((len(measure.samples) for measure in result.measures), default=0)
         name = result.benchmark
-        rows.append(f"| [{name}]({name}.md) | {result.made[:10]} | {repeats} | {sum(aims)} of {len(aims)} |")
+        mark = "**old**" if old(result) else ""
+        rows.append(f"| [{name}]({name}.md) | {result.made[:10]} | {repeats} | {sum(aims)} of {len(aims)} | {mark} |")
     (folder / "README.md").write_text(_INDEX + "\n".join(rows) + "\n")
 
 
@@ -67,7 +71,25 @@ def _spread(values: Sequence[float]) -> str:
     return f"{figure(min(values))} – {figure(max(values))}" if len(values) > 1 else "once"
 
 
-def _row(result: Result, measure: Measure) -> str:
+def old(result: Result) -> str:
+    """A line for a page that was measured too long ago, or on a commit that this history lacks; '' for others."""
+    if not result.commit or not commit():
+        return ""
+    behind = commits_since(result.commit.removesuffix("-dirty"))
+    if behind is None:
+        return f"**Old**: measured at {result.commit}, a commit that is not in this history; today's figures differ.\n"
+    return "" if behind < OLD_COMMITS else f"**Old**: measured {behind} commits ago; today's figures differ.\n"
+
+
+def _table(result: Result) -> str:
+    if not result.measures:
+        return ""
+    head = (*_HEAD, _FLOOR) if any(measure.floor for measure in result.measures) else _HEAD
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(_row(result, measure, len(head)) for measure in result.measures)]) + "\n"
+
+
+def _row(result: Result, measure: Measure, columns: int) -> str:
     ratio, ratio_spread = "", ""
     if measure.against:
         ratios = result.ratios(measure)
@@ -78,20 +100,26 @@ def _row(result: Result, measure: Measure) -> str:
         measure.what, measure.unit, figure(measure.median), _spread(measure.samples), measure.against, ratio,
         ratio_spread, aim, met,
     ]  # fmt: skip
+    if columns > len(cells):
+        share = statistics.median(result.ratios(measure, measure.floor)) if measure.floor else None
+        cells.append("" if share is None else f"{100 * share:.0f} %")
     return f"| {' | '.join(cells)} |"
 
 
-def _remarks(result: Result) -> list[str]:
+def remarks(result: Result) -> list[str]:
+    """What the figures do not say themselves, and the notes of the lines."""
     return [*result.remarks, *(f"{measure.what}: {measure.note}" for measure in result.measures if measure.note)]
 
 
-def _settings(result: Result) -> str:
+def settings_of(result: Result) -> str:
+    """How it was measured, as JSON."""
     if not result.settings:
         return ""
     return f"## Settings\n\n```json\n{json.dumps(result.settings, indent=1, ensure_ascii=False)}\n```\n"
 
 
-def _made_with(result: Result) -> str:
+def made_with(result: Result) -> str:
+    """Date, machine, commit, versions."""
     made = ", ".join(f"{name} {number}" for name, number in result.versions.items())
     machine = ", ".join(f"{name}: {value}" for name, value in result.machine.items())
     return (

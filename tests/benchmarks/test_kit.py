@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.kit import report
 from benchmarks.kit.check import compare
 from benchmarks.kit.measure import Curve, Measure, Result, write
 from benchmarks.kit.options import Options, in_turns
@@ -45,7 +46,22 @@ def test_page_shows_lines_aims_notes_and_pictures(tmp_path: Path) -> None:
     assert "| stall | ms | 4 | 3 – 9 |" in page and "with a slow store" in page and '"bytes": 4096' in page
     for picture in ("speed.png", "speed-by-size.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG") and f"({picture})" in page
-    assert "| [speed](speed.md) | 2026-01-01 | 3 | 2 of 3 |" in (tmp_path / "README.md").read_text()
+    assert "| [speed](speed.md) | 2026-01-01 | 3 | 2 of 3 |  |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("behind", "old"), [(299, ""), (300, "measured 300 commits ago"), (None, "not in this history")]
+)
+def test_page_is_marked_as_old_after_300_commits(
+    behind: int | None, old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "commits_since", lambda commit: behind)
+    write(replace(RESULT, commit="0123456789ab-dirty"), tmp_path / "speed.json")
+    write_page(replace(RESULT, commit="0123456789ab-dirty"), tmp_path)
+    write_index(tmp_path)
+    page = (tmp_path / "speed.md").read_text()
+    assert old in page and ("**Old**" in page) is bool(old)
+    assert ("**old**" in (tmp_path / "README.md").read_text()) is bool(old)
 
 
 @pytest.mark.parametrize(("samples", "worse"), [([60.0, 130.0, 280.0], 0), ([30.0, 60.0, 120.0], 1)])
