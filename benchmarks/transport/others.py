@@ -15,7 +15,7 @@ from queue import Empty, Queue
 
 import numpy as np
 
-from benchmarks.contest.virtual_environments import NotInstalled, python_of
+from benchmarks.contest.virtual_environments import NotInstalled
 from benchmarks.kit.options import Options
 from stagecoach.shared.experience.spaces import Array
 
@@ -31,14 +31,11 @@ class Other:
     program: str
     module: str
     """What it imports."""
-    environment: str = ""
-    """The virtual environment of its own; '' where it is in ours."""
 
 
 OTHERS = (
     Other("Ray's object store", "through_ray.py", "ray"),
     Other("TorchRL's remote replay buffer", "through_torchrl.py", "torchrl"),
-    Other("Reverb", "through_reverb.py", "reverb", "reverb"),
 )
 
 
@@ -116,16 +113,14 @@ def running(
             if not options.wants(other.name):
                 continue
             try:
-                programs[other.name] = Program(_python(other, options), other.program, path, count)
+                programs[other.name] = Program(_python(other), other.program, path, count)
                 stack.callback(programs[other.name].close)
             except (NotInstalled, OtherFailed) as error:
                 remarks.append(f"{other.name} was not measured: {error}")
         yield programs, remarks
 
 
-def _python(other: Other, options: Options) -> str:
-    if other.environment:
-        return str(python_of(other.environment, options.cache, install=not options.quick, tell=options.tell))
+def _python(other: Other) -> str:
     if importlib.util.find_spec(other.module) is None:
         raise NotInstalled(f"{other.module} is not installed here; it is part of the extra `dev`")
     return sys.executable
