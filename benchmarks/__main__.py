@@ -1,7 +1,8 @@
-"""The benchmark kit: `python -m benchmarks NAME … [--repeats 5] [--quick]`, or `make bench BENCH="…"`.
+"""The benchmark kit: `python -m benchmarks NAME … [--repeats 3] [--quick]`, or `make bench BENCH="…"`.
 
-Each benchmark measures, prints a table, and writes a page, pictures and its samples into docs/benchmarks/. `check`
-measures again and compares the ratios with those that are there (`make bench-check`).
+Each benchmark measures, prints a table, and writes a page, pictures and its samples into docs/benchmarks/. Without
+names all of them do, one after the other, and say how long it is going to take. `check` measures again and compares the
+ratios with those that are there (`make bench-check`).
 """
 
 from __future__ import annotations
@@ -12,40 +13,60 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.kit.check import compare
+from benchmarks.kit.leaderboard import write_leaderboard
 from benchmarks.kit.measure import Result, read, write
 from benchmarks.kit.options import Options
 from benchmarks.kit.report import write_index, write_page
 from benchmarks.provenance import ROOT, commit, machine, versions
 
-NAMES = (
-    "limits",
-    "end-to-end",
-    "native",
-    "transport",
-    "adoption",
-    "checkpoint",
-    "recovery",
-    "memory",
-    "start-up",
-    "scale",
-    "learner",
-    "tuning",
-    "peers",
-)
+
+@dataclass(frozen=True)
+class Page:
+    """A benchmark of its own page."""
+
+    minutes: float
+    """On two quiet cores with three repeats, everything installed."""
+    module: str = ""
+    """In suite/, if not its name; the one of the `peers` pages is told which it is to measure."""
+    most_repeats: int = 1000
+    """What one repeat takes minutes for is not repeated as often as asked."""
+
+
+NAMES = {
+    "limits": Page(2),
+    "end-to-end": Page(2),
+    "native": Page(2),
+    "transport": Page(5),
+    "adoption": Page(2),
+    "checkpoint": Page(6),
+    "recovery": Page(4),
+    "memory": Page(6, most_repeats=1),
+    "start-up": Page(3),
+    "scale": Page(4, most_repeats=1),
+    "learner": Page(6),
+    "tuning": Page(8, most_repeats=1),
+    "peers": Page(8),
+    "peers-native": Page(4, "peers"),
+    "peers-control": Page(9, "peers"),
+    "peers-images": Page(6, "peers"),
+    "peers-recovery": Page(7, "peers_recovery"),
+    "time-to": Page(9, "time_to"),
+}
 """In the order in which all of them run; each is `measure(options)` of a module in suite/."""
 PAGES = ROOT / "docs" / "benchmarks"
 
 
 def run(name: str, options: Options, command: str) -> Result:
     """One benchmark, with what it was made with."""
-    load = os.getloadavg()[0]
-    module = importlib.import_module(f"benchmarks.suite.{name.replace('-', '_')}")
-    result: Result = module.measure(options)
+    load, page = os.getloadavg()[0], NAMES[name]
+    module = importlib.import_module(f"benchmarks.suite.{page.module or name.replace('-', '_')}")
+    result: Result = module.measure(options, name) if page.module == "peers" else module.measure(options)
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return replace(
         result, command=command, made=made, load=load, machine=machine(), commit=commit(),
@@ -53,11 +74,16 @@ def run(name: str, options: Options, command: str) -> Result:
     )  # fmt: skip
 
 
+def write_pages(result: Result, folder: Path) -> None:
+    """Its page and pictures."""
+    (write_leaderboard if result.benchmark == "time-to" else write_page)(result, folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line; answers the exit code: 0, or 1 where a check finds a ratio that has become worse."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*NAMES, "check", []], help="which; all by default")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each thing is measured")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each thing is measured")
     parser.add_argument("--quick", action="store_true", help="only to see that it works; its figures say nothing")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="lines with one of these in their name")
     parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="what is kept between runs")
@@ -70,25 +96,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         there = {path.stem for path in out.glob("*.json")}
         names = [name for name in NAMES if not checking or name in there]
-    options = Options(1 if given.quick else given.repeats, given.quick, tuple(given.only), given.cache)
     worse: list[str] = []
-    for name in names:
-        again = f" --only {' '.join(given.only)}" if given.only else ""
-        result = run(name, options, f"python -m benchmarks {name} --repeats {options.repeats}{again}")
+    for number, name in enumerate(names):
+        repeats = 1 if given.quick else min(given.repeats, NAMES[name].most_repeats)
+        options = Options(repeats, given.quick, tuple(given.only), given.cache)
+        left = sum(_minutes(one, given.repeats) for one in names[number:])
+        took = "" if given.quick else f", about {_minutes(name, given.repeats):.0f} min of {left:.0f} left"
+        options.tell(f"== {number + 1} of {len(names)}: {name}{took}")
+        began, again = time.monotonic(), f" --only {' '.join(given.only)}" if given.only else ""
+        result = run(name, options, f"python -m benchmarks {name} --repeats {repeats}{again}")
+        options.tell(f"== {name} took {(time.monotonic() - began) / 60:.1f} min")
         if checking:
             worse += compare(read(out / f"{name}.json"), result)
         elif keeps:
             write(result, out / f"{name}.json")
-            write_page(result, out)
+            write_pages(result, out)
             write_index(out)
             print((out / f"{name}.md").read_text(), flush=True)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                write_page(result, Path(folder))
+                write_pages(result, Path(folder))
                 print((Path(folder) / f"{name}.md").read_text(), flush=True)
     for line in worse:
         print(f"WORSE: {line}", flush=True)
     return 1 if worse else 0
+
+
+def _minutes(name: str, repeats: int) -> float:
+    """What it takes, by what three repeats do."""
+    page = NAMES[name]
+    return page.minutes * (min(repeats, page.most_repeats) / min(3, page.most_repeats))
 
 
 if __name__ == "__main__":

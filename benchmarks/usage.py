@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,20 @@ def resident_peak(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def below(pid: int) -> list[int]:
+    """All processes that this one and its children have started and that are there."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found, look = [], [pid]
+    while look:
+        children = parents.get(look.pop(), [])
+        found += children
+        look += children
+    return found
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Who takes part, and with which settings: the same task for all, and each one's own knobs, of which the best is taken.
 
-What is common: CartPole-v1, stepped by gymnasium's vector of plain environments or the peer's own; a batch of 64
-environments × 64 steps; policy and value function apart, each with two layers of 64 units and tanh; four passes over a
-batch in minibatches of 1024; PyTorch on two processor cores. Observations and returns are not normalized.
+What is common to a task: environment, algorithm, batch, passes, minibatches and layers, on the same two processor
+cores. Observations and returns are not normalized.
 """
 
 from __future__ import annotations
@@ -11,12 +10,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ENVIRONMENTS, STEPS, MINIBATCH, EPOCHS = 64, 64, 1024, 4
-BATCH = ENVIRONMENTS * STEPS
-LAYERS = (64, 64)
-OURS = "Stagecoach"
-_WITHOUT_END = 10**9
+OURS, STABLE_BASELINES3, TORCHRL, RLLIB = "Stagecoach", "Stable-Baselines3", "TorchRL", "RLlib"
+WITHOUT_END = 10**9
 _PROGRAMS = "benchmarks.contest.programs"
+_RUNS = {
+    STABLE_BASELINES3: (f"{_PROGRAMS}.stable_baselines3_runs", "stable_baselines3"),
+    TORCHRL: (f"{_PROGRAMS}.torchrl_loops", "torchrl"),
+    RLLIB: (f"{_PROGRAMS}.rllib_ppo", "rllib"),
+    OURS: (f"{_PROGRAMS}.stagecoach_run", None),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all train, and how much at a time."""
+
+    name: str
+    environment: str
+    algorithm: str
+    envs: int
+    steps: int
+    """Of each environment in a batch; for SAC, before as many gradient steps as there are transitions."""
+    minibatch: int
+    layers: tuple[int, ...]
+    epochs: int = 4
+    native: bool = False
+    """The environment's own vector form, not a list of plain ones."""
+
+    @property
+    def batch(self) -> int:
+        """Transitions in it."""
+        return self.envs * self.steps
+
+
+CARTPOLE = Task("CartPole-v1, SyncVectorEnv", "CartPole-v1", "ppo", 64, 64, 1024, (64, 64))
+NATIVE = Task("CartPole-v1, own vector form", "CartPole-v1", "ppo", 64, 64, 1024, (64, 64), native=True)
+CHEETAH_PPO = Task("HalfCheetah-v5, PPO 64×64", "HalfCheetah-v5", "ppo", 8, 256, 256, (64, 64))
+CHEETAH_SAC = Task("HalfCheetah-v5, SAC 256×256", "HalfCheetah-v5", "sac", 4, 8, 256, (256, 256), epochs=1)
+IMAGES = Task("84×84×4 images, PPO", "images", "ppo", 8, 128, 256, ())
+HEATUP, CAPACITY = 256, 100_000
+"""SAC: env steps before the first gradient step, and transitions in its replay buffer."""
 
 
 @dataclass(frozen=True)
@@ -24,158 +57,132 @@ class Contestant:
     """A library with one of its algorithms."""
 
     name: str
-    program: str
-    """The module that trains with it."""
-    peer: str | None = None
-    """Whose virtual environment it needs; None for this one."""
     library: str = OURS
     speed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Knobs → settings, all of the same task; the fastest is taken."""
-    solve: Mapping[str, Any] | None = None
-    """Its own settings for CartPole, with which it is to come to the mean return soonest."""
-    solve_source: str = ""
-    """Where those are from."""
+    program: str = ""
+    """The module that trains with it, if not its library's."""
+    source: str = ""
+    """Where its settings are from, unless they are the task's."""
+
+    @property
+    def module(self) -> str:
+        """The module that trains with it."""
+        return self.program or _RUNS[self.library][0]
+
+    @property
+    def peer(self) -> str | None:
+        """Whose virtual environment it needs; None for this one."""
+        return _RUNS[self.library][1]
 
 
-def contestants() -> list[Contestant]:
-    """All, Stagecoach first."""
-    return [
-        Contestant(
-            "Stagecoach PPO, policy lag 1", f"{_PROGRAMS}.stagecoach_run", speed=_stagecoach(1),
-            solve=_SOLVE_STAGECOACH, solve_source="examples/cartpole.yaml, its schedules falling over 200 k env steps",
-        ),
-        Contestant("Stagecoach PPO, lockstep", f"{_PROGRAMS}.stagecoach_run", speed=_stagecoach(0)),
-        Contestant(
-            "RLlib PPO", f"{_PROGRAMS}.rllib_algorithms", "rllib", "RLlib", _rllib("ppo"), _SOLVE_RLLIB,
-            "its examples/algorithms/ppo/cartpole_ppo.py, with as many env runners as there are cores",
-        ),
-        Contestant("RLlib APPO", f"{_PROGRAMS}.rllib_algorithms", "rllib", "RLlib", _rllib("appo")),
-        Contestant("RLlib IMPALA", f"{_PROGRAMS}.rllib_algorithms", "rllib", "RLlib", _rllib("impala")),
-        Contestant(
-            "Sample Factory APPO", f"{_PROGRAMS}.sample_factory_appo", "sample_factory", "Sample Factory",
-            _sample_factory(), _SOLVE_SAMPLE_FACTORY, "the command line in its sf_examples/train_gym_env.py",
-        ),
-        Contestant(
-            "Stable-Baselines3 PPO", f"{_PROGRAMS}.stable_baselines3_ppo", "stable_baselines3", "Stable-Baselines3",
-            _stable_baselines3(), _SOLVE_STABLE_BASELINES3,
-            "RL Zoo's tuned PPO for CartPole-v1, its schedules falling over 200 k env steps",
-        ),
-    ]  # fmt: skip
+def contestants(task: Task) -> list[Contestant]:
+    """All that can take the task, Stagecoach first."""
+    lag, name = {"ppo": 1, "sac": 2}[task.algorithm], task.algorithm.upper()
+    found = [Contestant(f"Stagecoach {name}, policy lag {lag}", speed=stagecoach(task, lag))]
+    if task is CARTPOLE:
+        found.append(Contestant("Stagecoach PPO, lockstep", speed=stagecoach(task, 0)))
+    found.append(Contestant(f"Stable-Baselines3 {name}", STABLE_BASELINES3, stable_baselines3(task)))
+    if not task.native:  # TorchRL refuses a vector that resets with the next step
+        found.append(Contestant(f"TorchRL {name}", TORCHRL, torchrl(task)))
+    if task.environment == "CartPole-v1":
+        found.append(Contestant(f"RLlib {name}", RLLIB, rllib(task)))
+    return found
 
 
-def _stagecoach(max_policy_lag: int) -> dict[str, dict[str, Any]]:
+def stagecoach(task: Task, lag: int) -> dict[str, dict[str, Any]]:
     """Checkpoints, and the evaluations that come with them, are none of the others' business: the first one only."""
     found = {}
     for workers in (1, 2):
-        config = {
-            "environment": {"id": "CartPole-v1", "num_envs": ENVIRONMENTS // workers},
-            "policies": {"default": {"hidden_sizes": list(LAYERS), "activation": "tanh"}},
-            "algorithm": {"name": "ppo", "epochs": EPOCHS, "minibatch_size": MINIBATCH},
+        environment: dict[str, Any] = {"id": task.environment, "num_envs": task.envs // workers}
+        if task.environment == "images":
+            environment["id"] = f"{_PROGRAMS}.images:make"
+        if task.native:
+            environment["vectorization"] = "native"
+        policy: dict[str, Any] = {"hidden_sizes": list(task.layers), "activation": "tanh"}
+        if task.algorithm == "ppo":
+            algorithm: dict[str, Any] = {"name": "ppo", "epochs": task.epochs, "minibatch_size": task.minibatch}
+            policy |= {"cnn": "nature", "share_encoder": True} if task.environment == "images" else {}
+        else:
+            algorithm = {"name": "sac", "minibatch_size": task.minibatch, "gradient_steps_per_env_step": 1.0,
+                         "replay_buffer": {"kind": "uniform", "capacity": CAPACITY}}  # fmt: skip
+            policy["activation"] = "relu"
+        config: dict[str, Any] = {
+            "environment": environment,
+            "policies": {"default": policy},
+            "algorithm": algorithm,
             "rollout": {
-                "workers": workers, "fragment_steps": STEPS, "fragments_per_update": workers,
-                "max_policy_lag": max_policy_lag,
+                "workers": workers, "fragment_steps": task.steps, "fragments_per_update": workers,
+                "max_policy_lag": lag,
             },
             "trainer": {"device": "cpu"},
             "evaluation": {"episodes": 1, "num_envs": 1},
-            "checkpoint": {"every": "100000 updates"}, "stop_at": {"env_steps": _WITHOUT_END},
+            "checkpoint": {"every": "100000 updates"}, "stop_at": {"env_steps": WITHOUT_END},
         }  # fmt: skip
+        if task.algorithm == "sac":
+            config["heatup"] = f"{HEATUP} env_steps"
         found[f"{workers} worker{'s' * (workers > 1)}"] = {"config": config}
     return found
 
 
-def _rllib(algorithm: str) -> dict[str, dict[str, Any]]:
-    """Env runners and learner in processes of their own or the driver's, as its docs have them for one machine."""
-    splits = [(0, 0), (1, 0), (2, 0)] if algorithm == "ppo" else [(1, 0), (1, 1), (2, 1)]
-    found = {}
-    for runners, learners in splits:
-        training: dict[str, Any] = {
-            "train_batch_size_per_learner": BATCH, "minibatch_size": MINIBATCH, "num_epochs": EPOCHS
-        }  # fmt: skip
-        if algorithm == "appo":
-            training["circular_buffer_iterations_per_batch"] = 1  # the passes are those of num_epochs
-        settings = {
-            "algorithm": algorithm,
-            "processes": runners + learners + 1,
-            "env_runners": {
-                "num_env_runners": runners, "num_envs_per_env_runner": ENVIRONMENTS // max(1, runners),
-                "rollout_fragment_length": STEPS,
-            },
-            "training": training,
-            "learners": {"num_learners": learners},
-            "model": {"fcnet_hiddens": list(LAYERS), "fcnet_activation": "tanh", "vf_share_layers": False},
-            "reporting": {"min_time_s_per_iteration": 0 if algorithm == "ppo" else 1},
-        }  # fmt: skip
-        found[f"{runners} env runners, {learners} remote learners"] = settings
-    return found
-
-
-def _sample_factory() -> dict[str, dict[str, Any]]:
-    """Asynchronous, double-buffered. V-trace is off, as in its example: with it 2.1.1 fails in its own summaries."""
-    common = [
-        f"--rollout={STEPS}", f"--batch_size={MINIBATCH}", f"--num_batches_per_epoch={BATCH // MINIBATCH}",
-        f"--num_epochs={EPOCHS}", "--use_rnn=False", "--recurrence=1", "--with_vtrace=False", "--nonlinearity=tanh",
-        "--actor_critic_share_weights=False", "--normalize_input=False", "--normalize_returns=False",
-        "--async_rl=True", "--policy_workers_per_policy=1",
-        "--encoder_mlp_layers", *map(str, LAYERS),
-    ]  # fmt: skip
-    found = {}
-    for workers, batched in ((1, False), (2, False), (2, True)):
-        own = [f"--num_workers={workers}", f"--num_envs_per_worker={ENVIRONMENTS // workers}",
-               "--worker_num_splits=2", f"--batched_sampling={batched}"]  # fmt: skip
-        name = f"{workers} worker{'s' * (workers > 1)}{', batched sampling' * batched}"
-        found[name] = {"arguments": [*own, *common]}
-    return found
-
-
-def _stable_baselines3() -> dict[str, dict[str, Any]]:
-    """In one process, as its docs advise for environments this cheap; one thread of PyTorch, or two."""
-    ppo = {"n_steps": STEPS, "batch_size": MINIBATCH, "n_epochs": EPOCHS}
+def stable_baselines3(task: Task) -> dict[str, dict[str, Any]]:
+    """One process, as its docs advise for cheap environments, or one for each environment; PyTorch's threads."""
+    if task.algorithm == "ppo":
+        arguments: dict[str, Any] = {"n_steps": task.steps, "batch_size": task.minibatch, "n_epochs": task.epochs}
+        network: dict[str, Any] = {"net_arch": {"pi": list(task.layers), "vf": list(task.layers)}}
+        network["activation_fn"] = "Tanh"
+    else:
+        arguments = {"batch_size": task.minibatch, "buffer_size": CAPACITY, "learning_starts": HEATUP,
+                     "train_freq": task.steps, "gradient_steps": -1}  # fmt: skip
+        network = {"net_arch": list(task.layers)}
+    images = task.environment == "images"
     common = {
-        "num_envs": ENVIRONMENTS, "hidden_sizes": list(LAYERS), "activation": "tanh", "total_env_steps": _WITHOUT_END,
-        "ppo": ppo,
+        "algorithm": task.algorithm, "environment": task.environment, "policy": "CnnPolicy" if images else "MlpPolicy",
+        "num_envs": task.envs, "total_env_steps": WITHOUT_END, "policy_kwargs": {} if images else network,
+        "arguments": arguments,
     }  # fmt: skip
-    return {f"{threads} thread{'s' * (threads > 1)}": {"threads": threads, **common} for threads in (1, 2)}
+    vectors = ["native"] if task.native else ["dummy"] if task.envs > 8 else ["dummy", "subproc"]
+    return {
+        f"{vector} vector, {_threads(threads)}": {"vector": vector, "threads": threads, **common}
+        for vector in vectors
+        for threads in (1, 2)
+    }
 
 
-_SOLVE_STAGECOACH: dict[str, Any] = {
-    "config": {
-        "environment": {"id": "CartPole-v1", "num_envs": 8},
-        "algorithm": {
-            "name": "ppo", "learning_rate": {"kind": "linear", "start": 1e-3, "end": 0, "over": "200000 env_steps"},
-            "clip_range": {"kind": "linear", "start": 0.2, "end": 0, "over": "200000 env_steps"},
-            "gamma": 0.98, "gae_lambda": 0.8, "epochs": 10, "minibatch_size": 128,
-        },
-        "rollout": {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2},
-        "trainer": {"device": "cpu"},
-        "evaluation": {"episodes": 1, "num_envs": 1},
-        "checkpoint": {"every": "100000 updates"},
-        "stop_at": {"env_steps": 400_000},
-    },
-}  # fmt: skip
-_SOLVE_RLLIB: dict[str, Any] = {
-    "algorithm": "ppo",
-    "processes": 3,
-    "env_runners": {"num_env_runners": 2, "num_envs_per_env_runner": 16},
-    "training": {"lr": 0.0003, "num_epochs": 6, "vf_loss_coeff": 0.01},
-    "learners": {"num_learners": 0},
-    "model": {"fcnet_hiddens": [32], "fcnet_activation": "linear", "vf_share_layers": True},
-    "reporting": {"min_time_s_per_iteration": 0},
-}
-_SOLVE_SAMPLE_FACTORY: dict[str, Any] = {
-    "arguments": [
-        "--use_rnn=False", "--num_workers=2", "--num_envs_per_worker=20", "--policy_workers_per_policy=2",
-        "--recurrence=1", "--with_vtrace=False", "--batch_size=512", "--reward_scale=0.1", "--save_every_sec=10",
-        "--experiment_summaries_interval=10",
-    ],
-}  # fmt: skip
-_SOLVE_STABLE_BASELINES3: dict[str, Any] = {
-    "threads": 1,
-    "num_envs": 8,
-    "hidden_sizes": [64, 64],
-    "activation": "tanh",
-    "total_env_steps": 200_000,
-    "ppo": {
-        "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "ent_coef": 0.0,
-        "learning_rate": ["linear", 0.001], "clip_range": ["linear", 0.2],
-    },
-}  # fmt: skip
+def torchrl(task: Task) -> dict[str, dict[str, Any]]:
+    """Its collector in the learner's process or in two; PyTorch's threads; update and policy compiled or not."""
+    common = {
+        "algorithm": task.algorithm, "environment": task.environment, "num_envs": task.envs, "steps": task.steps,
+        "layers": list(task.layers), "minibatch": task.minibatch, "epochs": task.epochs, "heatup": HEATUP,
+        "capacity": CAPACITY, "gradient_steps_per_env_step": 1.0, "total_env_steps": WITHOUT_END, "arguments": {},
+    }  # fmt: skip
+    found = {}
+    for collectors, threads, compiled in ((1, 1, False), (1, 2, False), (2, 2, False), (1, 1, True)):
+        name = f"{collectors} collector{'s' * (collectors > 1)}, {_threads(threads)}{', compiled' * compiled}"
+        found[name] = {"collectors": collectors, "threads": threads, "compile": compiled, **common}
+    return found
+
+
+def rllib(task: Task) -> dict[str, dict[str, Any]]:
+    """Env runners in the driver's process or two of their own, as its docs have them for one machine."""
+    found = {}
+    for runners in (0, 2):
+        found[f"{runners} env runners"] = {
+            "environment": task.environment,
+            "processes": runners + 1,
+            "env_runners": {
+                "num_env_runners": runners, "num_envs_per_env_runner": task.envs // max(1, runners),
+                "rollout_fragment_length": task.steps,
+                "gym_env_vectorize_mode": "vector_entry_point" if task.native else "sync",
+            },
+            "training": {
+                "train_batch_size_per_learner": task.batch, "minibatch_size": task.minibatch,
+                "num_epochs": task.epochs,
+            },
+            "model": {"fcnet_hiddens": list(task.layers), "fcnet_activation": "tanh", "vf_share_layers": False},
+        }  # fmt: skip
+    return found
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -11,11 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT
+from benchmarks.usage import below
 
 _MARK = "STAGECOACH_CONTEST"
 """In the environment of a program and all that it starts, wherever its parents have gone."""
@@ -35,9 +37,15 @@ class Program:
     """What is started: a module, the interpreter of its virtual environment, and its settings."""
 
     module: str
-    """Its full name, such as `benchmarks.contest.programs.stable_baselines3_ppo`."""
+    """Its full name, such as `benchmarks.contest.programs.rllib_ppo`."""
     python: Path
     settings: Mapping[str, Any]
+    path: tuple[Path, ...] = ()
+    """What it imports from besides its environment."""
+
+    def seeded(self, seed: int) -> Program:
+        """The same with another seed."""
+        return replace(self, settings={**self.settings, "seed": seed})
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,13 @@ class Told:
     env_steps: int
     episodes: int
     mean_return: float | None
+    weights: str | None = None
+    """The digest of what it has learned, at its end."""
 
 
 def env_steps_per_second(program: Program, warm_seconds: float, window_seconds: float) -> float:
     """Between two things told: the first one `warm_seconds` after it began to tell, and one a window later."""
-    with _started(program) as (_, told):
+    with started(program) as (_, told):
         first = next(told)
         start = next(now for now in told if now.at >= first.at + warm_seconds)
         end = next(now for now in told if now.at >= start.at + window_seconds)
@@ -62,15 +72,86 @@ def env_steps_per_second(program: Program, warm_seconds: float, window_seconds: 
 
 def seconds_to(program: Program, mean_return: float, at_most: float) -> float | None:
     """From the start of its process to the first time it tells that mean return; None where that takes too long."""
-    with _started(program) as (began, told):
+    with started(program) as (running, told):
         try:
             for now in told:
-                if now.at - began > at_most:
+                if now.at - running.began > at_most:
                     return None
                 if now.mean_return is not None and now.mean_return >= mean_return:
-                    return now.at - began
+                    return now.at - running.began
         except ProgramEnded:
             return None
+    raise AssertionError("what is told has no end but these")
+
+
+def memory(program: Program, warm_seconds: float, window_seconds: float) -> float:
+    """Bytes of all its processes while it trains: proportional set sizes, so that a shared page counts once; the most
+    of several looks."""
+    with started(program) as (running, told):
+        first, most = next(told), 0.0
+        for now in told:
+            if now.at >= first.at + warm_seconds:
+                most = max(most, sum(map(_proportional, running.pids())))
+            if now.at >= first.at + warm_seconds + window_seconds:
+                return most
+    raise AssertionError("what is told has no end but these")
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run from its start to its end."""
+
+    seconds: float
+    """From the first thing that it told on."""
+    weights: str
+
+
+def undisturbed(program: Program) -> Undisturbed:
+    """Its settings have an end, and it tells its weights there."""
+    with started(program) as (_, told):
+        first = next(told)
+        last = next(now for now in told if now.weights is not None)
+    return Undisturbed(last.at - first.at, str(last.weights))
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a kill of all processes costs who starts the same command again at once."""
+
+    env_steps_lost: int
+    """Trained before the kill and not there when the second start begins to train."""
+    seconds_to_learn: float
+    """From the kill to the first thing learned by the second start."""
+    seconds_to_catch_up: float
+    """From the kill until it is as far as it was."""
+    weights: str
+
+
+def recovery(program: Program, seconds: float) -> Recovery:
+    """Killed so many seconds after it told something first; its settings have `keep`, where its checkpoints stay."""
+    with started(program) as (running, told):
+        first = next(told)
+        until = first.at + seconds
+        before = first
+        for now in told:
+            if now.weights is not None:
+                raise ProgramFailed(f"ended before it could be killed, {seconds:g} s after it began")
+            before = now
+            if now.at >= until:
+                break
+        running.kill()
+    killed = time.monotonic()
+    with started(program) as (_, told):
+        resumed = next(told)
+        learns = caught_up = float("nan")
+        for now in told:
+            if now.env_steps > resumed.env_steps and learns != learns:
+                learns = now.at - killed
+            if now.env_steps >= before.env_steps and caught_up != caught_up:
+                caught_up = now.at - killed
+            if now.weights is not None:
+                lost = max(0, before.env_steps - resumed.env_steps)
+                return Recovery(lost, learns, caught_up, now.weights)
     raise AssertionError("what is told has no end but these")
 
 
@@ -78,9 +159,32 @@ class ProgramEnded(ProgramFailed):
     """It came to an end of its own, without an error."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """A program that was started."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    began: float
+
+    def pids(self) -> list[int]:
+        """Of it and of all that it has started, wherever their parents have gone and whatever their environment is."""
+        return sorted({*_marked(self.mark), self.process.pid, *below(self.process.pid)})
+
+    def kill(self) -> None:
+        """All of them by SIGKILL, until none is left."""
+        pids = self.pids()
+        while pids:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            pids = _marked(self.mark)
+
+
 @contextmanager
-def _started(program: Program) -> Iterator[tuple[float, Iterator[Told]]]:
-    """When it was started, and what it tells; at the end it and all that it started are gone, and its folder too."""
+def started(program: Program) -> Iterator[tuple[Running, Iterator[Told]]]:
+    """It, and what it tells; at the end it and all that it started are gone, and its folder too."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="contest-") as name, open(Path(name) / "log", "w+b") as log:
         folder = Path(name)
@@ -88,7 +192,8 @@ def _started(program: Program) -> Iterator[tuple[float, Iterator[Told]]]:
         settings = {**program.settings, "folder": str(folder / "work")}
         given.write_text(json.dumps({"settings": settings, "tell": str(tells), "cores": cores()}))
         tells.touch()
-        environment = os.environ | {"PYTHONPATH": str(ROOT), _MARK: mark}
+        path = os.pathsep.join(map(str, (ROOT, *program.path)))
+        environment = os.environ | {"PYTHONPATH": path, _MARK: mark}
         environment.pop("VIRTUAL_ENV", None)
         began = time.monotonic()
         process = subprocess.Popen(
@@ -96,7 +201,7 @@ def _started(program: Program) -> Iterator[tuple[float, Iterator[Told]]]:
             cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
-            yield began, _lines(process, tells, Path(name) / "log")
+            yield Running(process, mark, began), _lines(process, tells, Path(name) / "log")
         finally:
             _end(process, mark)
 
@@ -149,6 +254,15 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(_POLL_SECONDS)
+
+
+def _proportional(pid: int) -> float:
+    """Bytes; 0 of one that has gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("Pss:")), 0.0)
 
 
 def _marked(mark: str) -> list[int]:

@@ -9,9 +9,25 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.contest.contestants import (
+    CARTPOLE,
+    OURS,
+    RLLIB,
+    STABLE_BASELINES3,
+    TORCHRL,
+    Contestant,
+    rllib,
+    stable_baselines3,
+    stagecoach,
+    torchrl,
+)  # fmt: skip
+from benchmarks.contest.virtual_environments import NotInstalled
+from benchmarks.contest.watching import ProgramFailed
+from benchmarks.contest.watching import memory as memory_of
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, median_seconds
 from benchmarks.suite.memory_filling import SIDE, SOURCES, STACK, fill, fragments, spaces_of
+from benchmarks.suite.peers import prepared
 from benchmarks.suite.resident import RUNS, sizes_of
 from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
@@ -49,10 +65,13 @@ def measure(options: Options) -> Result:
     measures += _draws(options)
     for run in RUNS:
         measures += _processes(options, run)
+    together, remarks = _together(options)
+    measures += together
     return Result(
         "memory",
         "What a replay buffer of Atari-like stacked frames takes beside the frames themselves, what one of small "
-        "observations takes for each transition, and how large the processes of a run are (resident, MB).",
+        "observations takes for each transition, how large the processes of a run are (resident, MB), and what all "
+        "processes of a run with two workers take together, beside those of other libraries.",
         measures,
         settings={
             "Atari": {
@@ -63,7 +82,9 @@ def measure(options: Options) -> Result:
             "small": {"transitions": small, "fragment": [64, 64], "observations": {"vector": 4, "goals": [2, 2, 2]}},
             "runs": RUNS,
             "resident size": "VmRSS; libraries that several processes share count in each",
+            "all processes": "PSS of /proc/PID/smaps_rollup, so that shared pages count once",
         },
+        remarks=remarks,
     )  # fmt: skip
 
 
@@ -115,6 +136,36 @@ def _draws(options: Options) -> list[Measure]:
         Measure(plain, "ms", samples[plain], better="less"),
         Measure(ours, "ms", samples[ours], against=plain, better="less"),
     ]
+
+
+def _together(options: Options) -> tuple[list[Measure], list[str]]:
+    """PPO on CartPole with two processes that act, ours beside the others: all processes of each at work."""
+    wanted = {
+        OURS: stagecoach(CARTPOLE, 1)["2 workers"], TORCHRL: torchrl(CARTPOLE)["2 collectors, 2 threads"],
+        RLLIB: rllib(CARTPOLE)["2 env runners"],
+        STABLE_BASELINES3: next(iter(stable_baselines3(CARTPOLE).values()))
+        | {"vector": "subproc", "num_envs": 2, "arguments": {"n_steps": 2048, "batch_size": 1024, "n_epochs": 4}},
+    }  # fmt: skip
+    measures, remarks, times = list[Measure](), list[str](), (0.5, 1.0) if options.quick else (3.0, 6.0)
+    for library, settings in wanted.items():
+        line = f"{library}: all processes"
+        if not options.wants(line):
+            continue
+        try:
+            program = prepared(Contestant(line, library), settings, options)
+            rounds = range(1, min(3, options.repeats) + 1)
+            samples = [memory_of(program.seeded(seed), *times) / 1e6 for seed in rounds]
+        except (NotInstalled, ProgramFailed) as error:
+            remarks.append(f"{line}: not measured, {error}")
+            continue
+        options.tell(f"{line}: {samples} MB")
+        measures.append(Measure(line, "MB (PSS)", samples, better="less"))
+    ours = [measure for measure in measures if measure.what.startswith(OURS)]
+    return measures + [
+        Measure(f"{ours[0].what}, beside {other.what.partition(':')[0]}", "MB (PSS)", ours[0].samples,
+                against=other.what, better="less")
+        for other in measures if ours and other not in ours
+    ], remarks  # fmt: skip
 
 
 def _processes(options: Options, run: str) -> list[Measure]:

@@ -1,32 +1,57 @@
-"""Stagecoach against RLlib, Sample Factory and Stable-Baselines3: env steps per second on the same task, and seconds
-from the start of the process until CartPole is solved. One program at a time, in turns; takes some 25 minutes with five
-repeats, and some more the first time, when the peers' virtual environments are made.
+"""Stagecoach against Stable-Baselines3, TorchRL and RLlib: env steps per second on the same task, one page for each
+task or two. One program at a time, in turns; each one's knobs are tried for a moment first, and the fastest taken.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest.contestants import OURS, Contestant, contestants
-from benchmarks.contest.virtual_environments import REQUIREMENTS, NotInstalled, python_of
-from benchmarks.contest.watching import Program, ProgramFailed, cores, env_steps_per_second, seconds_to
+from benchmarks.contest.contestants import (
+    CARTPOLE,
+    CHEETAH_PPO,
+    CHEETAH_SAC,
+    IMAGES,
+    NATIVE,
+    OURS,
+    RLLIB,
+    STABLE_BASELINES3,
+    Contestant,
+    Task,
+    contestants,
+)  # fmt: skip
+from benchmarks.contest.virtual_environments import REQUIREMENTS, NotInstalled, mujoco_path, python_of
+from benchmarks.contest.watching import Program, ProgramFailed, cores, env_steps_per_second
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
+from benchmarks.provenance import ROOT
 
-_SOLVED = 475.0
-_AIMS = {"RLlib": 10.0, "Sample Factory": 4.0, "Stable-Baselines3": 6.0}
-_SPEED, _SOLVE = "env steps/s", "s"
+PAGES: Mapping[str, tuple[Task, ...]] = {
+    "peers": (CARTPOLE,),
+    "peers-native": (NATIVE,),
+    "peers-control": (CHEETAH_PPO, CHEETAH_SAC),
+    "peers-images": (IMAGES,),
+}
+_AIMS: Mapping[tuple[str, str], float] = {
+    (CARTPOLE.name, STABLE_BASELINES3): 2.6, (CARTPOLE.name, RLLIB): 6.5, (CHEETAH_PPO.name, STABLE_BASELINES3): 1.5,
+    (CHEETAH_SAC.name, STABLE_BASELINES3): 1.5, (IMAGES.name, STABLE_BASELINES3): 1.2,
+    (NATIVE.name, STABLE_BASELINES3): 3.0, (NATIVE.name, RLLIB): 3.0,
+}  # fmt: skip
+"""Of the first of ours, for a task beside a library."""
+_LOCKSTEP_AIM, _FLOOR_AIM, _NATIVE_AIM = 1.7, 0.85, 150_000.0
+_SPEED = "env steps/s"
 _QUESTION = (
-    "How many env steps per second does each library train on CartPole-v1, with the same network, batch, passes, "
-    "minibatches and number of environments on the same two cores, and how long does each take, from the start of its "
-    "process, to a mean return of 475 over the last 100 training episodes, with its own settings for it? The env steps "
-    "are those that each counts itself, between two instants."
+    "How many env steps per second does each library train, with the same network, batch, passes, minibatches and "
+    "number of environments on the same two cores? The env steps are those that each counts itself, between two "
+    "instants. The floor is what one would train who pays only for the bare environment's step and the networks' "
+    "arithmetic, on both cores without ever waiting (benchmarks/contest/floor.py)."
 )
 
 
@@ -34,13 +59,16 @@ _QUESTION = (
 class Times:
     """How long things are measured, in seconds."""
 
-    warm: float = 3.0
+    warm: float = 2.0
     """After the first thing told, which comes after the first batch."""
-    window: float = 12.0
-    tried_warm: float = 2.0
-    tried_window: float = 5.0
-    at_most: float = 150.0
-    """For the way to the mean return."""
+    window: float = 6.0
+    tried_warm: float = 1.0
+    tried_window: float = 3.0
+    floor: float = 1.0
+    """For each of a floor's three costs."""
+
+
+QUICK = Times(0.5, 1.0, 0.5, 0.5, 0.1)
 
 
 @dataclass
@@ -50,175 +78,157 @@ class Found:
     samples: dict[str, list[float]] = field(default_factory=dict)
     """Line → a sample for each repeat."""
     tried: dict[str, dict[str, float | str]] = field(default_factory=dict)
-    """Contestant → knobs → env steps/s, or why there are none."""
+    """Line → knobs → env steps/s, or why there are none."""
     taken: dict[str, str] = field(default_factory=dict)
-    """Contestant → its best knobs."""
+    """Line → its best knobs."""
     remarks: list[str] = field(default_factory=list)
-    late: dict[str, int] = field(default_factory=dict)
-    """Line → how often the mean return was not reached within the time."""
 
 
-def measure(options: Options) -> Result:
+def measure(options: Options, page: str = "peers") -> Result:
     """All lines; a peer that cannot be installed or run here is named in a remark, and has none."""
-    return contest(contestants(), options, Times(0.5, 1.0, 0.5, 0.5, 20.0) if options.quick else Times())
+    entered = {task: contestants(task) for task in PAGES[page]}
+    return contest(page, entered, options, QUICK if options.quick else Times())
 
 
-def contest(all_of_them: list[Contestant], options: Options, times: Times) -> Result:
+def contest(page: str, entered: Mapping[Task, list[Contestant]], options: Options, times: Times) -> Result:
     """Between these; `measure` has the real ones."""
-    found = Found()
-    installed = [(one, python) for one in all_of_them if (python := _python(one, options, found)) is not None]
-    calls: dict[str, Callable[[int], float]] = {}
-    for one, python in installed:
-        if options.wants(one.name) and one.speed:
-            best = _best(one, python, options, times, found)
-            if best is not None:
-                calls[one.name] = partial(_speed, best, times)
-    for one, python in installed:
-        line = _solving(one)
-        if one.solve is not None and options.wants(line) and not options.quick:
-            program = Program(one.program, python, one.solve)
-            calls[line] = partial(_solve, program, line, times, found)
-    _rounds(calls, options, found)
-    return Result(
-        "peers", _QUESTION, _measures(all_of_them, found, times), settings=_settings(all_of_them, found, times),
-        remarks=found.remarks, versions=_versions(all_of_them),
-    )  # fmt: skip
+    found, measures = Found(), list[Measure]()
+    settings: dict[str, Any] = {"cores": len(cores()), "seconds": vars(times), "seeds": "the repeat's number"}
+    for task, all_of_them in entered.items():
+        programs = {}
+        for one in all_of_them:
+            if options.wants(one.name) and (program := _program(one, task, options, times, found)) is not None:
+                programs[one.name] = program
+        _rounds(task, programs, options, times, found)
+        measures += _measures(task, [one for one in all_of_them if _line(task, one) in found.samples], found)
+        taken = {name: dict(program.settings) for name, program in programs.items()}
+        settings[task.name] = {"task": vars(task) | {"batch": task.batch}, "settings": taken}
+    settings["tried (env steps/s)"] = found.tried
+    versions = versions_of({one.peer for all_of_them in entered.values() for one in all_of_them})
+    return Result(page, _QUESTION, measures, settings=settings, remarks=found.remarks, versions=versions)
 
 
-def _python(one: Contestant, options: Options, found: Found) -> Path | None:
-    """None for one that is not asked for, or not there."""
-    if not (options.wants(one.name) or options.wants(_solving(one))):
-        return None
-    if one.peer is None:
-        return Path(sys.executable)
-    try:
-        return python_of(one.peer, options.cache, install=not options.quick, tell=options.tell)
-    except NotInstalled as error:
-        found.remarks.append(f"{one.name} is not measured: {error}")
-        return None
+def prepared(one: Contestant, settings: Mapping[str, Any], options: Options, environment: str = "") -> Program:
+    """What is started; raises `NotInstalled`."""
+    install = {"install": not options.quick, "tell": options.tell}
+    if one.peer is not None:
+        return Program(one.module, python_of(one.peer, options.cache, **install), settings)  # type: ignore[arg-type]
+    path = mujoco_path(options.cache, **install) if "Cheetah" in environment else ()  # type: ignore[arg-type]
+    return Program(one.module, Path(sys.executable), settings, path)
 
 
-def _best(one: Contestant, python: Path, options: Options, times: Times, found: Found) -> Program | None:
-    """Each of its knobs for a short while; with `--quick` the first that works."""
-    speeds: dict[str, float] = {}
-    tried = found.tried.setdefault(one.name, {})
+def versions_of(peers: set[str | None]) -> dict[str, str]:
+    """Of the peers themselves, and of what they are stepped and trained with."""
+    named = ("ray", "torchrl", "tensordict", "stable_baselines3", "gymnasium", "mujoco", "numpy", "torch")
+    found = {}
+    for peer in sorted(filter(None, peers)):
+        pinned = dict(line.split("==") for line in (REQUIREMENTS / f"{peer}.txt").read_text().split() if "==" in line)
+        found[peer] = ", ".join(f"{name} {pinned[name]}" for name in named if name in pinned)
+    return found
+
+
+def _line(task: Task, one: Contestant) -> str:
+    return f"{task.name}: {one.name}"
+
+
+def _program(one: Contestant, task: Task, options: Options, times: Times, found: Found) -> Program | None:
+    """With the best of its knobs, each tried for a short while; with `--quick` the first that works."""
+    line, speeds = _line(task, one), dict[str, float]()
+    tried = found.tried.setdefault(line, {})
     for knobs, settings in one.speed.items():
-        program = Program(one.program, python, {**settings, "seed": 1})
         try:
-            speeds[knobs] = env_steps_per_second(program, times.tried_warm, times.tried_window)
+            program = prepared(one, settings, options, task.environment)
+            speeds[knobs] = env_steps_per_second(program.seeded(1), times.tried_warm, times.tried_window)
+        except NotInstalled as error:
+            found.remarks.append(f"{line} is not measured: {error}")
+            return None
         except ProgramFailed as error:
             tried[knobs] = str(error)
-            options.tell(f"tried {one.name}, {knobs}: {error}")
+            options.tell(f"tried {line}, {knobs}: {error}")
             continue
         tried[knobs] = round(speeds[knobs])
-        options.tell(f"tried {one.name}, {knobs}: {speeds[knobs]:,.0f} env steps/s")
+        options.tell(f"tried {line}, {knobs}: {speeds[knobs]:,.0f} env steps/s")
         if options.quick:
             break
     if not speeds:
-        found.remarks.append(f"{one.name} is not measured, it does not run here: {next(iter(tried.values()))}")
+        found.remarks.append(f"{line} is not measured, it does not run here: {next(iter(tried.values()))}")
         return None
-    found.taken[one.name] = max(speeds, key=lambda knobs: speeds[knobs])
-    return Program(one.program, python, one.speed[found.taken[one.name]])
+    found.taken[line] = max(speeds, key=lambda knobs: speeds[knobs])
+    return prepared(one, one.speed[found.taken[line]], options, task.environment)
 
 
-def _speed(program: Program, times: Times, seed: int) -> float:
-    seeded = Program(program.module, program.python, {**program.settings, "seed": seed})
-    return env_steps_per_second(seeded, times.warm, times.window)
-
-
-def _solve(program: Program, line: str, times: Times, found: Found, seed: int) -> float:
-    seeded = Program(program.module, program.python, {**program.settings, "seed": seed})
-    seconds = seconds_to(seeded, _SOLVED, times.at_most)
-    if seconds is None:
-        found.late[line] = found.late.get(line, 0) + 1
-    return times.at_most if seconds is None else seconds
-
-
-def _rounds(calls: dict[str, Callable[[int], float]], options: Options, found: Found) -> None:
+def _rounds(task: Task, programs: dict[str, Program], options: Options, times: Times, found: Found) -> None:
     """All in turn, again and again, with another seed each time; who fails twice in a row is out."""
     for repeat in range(1, options.repeats + 1):
-        for line in list(calls):
+        if programs:
+            found.samples.setdefault(_floor_line(task), []).append(_floor(task, times, options))
+        for name in list(programs):
+            line = f"{task.name}: {name}"
             try:
-                value = _twice(calls[line], repeat, line, options)
+                value = _twice(programs[name].seeded(repeat), times, line, options)
             except ProgramFailed as error:
                 found.remarks.append(f"{line} is not measured, it failed in repeat {repeat}: {error}")
                 found.samples.pop(line, None)
-                del calls[line]
+                del programs[name]
                 continue
             found.samples.setdefault(line, []).append(value)
             options.tell(f"round {repeat}: {line}: {value:,.6g}")
 
 
-def _twice(call: Callable[[int], float], seed: int, line: str, options: Options) -> float:
+def _twice(program: Program, times: Times, line: str, options: Options) -> float:
     try:
-        return call(seed)
+        return env_steps_per_second(program, times.warm, times.window)
     except ProgramFailed as error:
         options.tell(f"{line} failed, once more: {error}")
-        return call(seed)
+        return env_steps_per_second(program, times.warm, times.window)
 
 
-def _solving(one: Contestant) -> str:
-    return f"{one.name}, to a mean return of {_SOLVED:.0f}"
+def _floor_line(task: Task) -> str:
+    return f"{task.name}: the floor"
 
 
-def _measures(all_of_them: list[Contestant], found: Found, times: Times) -> list[Measure]:
-    """The lines as they are, then ours again beside each of the others' best."""
-    speeds = [one for one in all_of_them if one.name in found.samples]
-    solves = [one for one in all_of_them if _solving(one) in found.samples]
-    lines = [Measure(one.name, _SPEED, found.samples[one.name], note=_knobs(one, found)) for one in speeds]
-    for one in solves:
-        line = _solving(one)
-        late = found.late.get(line, 0)
-        note = f"not reached within {times.at_most:.0f} s in {late} of them, counted as that" if late else ""
-        lines.append(Measure(line, _SOLVE, found.samples[line], better="less", note=note))
-    ours = [one for one in speeds if one.library == OURS]
-    for library, aim in _AIMS.items():
-        theirs = [one for one in speeds if one.library == library]
-        if not theirs:
-            continue
-        best = max(theirs, key=lambda one: statistics.median(found.samples[one.name]))
-        lines += [
-            Measure(
-                f"{one.name}, beside {library}", _SPEED, found.samples[one.name], against=best.name,
-                aim=aim if one is ours[0] else None, note=_best_of(theirs, best),
-            )
-            for one in ours
-        ]  # fmt: skip
-    own = [one for one in solves if one.library == OURS]
-    for one in own:
-        for other in solves:
+def _floor(task: Task, times: Times, options: Options) -> float:
+    """In a process of its own, with one thread."""
+    path = mujoco_path(options.cache, install=False, tell=options.tell) if "Cheetah" in task.environment else ()
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.contest.floor", task.name, str(times.floor)]
+    answer = subprocess.run(command, cwd=ROOT, env=os.environ | variables | {"OPENBLAS_NUM_THREADS": "1"}, check=True,
+                            stdout=subprocess.PIPE, timeout=300)  # fmt: skip
+    costs = json.loads(answer.stdout)
+    options.tell(f"{_floor_line(task)}: {costs}")
+    return float(costs[_SPEED])
+
+
+def _measures(task: Task, there: list[Contestant], found: Found) -> list[Measure]:
+    """The lines as they are, then ours again beside each of the others."""
+    if not there:
+        return []
+    floor = _floor_line(task)
+    lines = [Measure(floor, _SPEED, found.samples[floor])]
+    ours = [one for one in there if one.library == OURS]
+    for one in there:
+        aim = _NATIVE_AIM if task is NATIVE and one in ours[:1] else None
+        samples, note = found.samples[_line(task, one)], _knobs(task, one, found)
+        lines.append(Measure(_line(task, one), _SPEED, samples, aim=aim, note=note, floor=floor))
+    for number, one in enumerate(ours):
+        samples = found.samples[_line(task, one)]
+        for other in there:
             if other.library != OURS:
-                what = f"{_solving(one)}, beside {other.library}"
-                samples = found.samples[_solving(one)]
-                lines.append(Measure(what, _SOLVE, samples, against=_solving(other), aim=1.0, better="less"))
+                aim = _AIMS.get((task.name, other.library)) if number == 0 else None
+                if number and other.library == STABLE_BASELINES3:
+                    aim = _LOCKSTEP_AIM
+                what = f"{_line(task, one)}, beside {other.library}"
+                lines.append(Measure(what, _SPEED, samples, against=_line(task, other), aim=aim))
+    if ours and task is CARTPOLE:
+        samples, what = found.samples[_line(task, ours[0])], f"{_line(task, ours[0])}, beside the floor"
+        lines.append(Measure(what, _SPEED, samples, against=floor, aim=_FLOOR_AIM))
     return lines
 
 
-def _knobs(one: Contestant, found: Found) -> str:
-    return f"the best of {len(found.tried[one.name])} tried: {found.taken[one.name]}"
-
-
-def _best_of(theirs: list[Contestant], best: Contestant) -> str:
-    return f"{best.name} is the best of its {len(theirs)}" if len(theirs) > 1 else ""
-
-
-def _settings(all_of_them: list[Contestant], found: Found, times: Times) -> dict[str, Any]:
-    """What everyone ran with; of the knobs that were tried and not taken, the figures."""
-    speed: dict[str, Mapping[str, Any]] = {
-        one.name: one.speed[found.taken[one.name]] for one in all_of_them if one.name in found.taken
-    }
-    solve = {_solving(one): {"from": one.solve_source, **one.solve} for one in all_of_them if one.solve is not None}
-    return {
-        "cores": len(cores()), "seconds": vars(times), "seeds": "the repeat's number",
-        "tried (env steps/s)": found.tried, "taken": found.taken, "speed": speed, "solve": solve,
-    }  # fmt: skip
-
-
-def _versions(all_of_them: list[Contestant]) -> dict[str, str]:
-    """Of the peers themselves, and of what they are stepped and trained with."""
-    named = ("ray", "sample-factory", "stable_baselines3", "gymnasium", "numpy", "torch")
-    found = {}
-    for peer in sorted({one.peer for one in all_of_them if one.peer is not None}):
-        pinned = dict(line.split("==") for line in (REQUIREMENTS / f"{peer}.txt").read_text().split() if "==" in line)
-        found[peer] = ", ".join(f"{name} {pinned[name]}" for name in named if name in pinned)
-    return found
+def _knobs(task: Task, one: Contestant, found: Found) -> str:
+    line = _line(task, one)
+    speeds = [value for value in found.tried[line].values() if not isinstance(value, str)]
+    median = statistics.median(found.samples[line])
+    return (
+        f"{found.taken[line]}, the best of {len(found.tried[line])} tried ({max(speeds):,.0f} then, {median:,.0f} here)"
+    )

@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 2.0
 """Between two kills, so that each finds a run at work."""
 _KILLS = 4
 """Of each kind in a repeat."""
-_AIMS = {"trainer": 5.0, "worker-0": 3.0}
+_AIMS = {"trainer": 1.5, "worker-0": 1.0}
 """Seconds, for p50 and p95 alike."""
 _BACK_SECONDS = 120.0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.kit.options import Options
 from benchmarks.provenance import ROOT
+from benchmarks.usage import below
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError
 
@@ -89,7 +90,7 @@ def _look(handle: Run) -> tuple[int, dict[int, str]]:
 def _sizes(coordinator: int, roles: dict[int, str]) -> dict[str, float]:
     """Role → MB: the largest worker; of Ray all processes together that are not a role's."""
     found: dict[str, float] = {}
-    for pid in [coordinator, *_below(coordinator)]:
+    for pid in [coordinator, *below(coordinator)]:
         size, name = _resident(pid), roles.get(pid) or _server(pid)
         if pid == coordinator:
             name = "coordinator"
@@ -120,17 +121,3 @@ def _resident(pid: int) -> float | None:
     except OSError:
         return None
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), None)
-
-
-def _below(pid: int) -> list[int]:
-    """All processes that this one and its children have started and that are there."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-    found, look = [], [pid]
-    while look:
-        children = parents.get(look.pop(), [])
-        found += children
-        look += children
-    return found

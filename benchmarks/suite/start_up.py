@@ -1,4 +1,8 @@
-"""How long `stagecoach train` takes to the first update, and what the time goes to; Ray's own start is shown apart."""
+"""How long `stagecoach train` takes to the first update, what the time goes to, and how long a run takes to end.
+
+Ray's own start is shown apart. The end runs from the last update, the one that reaches `stop_at`, to the end of the
+command: the last checkpoint, and all processes gone.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,13 @@ from stagecoach.shared.protocol.redis_client import connect_redis
 from stagecoach.shared.runtime.launch import LOGS
 
 _FIRST_UPDATE = "first update"
-_AIM_SECONDS = 8.0
+_END = "the end of a run"
+_AIMS = {_FIRST_UPDATE: 5.0, _END: 1.0}
+"""Seconds."""
 _MOST_SECONDS = 240.0
 _RUN = "run"
+_UPDATES = 60
+"""Of the run whose end is timed."""
 _LINES = {
     "imports and checks are done": ("coordinator", "starting services"),
     "Redis serves": ("coordinator", "Redis serves"),
@@ -46,17 +54,12 @@ def measure(options: Options) -> Result:
     """Each repeat is a real start of a real run, in a folder of its own; nothing else of the run is timed."""
     found = []
     for repeat in range(options.repeats + (not options.quick)):  # the first one warms the files' cache
-        seconds = milestones()
+        seconds = milestones() | {_END: end()}
         if options.quick or repeat:
             found.append(seconds)
         options.tell(f"{'round ' + str(repeat) if options.quick or repeat else 'warm-up'}: {seconds}")
     names = sorted(found[0], key=lambda name: statistics.median(one[name] for one in found))
-    measures = [
-        Measure(
-            name, "s", [one[name] for one in found], better="less", aim=_AIM_SECONDS if name == _FIRST_UPDATE else None
-        )
-        for name in names
-    ]
+    measures = [Measure(name, "s", [one[name] for one in found], better="less", aim=_AIMS.get(name)) for name in names]
     own = [one["Ray is joined"] - one["imports and checks are done"] for one in found]
     measures.append(
         Measure("Ray's own start", "s", own, better="less", note="launched, serves, joined; others start meanwhile")
@@ -78,6 +81,21 @@ def milestones() -> dict[str, float]:
         logs = folder / _RUN / LOGS
         reached |= {name: _logged(logs, log, line) for name, (log, line) in _LINES.items()}
     return {name: round(moment - began, 3) for name, moment in reached.items()}
+
+
+def end() -> float:
+    """Seconds from the last update to the end of the command."""
+    with tempfile.TemporaryDirectory(prefix="start-up-") as name:
+        folder, last, at = Path(name), 0, 0.0
+        with started("PPO", folder, f"stop_at.updates={_UPDATES}") as process:
+            _watched(folder, process)
+            client = _connected(folder)
+            while client is not None and process.poll() is None:
+                with contextlib.suppress(StagecoachError, OSError, redis.RedisError):
+                    if last < _UPDATES and (version := Flow(client, _RUN).read().version) != last:
+                        last, at = version, time.monotonic()
+                time.sleep(0.005)
+            return round(time.monotonic() - at, 3)
 
 
 def _watched(folder: Path, process: subprocess.Popen[bytes]) -> dict[str, float]:

@@ -11,16 +11,28 @@ from typing import Any
 
 import pytest
 
-from benchmarks.contest.contestants import Contestant, contestants
+from benchmarks.contest.contestants import CARTPOLE, Contestant, contestants
 from benchmarks.contest.programs.telling import WINDOW_EPISODES
 from benchmarks.contest.virtual_environments import REQUIREMENTS
-from benchmarks.contest.watching import Program, ProgramFailed, env_steps_per_second, seconds_to
+from benchmarks.contest.watching import (
+    Program,
+    ProgramFailed,
+    env_steps_per_second,
+    memory,
+    recovery,
+    seconds_to,
+    undisturbed,
+)
+from benchmarks.kit.leaderboard import write_leaderboard
+from benchmarks.kit.measure import Result
 from benchmarks.kit.options import Options
-from benchmarks.suite.peers import Times, contest
+from benchmarks.kit.report import write_page
+from benchmarks.suite import time_to
+from benchmarks.suite.peers import PAGES, QUICK, Times, contest
 from tests.support.suite.speed import stretched
 
 _FAKE = "tests.support.processes.fake_contestant"
-_TIMES = Times(warm=0.2, window=0.3, tried_warm=0.1, tried_window=0.1, at_most=60.0)
+_TIMES = Times(warm=0.2, window=0.3, tried_warm=0.1, tried_window=0.1, floor=0.1)
 PINNED = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,10 +42,15 @@ def fake(**settings: Any) -> Program:
     return Program(_FAKE, Path(sys.executable), {"rate": 1000, "lines": 10_000, **settings})
 
 
-def fakes(name: str, library: str, *, peer: str | None = None, **knobs: dict[str, Any]) -> Contestant:
+def fakes(name: str, library: str, **knobs: dict[str, Any]) -> Contestant:
     settings = {knob: {"lines": 10_000, **its} for knob, its in knobs.items()}
-    solve = {"rate": 1, "mean_return": 480, "lines": 10_000}
-    return Contestant(name, _FAKE, peer, library, settings, solve, "nowhere")
+    return _Fake(name, library, settings, _FAKE)
+
+
+class _Fake(Contestant):
+    """Runs in this environment, whatever library it stands for."""
+
+    peer = None
 
 
 def test_rate_covers_env_steps_between_two_reports() -> None:
@@ -61,27 +78,53 @@ def test_nothing_that_a_program_started_outlives_it(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-def test_ratios_compare_with_the_best_settings_of_a_library(tmp_path: Path) -> None:
+def test_memory_counts_all_processes_once(tmp_path: Path) -> None:
+    alone = memory(fake(), 0.1, 0.2)
+    with_child = memory(fake(child=str(tmp_path / "child")), 0.1, 0.2)
+    assert 1e6 < alone < with_child < alone + 20e6
+
+
+def test_recovery_counts_steps_and_compares_weights(tmp_path: Path) -> None:
+    """It keeps every tenth line: what was told since the last one is lost."""
+    program = fake(rate=None, lines=40, keep={"folder": str(tmp_path), "every_env_steps": 10})
+    weights = undisturbed(fake(rate=None, lines=40)).weights
+    found = recovery(program, 25 * 0.06)
+    assert 0 < found.env_steps_lost <= 10 and found.weights == weights
+    assert 0 < found.seconds_to_learn <= found.seconds_to_catch_up
+
+
+def test_ratios_compare_with_the_best_knobs_of_a_library(tmp_path: Path) -> None:
     entered = [
         fakes("ours", "Stagecoach", few={"rate": 3000}, many={"rate": 6000}),
-        fakes("theirs, slow", "RLlib", only={"rate": 500}),
-        fakes("theirs, fast", "RLlib", only={"rate": 1000}),
-        fakes("broken", "Sample Factory", only={"rate": 1, "lines": 1, "code": 1}),
+        fakes("theirs", "RLlib", slow={"rate": 500}, fast={"rate": 1000}),
+        fakes("broken", "TorchRL", only={"rate": 1, "lines": 1, "code": 1}),
     ]
-    entered = [replace(one, solve=None) if one.name != "ours" else one for one in entered]
-    result = contest(entered, Options(2, quick=False, cache=tmp_path), _TIMES)
-    lines = {measure.what: measure for measure in result.measures}
-    assert set(lines) == {
-        "ours", "theirs, slow", "theirs, fast", "ours, to a mean return of 475", "ours, beside RLlib"
-    }  # fmt: skip
+    result = contest("peers", {CARTPOLE: entered}, Options(2, quick=False, cache=tmp_path), _TIMES)
+    task = CARTPOLE.name
+    lines = {measure.what.removeprefix(f"{task}: "): measure for measure in result.measures}
+    assert set(lines) == {"the floor", "ours", "theirs", "ours, beside RLlib", "ours, beside the floor"}
     assert all(len(measure.samples) == 2 for measure in result.measures)
-    assert lines["ours"].note == "the best of 2 tried: many"
+    assert lines["ours"].note.startswith("many, the best of 2 tried")
     beside = lines["ours, beside RLlib"]
-    assert (beside.against, beside.aim) == ("theirs, fast", 10.0)
+    assert (beside.against, beside.aim) == (f"{task}: theirs", 6.5)
     assert result.ratios(beside) == pytest.approx([6.0, 6.0], rel=0.05)
     assert [remark for remark in result.remarks if "broken" in remark and "its last words" in remark]
-    tried = result.settings["tried (env steps/s)"]["ours"]
-    assert result.settings["taken"]["ours"] == "many" and set(tried) == {"few", "many"}
+    write_page(result, tmp_path)
+    floor = 100 * 6000 / lines["the floor"].median
+    assert f"| {floor:.0f} % |" in (tmp_path / "peers.md").read_text()
+
+
+def test_leaderboard_has_one_table_and_one_picture(tmp_path: Path) -> None:
+    goal, quick = time_to.GOALS[0].name, Options(2, quick=True, cache=tmp_path)
+    programs = {"PPO": fake(rate=1, mean_return=480)}
+    entries = [time_to.Entry(time_to.GOALS[0], one, programs) for one in time_to.GOALS[0].entered[1:3]]
+    for entry in entries:
+        time_to.run_entry(entry, 1, 60.0, quick)
+    result = Result("time-to", "How long?", time_to.measures_of(entries, 60.0), command="python -m benchmarks time-to")
+    write_leaderboard(result, tmp_path)
+    page = (tmp_path / "time-to.md").read_text()
+    assert "| seconds to | Stagecoach --inline | Stable-Baselines3 |" in page and f"| {goal} | " in page
+    assert page.count("](time-to.png)") == 1 and (tmp_path / "time-to.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("peer", PINNED)
@@ -91,18 +134,20 @@ def test_requirements_are_exact(peer: str) -> None:
 
 
 def test_everyone_who_takes_part_has_a_program_and_requirements() -> None:
-    entered = contestants()
+    entered = [one for tasks in PAGES.values() for task in tasks for one in contestants(task)]
+    entered += [one for goal in time_to.GOALS for one in goal.entered]
     peers = {one.peer for one in entered if one.peer is not None}
-    assert peers <= set(PINNED)
+    assert peers | {"mujoco"} == set(PINNED)
     assert all("torch==2.13.0\n" in (REQUIREMENTS / f"{peer}.txt").read_text() for peer in peers), "the same for all"
     for one in entered:
-        assert Path(f"{one.program.replace('.', '/')}.py").is_file() and one.speed
+        assert Path(f"{one.module.replace('.', '/')}.py").is_file() and one.speed
 
 
 def test_stagecoach_itself_takes_part_for_real(tmp_path: Path) -> None:
-    ours = contestants()[0]
+    ours = contestants(CARTPOLE)[0]
     inline = {knobs: {**settings, "inline": True} for knobs, settings in ours.speed.items()}
     options = Options(1, quick=True, only=("policy lag 1",), cache=tmp_path)
-    result = contest([replace(ours, speed=inline, solve=None)], options, _TIMES)
-    assert [measure.what for measure in result.measures] == ["Stagecoach PPO, policy lag 1"], result.remarks
-    assert result.measures[0].samples[0] > 0
+    result = contest("peers", {CARTPOLE: [replace(ours, speed=inline)]}, options, QUICK)
+    floor, line, beside = result.measures
+    assert (line.what, beside.against) == (f"{CARTPOLE.name}: {ours.name}", floor.what), result.remarks
+    assert 0 < line.samples[0] < floor.samples[0]

@@ -1,15 +1,17 @@
 """Stagecoach as its users run it, from Python: embedded Redis, S3 and Ray, or with `inline` all in this process.
-Settings: `config`, that of the run, and `folder`, where its runs lie.
+Settings: `config`, that of the run, and `folder`, where its runs lie; with `keep` (another folder for them) it resumes
+the run that is there.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-from benchmarks.contest.programs.telling import Teller, given
+from benchmarks.contest.programs.telling import WINDOW_EPISODES, Teller, given
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 """A look reads a few short keys of Redis."""
 _END_SECONDS = 30.0
 
@@ -19,8 +21,11 @@ def train(settings: dict[str, Any], tell: Teller) -> None:
     from stagecoach.coordinator.run_access.run import Run
     from stagecoach.shared.config.loading import parse_config
 
-    config = parse_config({**settings["config"], "seed": settings["seed"], "runs_dir": settings["folder"]})
-    run = Run.start(config, "contest", inline=settings.get("inline", False))
+    keep = settings.get("keep")
+    window = {"metrics": {"window_episodes": settings.get("window", WINDOW_EPISODES)}}
+    folder = {"seed": settings["seed"], "runs_dir": keep["folder"] if keep else settings["folder"]}
+    config = parse_config({**settings["config"], **window, **folder})
+    run = Run.start(config, "contest", inline=settings.get("inline", False), or_resume=bool(keep))
     try:
         while not run.ended:
             signals = run.status(accounting=False).metrics
@@ -28,9 +33,22 @@ def train(settings: dict[str, Any], tell: Teller) -> None:
                 mean_return = signals.get("rollout/ep_rew_mean")
                 tell(int(env_steps), int(signals.get("time/episodes") or 0), mean_return)
             time.sleep(_POLL_SECONDS)
-    finally:
+    except KeyboardInterrupt:
         run.abandon()
+        raise
+    finally:
         run.wait(_END_SECONDS)
+    if keep:
+        _tell_weights(run, tell, Path(keep["folder"]))
+
+
+def _tell_weights(run: Any, tell: Teller, folder: Path) -> None:
+    """Of all files with arrays in the last checkpoint: policies and optimizers."""
+    from safetensors.numpy import load_file
+
+    last = max(folder.rglob("*.ckpt"), key=lambda path: int(path.name.split("_")[0]))
+    arrays = [load_file(path) for path in sorted(last.rglob("*.safetensors"))]
+    tell.end(int(run.status().metrics["time/env_steps"]), [file[name] for file in arrays for name in sorted(file)])
 
 
 if __name__ == "__main__":
