@@ -22,7 +22,7 @@ class MemoryFolder:
     """A folder in shared memory, and the lock that shows that it is in use."""
 
     def __init__(self, redis_folder: Path) -> None:
-        """Raises `OSError` if there is no shared memory, or this user may not write there."""
+        """Raises `OSError` if shared memory is missing or read-only for this user."""
         content = f"{secrets.token_hex(16)}\n{kept_bodies(redis_folder)}"
         self.path, self._owner = hold_folder(str(ROOT), _PREFIX, os.fsencode(content))
         (self.path / FREE).mkdir(0o700)

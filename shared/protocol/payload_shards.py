@@ -23,7 +23,7 @@ _PAGE = 512
 
 
 class Bodies:
-    """The bodies of one run's fragments outside its log; false if there are none, and the log holds all of them."""
+    """The bodies of one run's fragments outside its log; false if the log holds all of them."""
 
     def __init__(self, shards: Mapping[str, redis.Redis], run_id: str, memory: SharedMemory | None = None) -> None:
         self._shards, self._keys = dict(shards), RunKeys(run_id)

@@ -57,7 +57,7 @@ class SharedMemory:
         return ""
 
     def put(self, name: str, body: bytes) -> bool:
-        """Writes one body, safe to repeat; returns False if there is no room for it.
+        """Writes one body, safe to repeat; returns False if it has no room.
 
         A repeat writes the same bytes over the same file, so nobody ever reads half of a body that the log names.
         """

@@ -244,7 +244,7 @@ def test_worker_dies_between_any_two_writes(new_run: NewRun, sections: dict[str,
 
 @pytest.mark.parametrize("where", ["shards", "shared memory"])
 @pytest.mark.parametrize("who", ["worker", "trainer"])
-def test_role_dies_between_two_writes_with_bodies_outside_the_log(
+def test_role_dies_between_writes_with_bodies_outside_log(
     new_run: NewRun, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, who: str, where: str
 ) -> None:
     """Shards are other databases of the same server. Bodies and sweeps are writes as well. Nothing is left behind."""
