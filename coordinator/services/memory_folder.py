@@ -53,13 +53,14 @@ def _move_to_disk(path: Path) -> None:
     try:
         gone = path.rename(path.with_suffix(".gone"))  # a worker that lives on writes nothing there any more
         kept = Path(os.fsdecode((gone / OWNER).read_bytes()).partition("\n")[2])
-        for name in {*os.listdir(gone)} - {OWNER, FREE}:
+        for name in {*os.listdir(gone)} - {OWNER}:
             if BODY.fullmatch(name) and kept.parent.is_dir():  # else the run was deleted
                 kept.mkdir(mode=0o700, exist_ok=True)
                 shutil.move(gone / name, kept / name)
+            elif (gone / name).is_dir():
+                shutil.rmtree(gone / name)
             else:
                 (gone / name).unlink()
-        shutil.rmtree(gone / FREE, ignore_errors=True)
         shutil.rmtree(gone)
     except FileNotFoundError as error:
         _LOGGER.warning("bodies of fragments that were in %s are lost: %s", path, error)

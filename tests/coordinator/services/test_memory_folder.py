@@ -48,6 +48,7 @@ def killed(root: Path, tmp_path: Path) -> Path:
         folder = Path(process.stdout.readline().strip())
         assert SharedMemory(str(folder)).put(BODY, b"body")
         (folder / FREE / "free").write_bytes(b"free")
+        (folder / "a folder of somebody").mkdir()
         clear_abandoned_memory()
         assert list(root.iterdir()) == [folder], "its process lives"
         process.send_signal(signal.SIGKILL)
