@@ -127,18 +127,13 @@ class Recovery:
     weights: str
 
 
-def recovery(program: Program, seconds: float) -> Recovery:
-    """Killed so many seconds after it told something first; its settings have `keep`, where its checkpoints stay."""
+def recovery(program: Program, env_steps: float, delay: float) -> Recovery:
+    """Killed `delay` seconds after it told so many env steps; its settings have `keep`, where its checkpoints stay."""
     with started(program) as (running, told):
-        first = next(told)
-        until = first.at + seconds
-        before = first
-        for now in told:
-            if now.weights is not None:
-                raise ProgramFailed(f"ended before it could be killed, {seconds:g} s after it began")
-            before = now
-            if now.at >= until:
-                break
+        before = next(now for now in told if now.env_steps >= env_steps)
+        if before.weights is not None:
+            raise ProgramFailed(f"ended before it could be killed after {env_steps:g} env steps")
+        time.sleep(delay)
         running.kill()
     killed = time.monotonic()
     with started(program) as (_, told):

@@ -34,7 +34,9 @@ _EVERY = 10 * CARTPOLE.batch
 _ENV_STEPS, _QUICK_ENV_STEPS = 100 * CARTPOLE.batch, 20 * CARTPOLE.batch
 _SEED = 42
 _EARLIEST, _LATEST = 0.3, 0.9
-"""Of the undisturbed run's time: when it is killed."""
+"""Of the env steps: when it is killed."""
+_DELAY = 0.1
+"""Seconds later at most, so that it is in any part of an update."""
 
 
 def measure(options: Options) -> Result:
@@ -46,12 +48,12 @@ def measure(options: Options) -> Result:
             continue
         try:
             program = prepared(one, next(iter(one.speed.values())), options).seeded(1)
-            measures += _lines(one.name, program, options, remarks)
+            measures += _lines(one.name, program, env_steps, options, remarks)
         except (NotInstalled, ProgramFailed) as error:
             remarks.append(f"{one.name} is not measured: {error}")
             continue
         settings[one.name] = dict(program.settings)
-    settings |= {"killed": f"between {_EARLIEST} and {_LATEST} of the undisturbed run, by seed {_SEED}"}
+    settings |= {"killed": f"between {_EARLIEST} and {_LATEST} of the env steps, by seed {_SEED}"}
     return Result("peers-recovery", __doc__ or "", measures, settings, remarks=remarks,
                   versions=versions_of({one.peer for one in _entered(env_steps)}))  # fmt: skip
 
@@ -68,7 +70,7 @@ def _entered(env_steps: int) -> list[Contestant]:
     return [Contestant(OURS, speed={"": {"config": config}}), *peers]
 
 
-def _lines(name: str, program: Program, options: Options, remarks: list[str]) -> list[Measure]:
+def _lines(name: str, program: Program, env_steps: int, options: Options, remarks: list[str]) -> list[Measure]:
     """Four lines; a remark on who is not even equal to itself."""
     alone = [_undisturbed(program) for _ in range(1 if options.quick else 2)]
     options.tell(f"{name}, undisturbed: {', '.join(f'{one.seconds:.1f} s' for one in alone)}")
@@ -78,7 +80,7 @@ def _lines(name: str, program: Program, options: Options, remarks: list[str]) ->
     found = []
     for repeat in range(options.repeats):
         share = instants.uniform(_EARLIEST, _LATEST)
-        found.append(_killed(program, share * min(one.seconds for one in alone)))
+        found.append(_killed(program, share * env_steps, instants.uniform(0, _DELAY)))
         options.tell(f"round {repeat + 1}: {name}, killed after {share:.0%}: {found[-1]}")
     same = [float(one.weights == alone[0].weights) for one in found]
     return [
@@ -94,9 +96,9 @@ def _undisturbed(program: Program) -> Undisturbed:
         return undisturbed(_kept(program, folder))
 
 
-def _killed(program: Program, seconds: float) -> Recovery:
+def _killed(program: Program, env_steps: float, delay: float) -> Recovery:
     with tempfile.TemporaryDirectory(prefix="peers-recovery-", ignore_cleanup_errors=True) as folder:
-        return recovery(_kept(program, folder), seconds)
+        return recovery(_kept(program, folder), env_steps, delay)
 
 
 def _kept(program: Program, folder: str) -> Program:

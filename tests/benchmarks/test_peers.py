@@ -88,7 +88,7 @@ def test_recovery_counts_steps_and_compares_weights(tmp_path: Path) -> None:
     """It keeps every tenth line: what was told since the last one is lost."""
     program = fake(rate=None, lines=40, keep={"folder": str(tmp_path), "every_env_steps": 10})
     weights = undisturbed(fake(rate=None, lines=40)).weights
-    found = recovery(program, 25 * 0.06)
+    found = recovery(program, env_steps=25, delay=0.0)
     assert 0 < found.env_steps_lost <= 10 and found.weights == weights
     assert 0 < found.seconds_to_learn <= found.seconds_to_catch_up
 
