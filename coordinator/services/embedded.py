@@ -315,6 +315,11 @@ class RayService(Service):
         return (self._folder / "r" / "ray_current_cluster").read_text().strip()
 
     def stop(self, seconds: float = 15.0) -> None:
+        """Kills all processes of its session: in Ray's own order they take a second or more, and save nothing."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, IndexError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == self.process.pid:
+                    os.kill(int(entry.name), signal.SIGKILL)
         super().stop(seconds)
         _remove_ray_folder(self._folder)
         self._owner.close()
