@@ -253,7 +253,7 @@ class Worker:
     def open_policies(self, description: EnvironmentDescription) -> ActingPolicies:
         """Waits for the first checkpoint."""
         context = self.context
-        board = PolicyBoard(context.redis, context.run_id)
+        board = PolicyBoard(context.redis, context.run_id, context.bodies.memory)
         return ActingPolicies(
             self._config, description, board, context.checkpoints, self.heartbeat, self.claims.epoch,
             lambda: self._preempted,

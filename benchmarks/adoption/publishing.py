@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.adoption.noting import NOTES, read_notes
-from stagecoach.shared.base.address import credentials
 from stagecoach.shared.base.process import end_with_parent
 from stagecoach.shared.config.loading import dump_config, parse_config
 from stagecoach.shared.experience import fragment
@@ -23,7 +24,7 @@ from stagecoach.shared.policies.serialization import VersionHeader, encode_board
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.ledger import Ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
-from stagecoach.shared.runtime.launch import RoleLaunch
+from stagecoach.shared.runtime.launch import RESOLVED_CONFIG, SERVICES, RoleLaunch
 from stagecoach.trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from stagecoach.trainer_node.learning.learner import make_learner
 from stagecoach.trainer_node.state import snapshot
@@ -41,8 +42,9 @@ class LockstepPublisher:
     def __init__(self, launch: RoleLaunch, notes: Path, workers: int) -> None:
         self._role = launch.open("trainer")
         self._notes, self._workers = notes, workers
-        self._log, self._board = self._role.log(), PolicyBoard(self._role.redis, self._role.run_id)
-        self._epoch = self._role.flow.take_over()
+        memory = self._role.bodies.memory
+        self._log, self._board = self._role.log(), PolicyBoard(self._role.redis, self._role.run_id, memory)
+        self._epoch = self._role.flow.take_over(memory=memory.token)
         description = self._role.description()
         algorithm = self._role.config.algorithm.resolved()
         self._policies = build_policies(description.policies, self._role.config.policies, algorithm, seed=0)
@@ -133,18 +135,15 @@ class LockstepPublisher:
 @contextmanager
 def worker_processes(launch: RoleLaunch, notes: Path, workers: int) -> Iterator[None]:
     """`python -m stagecoach.rollout_worker` for each; what still runs at the end is killed."""
-    config = parse_config(launch.config)
-    path = Path(str(launch.run_folder)) / "config.yaml"
-    path.write_text(dump_config(config))
-    address, secret = launch.address, credentials(launch.address)
-    command = [
-        sys.executable, "-m", "stagecoach.rollout_worker", address.run_id, "--redis", address.redis_url,
-        "--store", address.store_url, "--config", str(path),
-    ]  # fmt: skip
+    folder = Path(str(launch.run_folder))
+    (folder / RESOLVED_CONFIG).write_text(dump_config(parse_config(launch.config)))
+    services = {"address": asdict(launch.address), "import_path": launch.import_path}
+    (folder / SERVICES).write_text(json.dumps(services))
+    command = [sys.executable, "-m", "stagecoach.rollout_worker", folder.name, "--runs-dir", str(folder.parent)]
     processes = []
     try:
         for index in range(workers):
-            told = {NOTES: str(notes / f"worker-{index}"), "STAGECOACH_REDIS_PASSWORD": str(secret.redis_password)}
+            told = {NOTES: str(notes / f"worker-{index}")}
             with (Path(str(launch.run_folder)) / "logs" / f"worker-{index}.out").open("wb") as log:
                 processes.append(
                     subprocess.Popen(

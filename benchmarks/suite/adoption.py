@@ -61,7 +61,7 @@ def _sampled(
                     "catch_up_seconds": 0},
         "algorithm": {"name": "ppo", "minibatch_size": _FRAGMENT_STEPS},
         "stop_at": {"updates": 10**9},
-    })  # fmt: skip
+    }, shared_memory=True)  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="notes-") as folder:
         publisher = LockstepPublisher(launch, Path(folder), workers)
         try:

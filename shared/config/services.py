@@ -53,8 +53,8 @@ class RedisConfig(Section):
     server at `url` keeps the log's order and each body's location. User and password are the same. Empty: the log holds
     the bodies. A resume may leave out a shard only if the log names no body on it."""
     shared_memory: bool = True
-    """Keeps large bodies of fragments in /dev/shm, where it has room, instead of an embedded Redis. A reboot loses
-    those that no checkpoint covers; `false` keeps them in the data of Redis."""
+    """Keeps large policy versions and bodies of fragments in /dev/shm, if Redis is embedded and there is
+    room. A reboot loses bodies that no checkpoint covers; `false` keeps them in the data of Redis."""
     timeout_seconds: float = Field(10.0, ge=2)
     """Time limit of one answer; must exceed the second that waiting workers block for."""
     retry_seconds: float = Field(14_400.0, ge=0, le=604_800)

@@ -83,6 +83,11 @@ class SharedMemory:
             return True
         return False
 
+    def rename(self, name: str, to: str) -> None:
+        """Gives a body's file to another body, which is put there next, if the file is there."""
+        with suppress(OSError):
+            os.rename(f"{self._folder}/{name}", f"{self._folder}/{to}")
+
     def get(self, name: str, size: int) -> bytes | None:
         """Returns a body of `size` bytes, or None if it is missing; raises `ShardUnavailable`."""
         if not BODY.fullmatch(name):  # another program's, which must not lead out of the folder

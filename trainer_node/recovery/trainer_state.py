@@ -78,7 +78,7 @@ class TrainerState:
     ) -> None:  # fmt: skip
         role = incarnation.role
         self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
-        self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
+        self._board, self._accounting = PolicyBoard(role.redis, role.run_id, role.bodies.memory), accounting
         self._taken: Snapshot | None = None
         self.description, self.learner, self.writer = description, learner, writer
         read, stages = incarnation.read_log, incarnation.heartbeat.stages

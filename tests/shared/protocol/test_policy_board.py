@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from stagecoach.shared.base.errors import Fenced
+from stagecoach.coordinator.services.memory_folder import MemoryFolder
+from stagecoach.shared.base.errors import ConfigError, Fenced
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import Columns
 from stagecoach.shared.policies.registry import build_policies
@@ -16,6 +19,7 @@ from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Ledger, read_ledger
 from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.shared_memory import AT_LEAST, SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
 from tests.support.runs.small_run import SmallWorker, begin, in_redis, small_config
@@ -91,3 +95,96 @@ def test_known_version_changes_nothing(role: RunContext, version: int) -> None:
     others: dict[str, Any] = {"committed_id": "9-9", "ledger": changed, "blob": b"others", "checkpoint": "x"}
     word = publish(role, epoch, version, consumed=2, **others)
     assert word == "known" and in_redis(role) == before
+
+
+class LargeBoard:
+    """A trainer's board whose versions go to shared memory, and a worker's on the same memory."""
+
+    def __init__(self, role: RunContext, folder: MemoryFolder) -> None:
+        self.role, self.folder = role, folder
+        self.worker = PolicyBoard(role.redis, role.run_id, SharedMemory(str(folder.path)))
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Another trainer begins."""
+        self.epoch = self.role.flow.take_over()
+        self._trainer = PolicyBoard(self.role.redis, self.role.run_id, SharedMemory(str(self.folder.path)))
+
+    def publish(self, version: int, elements: int = AT_LEAST) -> str:
+        """Weights that are all equal to the version."""
+        header = VersionHeader(version, Phase.TRAIN, PhaseCounters())
+        states = {"default": {"weight": np.full(elements, version, np.float32)}}
+        return self._trainer.publish(
+            epoch=self.epoch, version=version, consumed=0, committed_id="0-0", ledger=Ledger(), header=header,
+            blob=encode_board(states, header),
+        ).reply  # fmt: skip
+
+    def fetched(self) -> tuple[int, float] | None:
+        """Version and weight that a worker finds."""
+        found = self.worker.fetch(self.role.checkpoints)
+        return None if found is None else (found.header.version, float(found.states["default"]["weight"][-1]))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.path.glob("policy:*"))
+
+    @property
+    def blob(self) -> bytes | None:
+        """What Redis itself holds of it."""
+        return cast(bytes | None, self.role.redis.hget(RunKeys(self.role.run_id).board, "blob"))
+
+
+@pytest.fixture
+def large(role: RunContext, tmp_path: Path) -> Iterator[LargeBoard]:
+    folder = MemoryFolder(tmp_path)
+    yield LargeBoard(role, folder)
+    folder.close()
+
+
+def test_large_version_is_in_shared_memory(large: LargeBoard) -> None:
+    for version in range(5):
+        assert large.publish(version) == "published"
+        assert large.fetched() == (version, version) and large.blob == b""
+        assert len(large.files) <= 2
+    assert large.publish(5, elements=4) == "published"
+    assert large.fetched() == (5, 5) and large.blob, "a small one is on the board"
+    large.take_over()
+    assert large.publish(5) == "known" and large.publish(6) == "published"
+    assert large.fetched() == (6, 6) and len(large.files) <= 2, "the former trainer's are gone"
+
+
+def test_lost_file_is_awaited_until_trainer_publishes_again(large: LargeBoard) -> None:
+    """As after a reboot: the trainer learns its log again, up to the version on the board."""
+    assert large.publish(1) == "published"
+    for path in large.files:
+        path.unlink()
+    assert large.fetched() is None
+    large.take_over()
+    assert large.publish(0) == "known" and large.fetched() is None
+    assert large.publish(1) == "known" and large.fetched() == (1, 1)
+
+
+def test_file_of_other_contents_is_not_a_version(large: LargeBoard) -> None:
+    """A worker may read while a later version is written over the file."""
+    assert large.publish(1) == "published"
+    (path,) = large.files
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert large.fetched() is None
+
+
+def test_process_without_the_memory_says_so(large: LargeBoard) -> None:
+    assert large.publish(1) == "published"
+    elsewhere = PolicyBoard(large.role.redis, large.role.run_id, SharedMemory(str(large.folder.path / "not-here")))
+    with pytest.raises(ConfigError, match=r"in shared memory .* redis\.shared_memory=false"):
+        elsewhere.fetch(large.role.checkpoints)
+
+
+def test_version_goes_to_redis_when_memory_has_no_room(large: LargeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert large.publish(1) == "published"
+    monkeypatch.setattr(SharedMemory, "put", lambda self, name, body: False)
+    assert large.publish(2) == "published"
+    assert large.fetched() == (2, 2) and large.blob
+    monkeypatch.undo()
+    assert large.publish(3) == "published" and large.fetched() == (3, 3) and large.blob == b""
