@@ -1,7 +1,7 @@
 """The experience log: one Redis stream, in one order, each fragment applied once. Workers push, the trainer reads in
 order and trims what a durable checkpoint covers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,7 +15,14 @@ from stagecoach.shared.experience.log_entry import STRANGERS, BodyPlace, LogEntr
 from stagecoach.shared.protocol.flow_control import KeyDamaged
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.payload_shards import Bodies
-from stagecoach.shared.protocol.scripts import Call, Script, read_stream, write_small
+from stagecoach.shared.protocol.scripts import (
+    Call,
+    Script,
+    block_milliseconds,
+    read_stream,
+    stream_page,
+    write_small,
+)
 
 _LAST_POSSIBLE = f"{2**64 - 1}-{2**64 - 1}".encode()
 _PAGE = 32
@@ -119,10 +126,20 @@ class ExperienceLog:
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Returns up to `count` entries after a position; waits at most `block_seconds`. Raises `ShardUnavailable`."""
-        return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, block_seconds)))
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.xread({self._keys.log: after}, count=count, block=block_milliseconds(block_seconds))
+        pipeline.xrange(self._keys.pushes, f"({after}", count=count)
+        try:
+            found, pushes = pipeline.execute()
+        except redis.ResponseError:  # alone, the read names a damaged key
+            return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, 0.0)))
+        return self._with_bodies(self._parsed(stream_page(found), {id_ for id_, _ in pushes}))
 
-    def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[LogEntry]:
-        """Returns the entries; those without a push are foreign. Quarantine is decided before a trainer reads."""
+    def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]], ours: Collection[bytes] = ()) -> list[LogEntry]:
+        """Returns the entries; those without a push are foreign. Quarantine is decided before a trainer reads.
+
+        `ours` are positions that are known to have a push.
+        """
         if not page:
             return []
         if page[-1][0] == _LAST_POSSIBLE:
@@ -131,12 +148,15 @@ class ExperienceLog:
             decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
             self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
         outside = [id_ for id_, fields in page if b"body" in fields and id_ not in self._quarantined]
-        pipeline = self._redis.pipeline(transaction=False)  # one round trip for a page, not one for each question
-        pipeline.xrange(self._keys.pushes, page[0][0], page[-1][0])
-        if outside:
-            pipeline.smismember(self._keys.lost_bodies, outside)
-        pushes, *lost = cast(Any, pipeline.execute())
-        ours, gone = {id_ for id_, _ in pushes}, {id_ for id_, is_lost in zip(outside, *lost, strict=True) if is_lost}
+        gone = set[bytes]()
+        if outside or any(id_ not in ours for id_, _ in page):
+            pipeline = self._redis.pipeline(transaction=False)  # one round trip for a page, not one for each question
+            pipeline.xrange(self._keys.pushes, page[0][0], page[-1][0])
+            if outside:
+                pipeline.smismember(self._keys.lost_bodies, outside)
+            pushes, *lost = cast(Any, pipeline.execute())
+            ours = {id_ for id_, _ in pushes}
+            gone = {id_ for id_, is_lost in zip(outside, *lost, strict=True) if is_lost}
         return [
             _entry(id_, fields, pushed=id_ in ours, quarantined=id_ in self._quarantined, lost_body=id_ in gone)
             for id_, fields in page

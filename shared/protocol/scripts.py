@@ -139,8 +139,16 @@ class Call(Generic[Reply]):
 
 def read_stream(client: redis.Redis, key: str, after: str, count: int | None, block_seconds: float) -> list[Any]:
     """Returns id and fields of up to `count` entries after one, waiting at most `block_seconds` for the first."""
-    block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
-    found: Any = client.xread({key: after}, count=count, block=block)
+    return stream_page(client.xread({key: after}, count=count, block=block_milliseconds(block_seconds)))
+
+
+def block_milliseconds(seconds: float) -> int | None:
+    """Returns the argument of a read that waits for at most `seconds`; None if it does not wait."""
+    return max(1, int(seconds * 1000)) if seconds > 0 else None
+
+
+def stream_page(found: Any) -> list[Any]:
+    """Returns id and fields of the entries in Redis's reply to a read of one stream."""
     if isinstance(found, dict):  # RESP 3
         return list(next(iter(found.values()))[0]) if found else []
     return list(found[0][1]) if found else []
