@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from stagecoach.rollout_worker.environments import vector_env
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
+from stagecoach.rollout_worker.environments.plain_state import plain_state, restore
 from stagecoach.rollout_worker.environments.seeding import episode_seed
 from stagecoach.rollout_worker.environments.vector_env import (
     NamedFailures,
@@ -37,6 +38,8 @@ SAME_STEP_EXPECTED = (
 )
 _RETURN, _SUMS = "stagecoach_return", "stagecoach_sums"
 """Entries of the info after repeated actions: the return and the sums of the configured numbers."""
+_PLAIN = "plain "
+"""Prefix of a native environment's own state in a position's."""
 
 
 def declared_autoreset(env: gym.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
@@ -77,6 +80,8 @@ class GymnasiumEnvironments:
         leaves = self._spaces.observation.leaves
         self._info_columns = description.info_columns
         self._sums = np.zeros((len(self._info_columns), self.num_envs))
+        self._now: Columns = {}
+        """Observations after the last step."""
         self._no_slots = np.zeros(0, np.int32)
         self._no_final = {leaf.column("final_obs"): np.zeros((0, *leaf.shape), leaf.column_dtype) for leaf in leaves}
 
@@ -86,22 +91,48 @@ class GymnasiumEnvironments:
         self._lengths[:] = past.lengths if past else 0
         seed = seeds[0] if self._native else self._episode_seeds(range(self.num_envs))
         options = self._drawn(() if past else range(self.num_envs))
-        if past:
+        if past and not self._native:
             taken = self._spaces.action.to_environment
             each = ([pick(taken(its[self._policy]), i) for its in past.done(i)] for i in range(self.num_envs))
             options |= {_PAST: list(each)}
         with NamedFailures("reset"):
             observations, infos = self._env.reset(seed=seed, options=options or None)
         self._idle[:] = False
-        self._returns[:] = infos[_RETURN] if past else 0
-        self._sums[:] = np.transpose(infos[_SUMS]) if past and self._info_columns else 0
-        return {self._policy: (self._spaces.observation.flatten("obs", observations), self._everyone.copy())}
+        self._now = self._spaces.observation.flatten("obs", observations)
+        if past and self._native:
+            self._restore(past.state)
+        else:
+            self._returns[:] = infos[_RETURN] if past else 0
+            self._sums[:] = np.transpose(infos[_SUMS]) if past and self._info_columns else 0
+        return {self._policy: (self._now, self._everyone.copy())}
 
     @property
     def position(self) -> Position | None:
-        if self._native:
+        episodes = tuple(self._episodes.tolist())
+        if not self._native:
+            return Position(episodes, tuple(self._lengths.tolist()), self._returns)
+        state = None if self._declared is None else plain_state(self._env)
+        if state is None:
             return None
-        return Position(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
+        state = {f"{_PLAIN}{name}": array for name, array in state.items()} | self._running() | self._now
+        return Position(episodes, (0,) * self.num_envs, self._returns, state)
+
+    def _running(self) -> Columns:
+        """Returns what this object counts in running episodes, of a native environment."""
+        counted = {"idle": self._idle, "lengths": self._lengths, "returns": self._returns, "sums": self._sums}
+        return {f"running {name}": array for name, array in counted.items()}
+
+    def _restore(self, state: Mapping[str, Array]) -> None:
+        """Resumes a native environment; if that fails, the digest of its observations shows it."""
+        try:
+            inner = {name.removeprefix(_PLAIN): its for name, its in state.items() if name.startswith(_PLAIN)}
+            now = {name: np.reshape(state[name], array.shape) for name, array in self._now.items()}
+            restore(self._env, inner)
+            for name, array in self._running().items():
+                array[:] = state[name]
+            self._now = now
+        except (KeyError, TypeError, ValueError) as error:
+            _LOGGER.warning("a native environment cannot resume: %s: %s", type(error).__name__, error)
 
     def _drawn(self, which: Iterable[int]) -> dict[str, Any]:
         """Returns the reset option with parameters; the environments `which` begin an episode and draw others."""
@@ -163,8 +194,9 @@ class GymnasiumEnvironments:
             self._idle = done
         elif self._held:
             self._idle = self._idle | done
+        self._now = self._spaces.observation.flatten("obs", observations)
         step = PolicyStep(
-            self._spaces.observation.flatten("obs", observations),
+            self._now,
             np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots, info,
             acts=~self._idle if self._held else None,
         )  # fmt: skip

@@ -93,7 +93,7 @@ class OwnProcesses:
 
     @property
     def position(self) -> Position:
-        episodes, lengths, returns = zip(*self._positions, strict=True)
+        episodes, lengths, returns, _ = zip(*self._positions, strict=True)
         return Position(sum(episodes, ()), sum(lengths, ()), np.concatenate(returns))
 
     def step(self, actions: Mapping[str, Columns]) -> Step:

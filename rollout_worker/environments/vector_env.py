@@ -67,6 +67,8 @@ class Position(NamedTuple):
     lengths: tuple[int, ...]
     returns: Array
     """Float64; the sum of rewards so far, per environment (and agent)."""
+    state: Columns = {}
+    """Everything else, for an environment that resumes from it instead of repeating actions."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class RunningEpisodes:
     lengths: tuple[int, ...]
     actions: Mapping[str, Columns]
     """Policy id → columns `[L, S, …]` of the last steps; at least as many as the longest of these episodes has."""
+    state: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
+    """`Position.state`; the lengths are 0 then."""
 
     @property
     def steps(self) -> int:
@@ -96,12 +100,12 @@ class VectorEnvironment(Protocol):
         """Starts all environments; returns the first observations and the mask per policy id.
 
         The seeds are those of the first episodes; later seeds follow from them (`episode_seed`). With `past` each
-        environment resumes its episode by repeating its actions.
+        environment resumes its episode by repeating its actions, or from its state.
         """
 
     @property
     def position(self) -> Position | None:
-        """Position of the environments; None if it cannot be restored (native)."""
+        """Position of the environments; None if it cannot be restored (native, with more than plain data)."""
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         """Steps with the actions of all slots, per policy id; raises `EnvironmentFailure`."""

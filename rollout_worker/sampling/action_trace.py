@@ -23,6 +23,8 @@ MOST_BYTES = 1 << 20
 """Largest trace of a worker that is kept in Redis."""
 MOST_TRIES = 3
 """Incarnations that may die while they resume the same position; the next one begins new episodes."""
+_ENVIRONMENT = "environment state"
+"""Stands in a blob where a policy's id does."""
 _LARGEST = (1 << 64) - 1
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, MemoryError)
 """Exceptions of NumPy and the constructors for a valid blob that is not a trace, or for no blobs."""
@@ -66,8 +68,9 @@ def encode(trace: ActionTrace) -> bytes:
     flat = {f"{policy}/{name}": array for policy, columns in trace.actions.items() for name, array in columns.items()}
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
-    del header["states"]
-    states = {f"{policy}/{STATE}": array for policy, array in trace.states.items()}
+    del header["states"], header["state"]
+    states = {f"{_ENVIRONMENT}/{name}": array for name, array in trace.state.items()}
+    states |= {f"{policy}/{STATE}": array for policy, array in trace.states.items()}
     return tensor_blob.encode({name: _small(array) for name, array in flat.items()} | states, header)
 
 
@@ -76,9 +79,12 @@ def decode(blob: bytes) -> ActionTrace:
     flat, header = tensor_blob.decode(blob)
     actions: dict[str, Columns] = {}
     states: Columns = {}
+    state: Columns = {}
     for name, array in flat.items():
         policy_id, _, column = name.partition("/")
-        if column == STATE:
+        if policy_id == _ENVIRONMENT:
+            state[column] = array
+        elif column == STATE:
             states[policy_id] = array
         else:
             actions.setdefault(policy_id, {})[column] = array.astype(np.dtype(header["actions"][name]))
@@ -90,7 +96,8 @@ def decode(blob: bytes) -> ActionTrace:
         raise ValueError(f"a trace with {steps} rows, {len(lengths)} lengths and {len(episodes)} episodes")
     number, digest = _count(header["number"]), str(header["digest"])
     directed = {str(name): list(running) for name, running in header["directed"].items()}
-    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, directed, list(header["objects"]))
+    objects = list(header["objects"])
+    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, directed, objects, state=state)
 
 
 def _count(value: Any) -> int:

@@ -295,6 +295,8 @@ class Sampler:
             policy_id: {name: sample.columns[policy_id][name] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
         }
+        if place.state:
+            actions = {id_: {name: array[:0] for name, array in its.items()} for id_, its in actions.items()}
         states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
         objects: list[str] = []
         if self._seating is not None:
@@ -302,7 +304,7 @@ class Sampler:
             objects = sorted(self._seating.objects())
         return ActionTrace(
             place.episodes, place.lengths, actions, self.lineage, self._number - 1, self.position_digest, states,
-            self.directors.trace(), objects,
+            self.directors.trace(), objects, state=place.state,
         )  # fmt: skip
 
     def set_phase(self, phase: Phase) -> None:

@@ -30,10 +30,18 @@ def test_trace_spans_longest_running_episode() -> None:
     assert lengths == [1, 2, 1, 2, 3, 1], "7, 14, 1 (after 20), 8, 15, 2 steps of 7"
 
 
-def test_native_environment_leaves_no_trace() -> None:
-    worker = line({"id": "CartPole-v1", "vectorization": "native"})
+def test_native_environment_with_objects_leaves_no_trace() -> None:
+    worker = line({"id": f"{MODULE}:phase_vector", "vectorization": "native"})
     worker.sample()
     assert worker.left == [] and worker.sampler.position_digest == ""
+
+
+@pytest.mark.parametrize(("one", "other"), [("native", "sync"), ("sync", "native")])
+def test_digest_detects_trace_of_other_vectorization(one: str, other: str) -> None:
+    worker = line({"id": "CartPole-v1", "vectorization": one})
+    worker.sample()
+    successor = line({"id": "CartPole-v1", "vectorization": other}, left=worker.left)
+    assert successor.past is not None and successor.sampler.position_digest != successor.past.digest
 
 
 @pytest.mark.parametrize(

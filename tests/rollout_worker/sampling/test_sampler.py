@@ -284,6 +284,8 @@ ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind":
     [
         ({"id": "CartPole-v1"}, {}),
         pytest.param({"id": "CartPole-v1", "vectorization": "async"}, {}, marks=pytest.mark.exhaustive),
+        ({"id": "CartPole-v1", "vectorization": "native", "info_columns": ["x"]}, {}),
+        ({"id": "CartPole-v1", "vectorization": "native", "max_episode_steps": 5}, {"policies": {"default": LSTM}}),
         ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
         ({"id": "Pendulum-v1", "max_episode_steps": 20}, {"policies": {"default": LSTM | {"core": "gru"}}}),
         ({"id": "CartPole-v1"}, {"policies": {"default": LSTM}}),

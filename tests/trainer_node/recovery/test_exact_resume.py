@@ -37,6 +37,20 @@ def test_worker_death_changes_nothing(new_game: NewGame, undisturbed: str, at: i
     balanced(game)
 
 
+def test_death_with_native_environment_changes_nothing(new_game: NewGame) -> None:
+    config = small(stop_at={"updates": 6}, environment={"id": "CartPole-v1", "num_envs": 3, "vectorization": "native"})
+    whole = new_game(config).finish()
+    game = new_game(config)
+    for version in (1, 2, 4):
+        game.play_to(version)
+        die_in_a_fragment(game)
+        die(game)
+        replace_worker(game)
+    assert game.finish() == whole
+    assert "begins new episodes" not in game.events("environment")
+    balanced(game)
+
+
 def test_successor_without_catch_up_time_begins_new_episodes(new_game: NewGame, undisturbed: str) -> None:
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"catch_up_seconds": 0.0})})
     game = new_game(config)
