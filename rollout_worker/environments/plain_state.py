@@ -44,7 +44,7 @@ def plain_state(env: gym.vector.VectorEnv[Any, Any, Any]) -> Columns | None:
 
 
 def restore(env: gym.vector.VectorEnv[Any, Any, Any], state: Columns) -> None:
-    """Inverts `plain_state` in an environment that was made and reset alike; raises `ValueError` for another's."""
+    """Inverts `plain_state` in an environment of the same config and seed; raises `ValueError` for others."""
     fresh = plain_state(env)
     if fresh is None or {name: _kind(array) for name, array in fresh.items() if name != _VALUES} != {
         name: _kind(array) for name, array in state.items() if name != _VALUES

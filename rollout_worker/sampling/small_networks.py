@@ -21,8 +21,8 @@ from stagecoach.shared.policies.encoders import Encoder, RunningMoments, Tanh
 from stagecoach.shared.policies.policy import Policy
 
 _MOST, _MOST_VECTOR = 1 << 18, 9_215
-"""Largest product of a layer's rows, inputs and outputs (where one of them is 1): OpenBLAS computes larger ones with
-several threads, so that sums would depend on the number of cores."""
+"""Largest product of a layer's rows, inputs and outputs (where one of them is 1): OpenBLAS uses several threads for
+larger products, so that sums would depend on the number of cores."""
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
     Tanh: lambda values: np.tanh(values, out=values),
     nn.ReLU: lambda values: np.maximum(values, 0, out=values),
@@ -139,7 +139,7 @@ def _numpy(module: nn.Module) -> tuple[Array, ...]:
 
 
 def _normalized(values: Array, mean: Array, shift: Array, scale: Array, bound: Array) -> Array:
-    """As `RunningMoments.forward`."""
+    """Computes what `RunningMoments.forward` does."""
     if values.dtype.itemsize > 2 and values.dtype != np.float32:
         moved = (values.astype(np.float64) - mean).astype(np.float32)
     else:

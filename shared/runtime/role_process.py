@@ -1,7 +1,7 @@
 """A role in a process of its own: what it is started with, the process itself, and how it ended.
 
 The process is forked by its node's zygote (shared/runtime/zygote.py), which has imported PyTorch and the roles' modules
-already, or it is a new Python where there is none. Both get the same request, and act on it in the same way.
+already; without a zygote it is a new Python. Both receive the same request and act on it in the same way.
 """
 
 import contextlib
@@ -49,15 +49,15 @@ def split(data: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class RoleExit:
-    """How the process of a role ended: one of `reason`, `failure` and `died`."""
+    """The end of a role's process: one of `reason`, `failure` and `died`."""
 
     pid: int
     reason: str = ""
-    """What its `run` returned."""
+    """Value that its `run` returned."""
     failure: Failure | None = None
-    """It raised this."""
+    """Exception that it raised."""
     fenced: bool = False
-    """It raised `Fenced`: another trainer has taken over."""
+    """True if it raised `Fenced`: another trainer has taken over."""
     trace: str = ""
     died: ExitDiagnostics | None = None
 
@@ -142,7 +142,7 @@ class _StandardError:
         self._begin = os.fstat(2).st_size
 
     def diagnostics(self, status: int) -> ExitDiagnostics:
-        """What a process of this status last said there. Negative: ended by this signal."""
+        """Describes the end of a process by its status (negative: a signal) and its last output there."""
         said = ""
         with contextlib.suppress(OSError), open("/proc/self/fd/2", "rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,8 +1,8 @@
-"""The zygote of a run on a machine, as its clients see it: found or started, asked for processes, held.
+"""The client of a machine's zygote: finds or starts it, requests processes, and holds it for a run.
 
 Its socket, with mode 0600, lies in a private folder, named after a token of the coordinator's process and after the
-Python that it runs. Whoever starts a zygote hands it the lock on that folder, which it keeps for its life. One that
-does not reply is left alone, and another one takes its place; without any, each role is a new Python.
+Python that it runs. A process that starts a zygote passes it the lock on that folder, which it keeps until it ends. A
+zygote that does not reply is replaced; without any, each role is a new Python.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from stagecoach.shared.base.process import child_environment
 SERVER = "stagecoach.shared.runtime.zygote_server"
 SOCKET, LOCK, LOG = "socket", "lock", "log"
 SERVES = b"serves"
-"""What the lock's file says once the socket is there."""
+"""Content of the lock's file once the socket exists."""
 HEAD = 8
 """Bytes before a request: its length."""
 NUMBER = 8
@@ -58,7 +58,7 @@ class Forked:
             self._connection.sendall(bytes([number]))  # the zygote knows whether the process is still there
 
     def poll(self) -> int | None:
-        """Returns `returncode`, which is None while it runs."""
+        """Returns `returncode`; None means that the process is running."""
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> int | None:

@@ -3,7 +3,7 @@
 It has one thread, no connection but those on its socket, and no secret, and it never touches a GPU: what a fork could
 not take with it. The user's modules are imported in the forked process alone.
 
-A process lasts as long as the connection that asked for it: the byte N there sends it signal N, the end of the
+A process lasts as long as the connection of its request: the byte N there sends it signal N, the end of the
 connection kills it and its group. When it has ended, the zygote replies with its status.
 """
 
@@ -38,7 +38,7 @@ _FILES = 3
 
 
 class Work(NamedTuple):
-    """What a forked process is to do."""
+    """Task of a forked process."""
 
     request: bytes
     result: int
@@ -71,7 +71,7 @@ class Zygote:
         self._folder, self._lock, self._hold = folder, lock, hold
         self._code = _code()
         self._clients: dict[int, _Client] = {}
-        """By process id."""
+        """Clients by process id."""
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakes = os.pipe()
         for end in (self._wakeup, self._wakes):
@@ -130,7 +130,7 @@ class Zygote:
                     raise ConnectionError("an incomplete request")
                 request += more
             if select.select([connection], [], [], 0)[0]:  # its end: nothing else comes before the reply
-                raise ConnectionError("whoever asked has gone")
+                raise ConnectionError("the client has left")
             if _code() != self._code:
                 connection.sendall((0).to_bytes(NUMBER, "big"))
                 raise ConnectionError("its code has changed since")
@@ -148,7 +148,7 @@ class Zygote:
         return None
 
     def _begin(self, request: bytes, connection: socket.socket, files: list[int]) -> Work:
-        """In the forked process: makes it one of its own."""
+        """Detaches the forked process from the zygote."""
         os.setsid()
         self._end_with_parent()
         signal.set_wakeup_fd(-1)

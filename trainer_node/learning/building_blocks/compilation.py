@@ -26,7 +26,7 @@ _CODES = 8
 _BY_THE_CLOCK = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
 """Options of the compiler that choose by measured time."""
 _FASTER_TANH = "cpp.use_decompose_tanh"
-"""As acting computes it (shared/policies/encoders.py: Tanh): it differs from tanh by at most 2e-7."""
+"""The tanh of acting (shared/policies/encoders.py: Tanh): it differs from tanh by at most 2e-7."""
 _ELSE = "or begin a new run with trainer.compile=false (`initialize_from` takes the policies over)"
 
 
@@ -54,8 +54,8 @@ def compiled(
     wanted = frozenset(sizes)
     fixed: dict[str, Any] = dict.fromkeys(_BY_THE_CLOCK, False) | {_FASTER_TANH: True}
     apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": _CODES}
-    whole = loss if optimizer is None else _with_gradients(loss, optimizer)
-    fast: Callable[..., Any] = torch.compile(whole, fullgraph=True, dynamic=False, options=fixed, **apart)
+    compiled = loss if optimizer is None else _with_gradients(loss, optimizer)
+    fast: Callable[..., Any] = torch.compile(compiled, fullgraph=True, dynamic=False, options=fixed, **apart)
 
     def call(batch: Any, *arguments: Any, **named: Any) -> Answer:
         if len(batch) not in wanted:
@@ -98,7 +98,7 @@ def _with_gradients(loss: Callable[..., Any], optimizer: Adam) -> Callable[..., 
 
 def _connected(found: tuple[Tensor, ...], gradient: Tensor, there: Sequence[bool], *, optimizer: Adam) -> Any:
     """Returns the loss's result, with a loss from which `backward` leads to these gradients."""
-    loss: Tensor = _Known.apply(optimizer.whole, found[0], gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Known.apply(optimizer.flat, found[0], gradient)  # type: ignore[no-untyped-call]
     optimizer.note(there)
     return (loss, *found[1:]) if len(found) > 1 else loss
 
@@ -107,7 +107,7 @@ class _Known(torch.autograd.Function):
     """A value whose gradient is known."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, flat: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return value.view_as(value)
 

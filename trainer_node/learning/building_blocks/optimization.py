@@ -46,7 +46,7 @@ class Adam:
             view.copy_(parameter.detach())
             parameter.data = view
         self._addresses = [parameter.data_ptr() for parameter in self.moved]
-        self.whole = self._values.detach().requires_grad_()
+        self.flat = self._values.detach().requires_grad_()
         """All parameters as one tensor, to which compiled losses lead (building_blocks/compilation.py)."""
         self._gradient, self._mean, self._square = (torch.zeros_like(self._values) for _ in range(3))
         self._gradients = self._views(self._gradient)
@@ -62,7 +62,7 @@ class Adam:
         ]
 
     def joined(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Returns the gradients of `moved` as one tensor like `whole`; a missing one is zero."""
+        """Returns the gradients of `moved` as one tensor like `flat`; a missing one is zero."""
         parts = []
         for parameter, gradient, start, end in zip(self.moved, gradients, self._starts, self._ends):
             if gradient is None:
@@ -78,7 +78,7 @@ class Adam:
         self._had.update(itertools.compress(itertools.count(), there))
 
     def zero_grad(self) -> None:
-        self.whole.grad = None
+        self.flat.grad = None
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -97,13 +97,13 @@ class Adam:
                 "before creating its optimizer"
             )
         found = {place: item.grad for place, item in enumerate(self.moved) if item.grad is not None}
-        if self.whole.grad is not None:
-            self._gradient.copy_(self.whole.grad)
+        if self.flat.grad is not None:
+            self._gradient.copy_(self.flat.grad)
         elif len(found) < len(self.moved):
             self._gradient.zero_()
         if found:
             into = [self._gradients[place] for place in found]
-            (torch._foreach_copy_ if self.whole.grad is None else torch._foreach_add_)(into, list(found.values()))
+            (torch._foreach_copy_ if self.flat.grad is None else torch._foreach_add_)(into, list(found.values()))
         self._had.update(found)
         if total is not None:
             self._gradient.copy_(total(self._gradient))
@@ -153,7 +153,7 @@ def gradient_step(
     Gradients go to its parameters alone, or to `all_inputs` if the loss depends on no others.
     """
     optimizer.zero_grad()
-    inputs = None if all_inputs else [*optimizer.parameters, optimizer.whole]
+    inputs = None if all_inputs else [*optimizer.parameters, optimizer.flat]
     loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
     return optimizer.step(learning_rate, max_norm, total)
 
