@@ -70,7 +70,8 @@ def test_small_network_draws_as_pytorch(observation: str, action: str, network: 
                 assert bits(array) == bits(chosen[name].numpy())
             else:
                 np.testing.assert_allclose(array, chosen[name].numpy(), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-6, atol=2e-6)
+        # the smallest standard deviation is 0.22: of an action 3 deviations off, 1e-6 of its mean are 1.4e-5
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-6, atol=2e-5)
 
 
 def bits(array: Array) -> tuple[tuple[int, ...], bytes]:
