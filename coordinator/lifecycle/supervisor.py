@@ -19,7 +19,7 @@ from stagecoach.coordinator.lifecycle.preparation import record_failure
 from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
-from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, start_redis, start_s3
+from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, launch_s3, start_redis
 from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory, open_memory
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
@@ -220,6 +220,12 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     if "embedded" in {config.redis.url, config.store.url}:
         credentials_file, secret = folder.credentials(config)
         address = replace(address, credentials_file=str(credentials_file))
+    s3: Service | None = None
+    if config.store.url == "embedded":  # serves by the time that Redis does
+        data = folder.path / "s3"
+        s3 = launch_s3(data, logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
+        running.callback(s3.stop)
+        address = replace(address, store_url=f"s3://{BUCKET}", store_folder=str(data))
     if config.redis.url == "embedded":
         data = folder.path / "redis"
         running.callback((here := SocketFolder()).close)
@@ -230,12 +236,9 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
             running.callback(memory.close)
             address = replace(address, memory_folder=str(memory.path))
         _LOGGER.info("Redis serves")
-    if config.store.url == "embedded":
-        data = folder.path / "s3"
-        services.append(service := start_s3(data, logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"]))
-        running.callback(service.stop)
-        endpoint_url = f"http://127.0.0.1:{service.port}"
-        address = replace(address, store_url=f"s3://{BUCKET}", endpoint_url=endpoint_url, store_folder=str(data))
+    if s3 is not None:
+        services.append(s3.wait())
+        address = replace(address, endpoint_url=f"http://127.0.0.1:{s3.port}")
         _LOGGER.info("the S3 server serves")
     return address, services
 

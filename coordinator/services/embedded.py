@@ -248,7 +248,12 @@ def start_redis(folder: Path, log: Path, password: str, socket_path: Path | None
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
-    """Starts `rclone serve s3` over `folder`; buckets are plain folders, and files copied there appear soon."""
+    """Starts `rclone serve s3` over `folder`, and waits until it serves."""
+    return launch_s3(folder, log, access_key, secret_key).wait()
+
+
+def launch_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
+    """Launches `rclone serve s3` over `folder`; buckets are plain folders, and files copied there appear soon."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     environment = child_environment(RCLONE_AUTH_KEY=f'"{access_key},{secret_key}"', RCLONE_CONFIG="/dev/null")
 
@@ -264,7 +269,7 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
             except http.client.HTTPException as error:
                 raise ConnectionError(str(error)) from None
 
-    return Service("S3 server", log, launch, ready).wait()
+    return Service("S3 server", log, launch, ready)
 
 
 class RayService(Service):
