@@ -31,7 +31,7 @@ _LARGEST = 1 << 30
 _PRELOADED = (
     "stagecoach.rollout_worker.process", "stagecoach.rollout_worker.worker", "stagecoach.rollout_worker.evaluator",
     "stagecoach.trainer_node.process", "stagecoach.shared.runtime.role_process",
-    "stagecoach.rollout_worker.environments.checking.check", "boto3",
+    "stagecoach.rollout_worker.environments.checking.check",
 )  # fmt: skip
 _FILES = 3
 """Standard output, standard error, and where the result goes."""
@@ -218,6 +218,7 @@ def main(folder: str, lock: str, hold: str | None = None) -> int:
     with at_rest():
         for name in _PRELOADED:
             importlib.import_module(name)
+        importlib.import_module("stagecoach.shared.storage.s3_store").preload()
     tasks = len(os.listdir("/proc/self/task"))
     if tasks > 1:
         print(f"an import has started threads ({tasks} in all): no process can be forked", file=sys.stderr)

@@ -5,6 +5,7 @@ passes by itself.
 """
 
 import base64
+import functools
 import hashlib
 import re
 import time
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import boto3
 import botocore.config
 import botocore.exceptions as boto
+import botocore.loaders
 import botocore.parsers
 import botocore.session
 import urllib3.exceptions
@@ -255,6 +257,18 @@ def _seconds_ahead(date: str) -> float:
         return 0.0
 
 
+@functools.cache
+def _models(data_path: str | None) -> botocore.loaders.Loader:
+    """Returns what botocore knows of S3, which each client would otherwise read anew: 12 MB, and 0.06 s."""
+    return botocore.loaders.create_loader(data_path)
+
+
+def preload() -> None:
+    """Reads what clients need in processes that are forked from this one; connects to nothing."""
+    with suppress(StoreUnavailable):
+        s3_client(Address("", "", "s3://none", "http://none"), StoreConfig())
+
+
 def s3_client(address: Address, config: StoreConfig) -> Any:
     """One boto3 client; the embedded server has credentials of its own, and no proxies. Raises `StoreUnavailable`."""
     access_key, secret_key = s3_keys(address)
@@ -263,8 +277,9 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
         tls.check_files("store", config.ca_file)
-        session = boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
-        return session.client(
+        session = botocore.session.Session(session_vars=variables)
+        session.register_component("data_loader", _models(session.get_config_variable("data_path")))
+        return boto3.session.Session(botocore_session=session).client(
             "s3", endpoint_url=address.endpoint_url, region_name=config.region,
             verify=str(config.ca_file) if config.ca_file else None,
             aws_access_key_id=access_key, aws_secret_access_key=secret_key,
