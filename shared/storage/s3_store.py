@@ -265,8 +265,14 @@ def _models(data_path: str | None) -> botocore.loaders.Loader:
 
 def preload() -> None:
     """Reads what clients need in processes that are forked from this one; connects to nothing."""
-    with suppress(StoreUnavailable):
-        s3_client(Address("", "", "s3://none", "http://none"), StoreConfig())
+    with suppress(boto.BotoCoreError):  # such as a damaged file of settings, which a role reports
+        _session().create_client("s3", "none", aws_access_key_id="none", aws_secret_access_key="none")
+
+
+def _session(variables: Any = None) -> botocore.session.Session:
+    session = botocore.session.Session(session_vars=variables)
+    session.register_component("data_loader", _models(session.get_config_variable("data_path")))
+    return session
 
 
 def s3_client(address: Address, config: StoreConfig) -> Any:
@@ -277,9 +283,7 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
         tls.check_files("store", config.ca_file)
-        session = botocore.session.Session(session_vars=variables)
-        session.register_component("data_loader", _models(session.get_config_variable("data_path")))
-        return boto3.session.Session(botocore_session=session).client(
+        return boto3.session.Session(botocore_session=_session(variables)).client(
             "s3", endpoint_url=address.endpoint_url, region_name=config.region,
             verify=str(config.ca_file) if config.ca_file else None,
             aws_access_key_id=access_key, aws_secret_access_key=secret_key,
