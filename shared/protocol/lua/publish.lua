@@ -2,10 +2,10 @@
 --- @keys flow, board, ledger, wakeups
 --- @args epoch, version, history, consumed, committed_id, header, blob, place, checkpoint, process, accounts...
 -- One step: the board, the version, the credit and the ledger move together. `consumed` counts the version's fragments,
--- `checkpoint` names the one that has the weights, `place` the body in shared memory ('' if the blob does), `process` is the Redis process that the
--- trainer's ledger was matched with last ('' for any), `accounts` is what has changed of it. A version that is there
--- already (a restarted trainer arrives at it again) changes nothing but the place of the same weights, since the memory
--- may have lost them. `history` names the experience that it comes from.
+-- `checkpoint` names the one that has the weights, `place` the body in shared memory ('' if the blob does), `process` is
+-- the Redis process that the trainer's ledger was matched with last ('' for any), `accounts` is what has changed of it.
+-- A version that is there already (a restarted trainer arrives at it again) changes nothing but the place of the same
+-- weights, since the memory may have lost them. `history` names the experience that it comes from.
 -- Returns {reply, state, reason, bytes in the log}; reply: published, known, other (another history), fenced, behind.
 if fenced(args.epoch) then return {'fenced', '', '', 0} end
 if behind(args.epoch, args.process) then return {'behind', '', '', 0} end
@@ -15,7 +15,7 @@ local reply = 'known'
 if wanted == version then
   if (redis.call('HGET', keys.flow, 'history') or '') ~= args.history then
     reply = 'other'
-  elseif args.checkpoint == '' and (args.place ~= '' or (redis.call('HGET', keys.board, 'place') or '') ~= '') then
+  elseif args.checkpoint == '' then  -- without a look: trainers may write the board, not read it (deploy/users.acl)
     redis.call('HSET', keys.board, 'blob', args.blob, 'place', args.place)
   end
 end
