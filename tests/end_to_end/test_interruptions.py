@@ -179,7 +179,8 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
     assert list(terminal.temporary.glob("sc-*")) == []
     if services and done.code != 0:  # else it began before the signal came
         assert done.code == 130, done
-        assert done.err == "interrupted: what was started is being ended\nInterrupted.\n"
+        # while the run is checked, only Ray and the zygote are there
+        assert done.err in ("interrupted: what was started is being ended\nInterrupted.\n", "Interrupted.\n")
         assert not (terminal.folder / "runs" / RUN).exists()
     else:
         done.ok()
