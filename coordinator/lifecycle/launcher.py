@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from stagecoach.coordinator.lifecycle.preparation import (
 from stagecoach.coordinator.lifecycle.ray_job import OR_RESUME, JobCoordinator, JobServer, submit_and_follow
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.lifecycle.validation import check, check_services, with_recorded
+from stagecoach.coordinator.services.ray_head import launched_ahead
 from stagecoach.rollout_worker.environments.description import check_new, check_recorded
 from stagecoach.rollout_worker.environments.objects import pack, with_object
 from stagecoach.shared.base.address import Address
@@ -57,6 +58,20 @@ Started = tuple[RunFolder, Config, Coordinator | JobCoordinator | None]
 
 
 def start(
+    config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun,
+    make_room: Callable[[], None], how: Continuation,
+) -> Started:  # fmt: skip
+    with _ray_ahead(config, inline):
+        return _start(config, run_id, inline, or_resume, import_path, begun, make_room, how)
+
+
+def _ray_ahead(config: Config, inline: bool) -> AbstractContextManager[None]:
+    """Ray and the zygote start while the run is checked."""
+    _refuse_fork()
+    return nullcontext() if inline else launched_ahead(config)
+
+
+def _start(
     config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun,
     make_room: Callable[[], None], how: Continuation,
 ) -> Started:  # fmt: skip
@@ -97,6 +112,7 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
         )
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("roles on other machines need permanent servers: set redis.url and store.url")
+    _refuse_fork()
     config, description, players = _checked(config, (os.getcwd(), *import_path))
     sources = first_policies(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
@@ -113,9 +129,10 @@ def resume(
         return _resume_there(folder, elsewhere, overrides, how, inline, begun)
     before = folder.config()
     config = with_object(folder.config(overrides), environment)
-    config, description, players = _checked(config, folder.import_path(), inline, before)
-    _check_same_learning(config, before)
-    return _continue(folder, config, description, players, before, how, inline, begun)
+    with _ray_ahead(config, inline):
+        config, description, players = _checked(config, folder.import_path(), inline, before)
+        _check_same_learning(config, before)
+        return _continue(folder, config, description, players, before, how, inline, begun)
 
 
 def _resume_there(
@@ -200,7 +217,6 @@ def _checked(
     Returns the config with data hashes and fixed players (those of `before` in a resume), the environment, and the
     players' bytes.
     """
-    _refuse_fork()
     extend_imports(import_path)
     if (own := config.environment.given_object) is not None and not inline:
         config.environment.hold(own, pack(own))  # before the trial, which may change what its class holds

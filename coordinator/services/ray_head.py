@@ -267,7 +267,10 @@ def zygote_token() -> str:
 
 @contextlib.contextmanager
 def launched_ahead(config: Config) -> Iterator[None]:
-    """Starts this process's Ray, which takes longest of all, while a run is checked; ends it if no run holds it."""
+    """Starts this process's Ray, which takes longest of all, while a run is checked; ends it if no run holds it.
+
+    The command line does so even before it imports what checks a run.
+    """
     global _head
     with _STARTING:
         _head = _head or RayHead(config)
