@@ -211,7 +211,7 @@ def test_rare_operations_work_with_restricted_users(
     heartbeat = Heartbeat(rank.redis, unique_run_id, "rank", "rank-1")
     heartbeat.start()
     heartbeat.stop("end of test")
-    version: dict[str, Any] = {"header": VersionHeader(0, Phase.TRAIN, PhaseCounters()), "ledger": Ledger()}
+    version: dict[str, object] = {"header": VersionHeader(0, Phase.TRAIN, PhaseCounters()), "ledger": Ledger()}
     version |= {"epoch": epoch, "version": 1, "consumed": 0, "committed_id": "0-0", "blob": b"x"}
     board = PolicyBoard(trainer.redis, unique_run_id)
     assert [board.publish(**version).reply for _ in range(2)] == ["published", "known"]
