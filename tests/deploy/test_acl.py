@@ -211,10 +211,12 @@ def test_rare_operations_work_with_restricted_users(
     heartbeat = Heartbeat(rank.redis, unique_run_id, "rank", "rank-1")
     heartbeat.start()
     heartbeat.stop("end of test")
-    version: dict[str, object] = {"header": VersionHeader(0, Phase.TRAIN, PhaseCounters()), "ledger": Ledger()}
-    version |= {"epoch": epoch, "version": 1, "consumed": 0, "committed_id": "0-0", "blob": b"x"}
-    board = PolicyBoard(trainer.redis, unique_run_id)
-    assert [board.publish(**version).reply for _ in range(2)] == ["published", "known"]
+    header, board = VersionHeader(0, Phase.TRAIN, PhaseCounters()), PolicyBoard(trainer.redis, unique_run_id)
+    for reply in ("published", "known"):
+        published = board.publish(
+            epoch=epoch, version=1, consumed=0, committed_id="0-0", ledger=Ledger(), header=header, blob=b"x"
+        )
+        assert published.reply == reply
     fast_forward(trainer.redis, unique_run_id, epoch, "5-0", Ledger())
     assert ExperienceLog(trainer.redis, unique_run_id).trim(epoch, "0-0") == 0
     monkeypatch.setattr(events, "_EVALUATIONS_KEPT", 1)
