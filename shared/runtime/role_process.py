@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from typing import Self
@@ -96,13 +97,10 @@ class RoleProcess:
     def __init__(self, request: Request, zygote: str) -> None:
         """Starts it, from the zygote of this name where that is possible; raises `OSError` where no process starts."""
         self._errors = _StandardError()
-        self._result, result = os.pipe()
-        try:
-            forked = fork(zygote, request.encoded(), (1, 2, result))
-            self._process: Forked | subprocess.Popen[bytes] = forked or _start(request, result)
-            self.pid = self._process.pid
-        finally:
-            os.close(result)
+        self._result = tempfile.TemporaryFile()  # noqa: SIM115 – until `wait`; a pipe would block a role that reports much
+        forked = fork(zygote, request.encoded(), (1, 2, self._result.fileno()))
+        self._process: Forked | subprocess.Popen[bytes] = forked or _start(request, self._result.fileno())
+        self.pid = self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal, unless it has ended."""
@@ -112,12 +110,13 @@ class RoleProcess:
         """Blocks until it has ended; signal handlers run meanwhile."""
         status = self._process.wait()
         assert status is not None
-        os.set_blocking(self._result, False)  # a process that it left behind may hold the other end
-        with open(self._result, "rb") as file:
-            said = file.read()
-        if not said:
+        with self._result as file:
+            file.seek(0)
+            report = file.read()
+        try:
+            told = json.loads(report)
+        except ValueError:  # none, or one that was cut off
             return RoleExit(self.pid, died=self._errors.diagnostics(status))
-        told = json.loads(said)
         failure = Failure(FailureKind(told["kind"]), told["detail"]) if told["kind"] else None
         return RoleExit(self.pid, told["reason"], failure, told["fenced"], told["trace"])
 

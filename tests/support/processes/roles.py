@@ -33,7 +33,8 @@ def returns(given: bytes, name: str) -> str:
 
 
 def fails(given: bytes, name: str) -> str:
-    raise {"fenced": Fenced, "environment": EnvironmentFailure}.get(name, ValueError)("as it was told to")
+    long = "x" * int.from_bytes(given, "big")
+    raise {"fenced": Fenced, "environment": EnvironmentFailure}.get(name, ValueError)(f"{long}as it was told to")
 
 
 def ends(given: bytes, name: str) -> str:
