@@ -105,6 +105,7 @@ def try_environment(
         finally:
             with contextlib.suppress(ProcessLookupError):  # its own processes as well
                 os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)  # it may have left its group
             code = process.wait()
         said.seek(0)
         return _trial(lines, code or 0, said.read().decode(errors="replace"), deadline)

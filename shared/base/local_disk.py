@@ -3,8 +3,9 @@
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +29,16 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def private_folder(path: Path) -> Path:
+    """Creates the folder if it is missing, for this user alone; raises `PermissionError` if it is somebody else's."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a private folder of this user")
+    return path
 
 
 def folders_of(path: Path, root: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stagecoach.shared.base.local_disk import private_folder
 from stagecoach.shared.base.process import child_environment
 
 SERVER = "stagecoach.shared.runtime.zygote_server"
@@ -51,7 +52,9 @@ class Forked:
         self.pid, self._connection = pid, connection
         self.returncode: int | None = None
         """Exit code, or the negative number of the signal that ended it; None before `wait`."""
-        self._process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        self._process: int | None = None
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # it has ended already, or Linux is old
+            self._process = os.pidfd_open(pid)
 
     def send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):
@@ -81,7 +84,7 @@ def fork(token: str, request: bytes, files: Sequence[int]) -> Forked | None:
     """
     if not token or not sys.platform.startswith("linux"):
         return None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         folder = zygote_folder(token)
         for _ in range(_ATTEMPTS):
             if (connection := _connected(folder)) is None:
@@ -105,7 +108,7 @@ class HeldZygote:
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
         self._read, self._write = os.pipe()
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # roles then start without it
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # roles then start without it
             _sweep()
             _start(zygote_folder(self.token), self._read)
 
@@ -123,12 +126,7 @@ def zygote_folder(token: str) -> Path:
     ]
     fits = hashlib.sha256("\0".join([*kept, *machine]).encode()).hexdigest()[:8]
     folder = _parent() / f"{_PREFIX}{token}-{fits}"  # short: a socket's path has at most 107 characters
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a private folder of this user")
-    return folder
+    return private_folder(folder)
 
 
 def _parent() -> Path:
@@ -178,8 +176,9 @@ def _start(folder: Path, hold: int | None = None) -> bool:
         environment = child_environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         with open(folder / LOG, "ab") as log:  # it detaches itself, from Ray's processes, too, and this returns then
             subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=given, env=environment, check=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=given, env=environment, check=True,
+                timeout=_START_SECONDS,
+            )  # fmt: skip
     return True
 
 

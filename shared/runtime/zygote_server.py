@@ -116,7 +116,10 @@ class Zygote:
             self._reap()
 
     def _accept(self) -> Work | None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # such as too many open files
+            return None
         connection.settimeout(_REQUEST_SECONDS)
         files: list[int] = []
         try:

@@ -95,6 +95,27 @@ def test_role_exit_carries_the_exception(start: Start, name: str, kind: FailureK
     assert found.failure.detail.endswith("as it was told to") and "roles.py" in found.trace
 
 
+def test_long_failure_is_reported_whole(start: Start) -> None:
+    """More than a pipe holds."""
+    found = start("fails", given=(1 << 20).to_bytes(4, "big")).wait()
+    assert found.failure is not None and found.trace.rstrip().endswith(f"{'x' * 1000}as it was told to")
+
+
+def test_role_that_ends_at_once_leaves_its_zygote(held: HeldZygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is gone before its client has looked at it."""
+    before, pidfd_open = zygote_of(held), os.pidfd_open
+
+    def late(pid: int) -> int:
+        time.sleep(1)
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", late)
+    found = starting(held.token)("ends", "exit").wait()
+    assert found.died is not None and found.died.how == "exit code 3"
+    monkeypatch.undo()
+    assert zygote_of(held) == before
+
+
 @pytest.mark.parametrize(("name", "how"), [("exit", "exit code 3"), ("SIGSEGV", "SIGSEGV"), ("SIGKILL", None)])
 def test_role_exit_describes_its_death(start: Start, name: str, how: str | None) -> None:
     found = start("ends", name).wait()
