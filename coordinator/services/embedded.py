@@ -34,6 +34,7 @@ from redis.retry import Retry
 from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
 from stagecoach.coordinator.services.redis_servers import redis_binaries
 from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.local_disk import private_folder
 from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
 from stagecoach.shared.protocol.shared_memory import OWNER
 
@@ -74,9 +75,11 @@ class Service:
 
     def __init__(
         self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool],
-        data: Path | None = None,
+        data: Path | None = None, socket_path: Path | None = None,
     ) -> None:  # fmt: skip
         self.name, self.log, self._launch, self.ready, self._data = name, log, launch, ready, data
+        self.socket_path = socket_path
+        """Where it serves, if not on its port."""
         self.port = free_port()
         self.process = launch(self.port)
 
@@ -101,8 +104,11 @@ class Service:
         return self
 
     def start_again(self) -> None:
-        """Starts a new process on the same port and data; raises `ServiceError`."""
-        self.process = self._launch(self.port)
+        """Starts a new process at the same address and data; raises `ServiceError`."""
+        try:
+            self.process = self._launch(self.port)
+        except OSError as error:
+            raise ServiceError(f"{self.name} cannot be started: {error}") from None
         self.wait(ports=1)
 
     def _until_ready(self) -> bool:
@@ -219,6 +225,8 @@ def start_redis(folder: Path, log: Path, password: str, socket_path: Path | None
     folder.mkdir(parents=True, exist_ok=True)
 
     def launch(binary: str, port: int) -> subprocess.Popen[bytes]:
+        if socket_path is not None:
+            private_folder(socket_path.parent)  # something may have removed it since
         address = (
             ["port 0", f"unixsocket {_quoted(socket_path)}", "unixsocketperm 600"] if socket_path else [f"port {port}"]
         )
@@ -238,7 +246,7 @@ def start_redis(folder: Path, log: Path, password: str, socket_path: Path | None
                 return True
 
     def start(binary: str) -> Service:
-        return Service("Redis", log, partial(launch, binary), ready, folder).wait()
+        return Service("Redis", log, partial(launch, binary), ready, folder, socket_path).wait()
 
     *others, last = redis_binaries()
     for binary in others:

@@ -1,4 +1,4 @@
-"""Supervision of the embedded Redis and S3 server: a dead or hung one is restarted on its port, over its data.
+"""Supervision of the embedded Redis and S3 server: a dead or hung one is restarted at its address, over its data.
 
 Each has its own thread, because every other thread waits for Redis during its outage. The roles wait too: for Redis
 `redis.retry_seconds`, and the trainer's uploads indefinitely. A file in the run's folder describes the outage of Redis
@@ -153,6 +153,9 @@ class Restarter:
             how = None
             if not service.alive:
                 how = f"ended (code {service.process.returncode})"
+            elif (path := service.socket_path) is not None and not path.exists():
+                how = f"lost its socket ({path} was removed)"  # connections live on, and nobody new can connect
+                service.stop()
             elif time.monotonic() - asked >= _ASK_SECONDS:
                 if silence.ask(partial(service.ready, service.port), service.process.pid):
                     with suppress(*_AWAY), connect_once(self._context, "coordinator") as client:

@@ -1,13 +1,14 @@
-"""The embedded Redis and S3 server are killed: each comes back on its port, over its data; within a limit that ends."""
+"""The embedded Redis and S3 server are killed: each comes back at its address, over its data, within a limit."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import redis
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.coordinator.services.embedded import Service
+from stagecoach.coordinator.services.embedded import Service, SocketFolder
 from stagecoach.coordinator.services.restarter import Restarter
 from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.flow_control import RunState
@@ -47,8 +48,8 @@ class Kept:
 def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     with ExitStack() as running:
 
-        def make(**rollout: Any) -> Kept:
-            servers = running.enter_context(own_servers(tmp_path))
+        def make(socket_path: Path | None = None, **rollout: Any) -> Kept:
+            servers = running.enter_context(own_servers(tmp_path, socket_path))
             config = minimal_config(rollout={"fragments_per_update": 2, "fragment_steps": 8} | rollout)
             role = open_run_context(config, servers.address("kept"))
             running.callback(role.redis.close)
@@ -106,6 +107,19 @@ def test_hung_service_is_restarted(keep: Callable[..., Kept], which: str) -> Non
     assert kept.role.checkpoints.store.get("before") == b"1"
     assert f"{service.name} hung (no reply for " in kept.told()[0]
     assert kept.restarter.failure is None
+
+
+def test_redis_whose_socket_is_removed_is_restarted(keep: Callable[..., Kept]) -> None:
+    """As a cleaner of /tmp does: connections live on, and new ones are impossible."""
+    with closing(SocketFolder()) as folder:
+        kept = keep(folder.socket)
+        kept.role.flow.set_state(RunState.STOPPING, "a reason")
+        before = kept.redis.process.pid
+        shutil.rmtree(folder.socket.parent)
+        eventually(lambda: kept.redis.process.pid != before and serves(kept.redis))
+        assert folder.socket.parent.stat().st_mode & 0o777 == 0o700
+        assert kept.role.flow.read().reason == "a reason"
+        assert "lost its socket" in kept.told()[0]
 
 
 def test_briefly_stopped_service_is_not_restarted(keep: Callable[..., Kept]) -> None:

@@ -261,8 +261,9 @@ class OwnServers:
     def config(self) -> dict[str, dict[str, str]]:
         """The sections of a run's config that name them."""
         endpoint = f"http://127.0.0.1:{self.s3.port}"
+        path = self.redis.socket_path
         return {
-            "redis": {"url": f"redis://127.0.0.1:{self.redis.port}/0"},
+            "redis": {"url": f"redis://127.0.0.1:{self.redis.port}/0" if path is None else f"unix://{path}"},
             "store": {"url": f"s3://{BUCKET}", "endpoint_url": endpoint},
         }
 
@@ -274,11 +275,11 @@ class OwnServers:
 
 
 @contextlib.contextmanager
-def own_servers(folder: Path) -> Iterator[OwnServers]:
+def own_servers(folder: Path, socket_path: Path | None = None) -> Iterator[OwnServers]:
     password, access, secret = new_secret(), new_secret(), new_secret()
     environ = {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret}
     with contextlib.ExitStack() as running:
-        redis = start_redis(folder / "redis", folder / "redis.log", password)
+        redis = start_redis(folder / "redis", folder / "redis.log", password, socket_path)
         running.callback(redis.stop)
         s3 = start_s3(folder / "s3", folder / "s3.log", access, secret)
         running.callback(s3.stop)
