@@ -20,7 +20,7 @@ from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
 from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, launch_s3, start_redis
-from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory, open_memory
+from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory, open_memory, recover_memory
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
 from stagecoach.shared.base.address import Address
@@ -228,6 +228,7 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         address = replace(address, store_url=f"s3://{BUCKET}", store_folder=str(data))
     if config.redis.url == "embedded":
         data = folder.path / "redis"
+        recover_memory(data)
         running.callback((here := SocketFolder()).close)
         services.append(service := start_redis(data, logs / "redis.log", secret["redis_password"], here.socket))
         running.callback(service.stop)

@@ -8,13 +8,18 @@ import logging
 import os
 import secrets
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from stagecoach.coordinator.services.embedded import abandoned_folders, hold_folder
+from stagecoach.coordinator.services.embedded import ServiceError, abandoned_folders, hold_folder
 from stagecoach.shared.protocol.shared_memory import BODY, FREE, OWNER, kept_bodies
 
 ROOT = Path("/dev/shm")
 _PREFIX = "stagecoach-"
+_OTHERS_SECONDS = 60.0
+"""Time for another start to move the bodies of a killed run."""
+_POLL_SECONDS = 0.2
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -42,16 +47,48 @@ def open_memory(redis_folder: Path) -> MemoryFolder | None:
         return None
 
 
-def clear_abandoned_memory() -> None:
-    """Moves the bodies of runs whose coordinators were killed to the disk, and removes their folders."""
-    for path in abandoned_folders(ROOT, _PREFIX):
-        _move_to_disk(path)
+def clear_abandoned_memory() -> dict[Path, str]:
+    """Moves the bodies of runs whose coordinators were killed to the disk, and removes their folders.
+
+    Returns why a folder stays: {folder: reason}.
+    """
+    found = {path: _move_to_disk(path) for path in abandoned_folders(ROOT, _PREFIX)}
+    return {path: reason for path, reason in found.items() if reason}
 
 
-def _move_to_disk(path: Path) -> None:
-    """Removes `owner` last, so that another start can complete what a kill has interrupted."""
+def recover_memory(redis_folder: Path) -> None:
+    """Waits until all bodies of this run, whose coordinator was killed, are on the disk; another start may move them.
+
+    Raises `ServiceError` if they cannot move there: without them, the run would count them as lost.
+    """
+    kept, deadline = os.fsencode(kept_bodies(redis_folder)), time.monotonic() + _OTHERS_SECONDS
+    while True:
+        failed = clear_abandoned_memory()
+        left = [path for path in ROOT.glob(f"{_PREFIX}*") if _keeps_in(path) == kept]
+        if not left:
+            return
+        reasons = [failed[path] for path in left if path in failed]
+        if reasons or time.monotonic() > deadline:
+            reason = reasons[0] if reasons else f"another start has not moved them within {_OTHERS_SECONDS:g} s"
+            raise ServiceError(
+                f"fragments of this run are still in {left[0]} and cannot move to {kept_bodies(redis_folder)}: "
+                f"{reason}; free some disk, and resume the run again"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _keeps_in(path: Path) -> bytes:
+    """The folder on disk for these bodies; empty if it cannot be read."""
+    with suppress(OSError):
+        return (path / OWNER).read_bytes().partition(b"\n")[2]
+    return b""
+
+
+def _move_to_disk(path: Path) -> str:
+    """Removes `owner` last, so that another start can complete what a kill has interrupted. Returns why it failed."""
+    gone = path.with_suffix(".gone")
     try:
-        gone = path.rename(path.with_suffix(".gone"))  # a worker that lives on writes nothing there any more
+        path.rename(gone)  # a worker that lives on writes nothing there any more
         kept = Path(os.fsdecode((gone / OWNER).read_bytes()).partition("\n")[2])
         for name in {*os.listdir(gone)} - {OWNER}:
             if BODY.fullmatch(name) and kept.parent.is_dir():  # else the run was deleted
@@ -65,4 +102,6 @@ def _move_to_disk(path: Path) -> None:
     except FileNotFoundError as error:
         _LOGGER.warning("bodies of fragments that were in %s are lost: %s", path, error)
     except OSError as error:  # nothing is lost: the next start of a run tries again
-        _LOGGER.warning("bodies of fragments stay in %s, since they cannot move to the disk: %s", path, error)
+        _LOGGER.warning("bodies of fragments stay in %s, since they cannot move to the disk: %s", gone, error)
+        return str(error)
+    return ""

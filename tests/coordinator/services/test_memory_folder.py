@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from stagecoach.coordinator.services import memory_folder
-from stagecoach.coordinator.services.memory_folder import MemoryFolder, clear_abandoned_memory
-from stagecoach.shared.protocol.shared_memory import FREE, SharedMemory, kept_bodies
+from stagecoach.coordinator.services.embedded import ServiceError
+from stagecoach.coordinator.services.memory_folder import MemoryFolder, clear_abandoned_memory, recover_memory
+from stagecoach.shared.protocol.shared_memory import FREE, OWNER, SharedMemory, kept_bodies
 from tests.support.runs.builders import small_tmpfs
 
 BODY = f"worker-0:0:0:{0:032x}"
@@ -89,9 +92,21 @@ def test_bodies_wait_in_memory_while_the_disk_is_full(killed: Path, root: Path, 
         clear_abandoned_memory()
         (folder,) = root.iterdir()
         assert SharedMemory(str(folder)).get(BODY, 4) == b"body"
+        with pytest.raises(ServiceError, match=r"fragments of this run .* No space left .* free some disk"):
+            recover_memory(tmp_path / "redis")
+        recover_memory(tmp_path / "another run" / "redis")
     (tmp_path / "redis" / "now").mkdir(parents=True)
     clear_abandoned_memory()
     assert list(root.iterdir()) == [] and kept(tmp_path).get(BODY, 4) == b"body"
+
+
+def test_recovery_waits_for_another_start_that_moves_the_bodies(killed: Path, root: Path, tmp_path: Path) -> None:
+    with (killed / OWNER).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        released = threading.Timer(0.5, lock.close)
+        released.start()
+        recover_memory(tmp_path / "redis")
+    assert kept(tmp_path).get(BODY, 4) == b"body" and list(root.iterdir()) == []
 
 
 def test_close_of_a_folder_that_is_gone_is_harmless(root: Path, tmp_path: Path) -> None:
