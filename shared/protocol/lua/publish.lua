@@ -15,8 +15,8 @@ local reply = 'known'
 if wanted == version then
   if (redis.call('HGET', keys.flow, 'history') or '') ~= args.history then
     reply = 'other'
-  elseif args.checkpoint == '' then  -- without a look: trainers may write the board, not read it (deploy/users.acl)
-    redis.call('HSET', keys.board, 'blob', args.blob, 'place', args.place)
+  else  -- without a look: trainers may write the board, not read it (deploy/users.acl)
+    redis.call('HSET', keys.board, 'blob', args.blob, 'place', args.place, 'checkpoint', args.checkpoint)
   end
 end
 if wanted > version then
