@@ -271,6 +271,7 @@ class Flow:
         """Moves running → stopping → finished, only from `expected` if given. A `failure` stays until it is running
         again. A trainer passes its `epoch`; raises `Fenced` for an older one."""
         fields = ["failure", failure or ""] if failure or state is RunState.RUNNING else []
+        fields += ["memory", ""] if state is RunState.RUNNING else []  # the next trainer announces its own
         begin, fence = expected or "", "" if epoch is None else epoch
         reason = printable(reason, lines=True)
         changed = self._run("set_state", state=state, reason=reason, expected=begin, epoch=fence, fields=fields)

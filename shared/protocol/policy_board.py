@@ -143,7 +143,8 @@ class PolicyBoard:
     def _read(self, place: bytes) -> PolicyVersion | None:
         if (decoded := BodyPlace.decode(place)) is None:
             raise KeyDamaged(self._keys.board, f"its field place is {place[:40]!r}, which is not a place")
-        if not self._memory:
+        token = cast(bytes | None, self._redis.hget(self._keys.flow, "memory"))
+        if token and token.decode(errors="replace") != self._memory.token:
             raise ConfigError(
                 "the policy versions of this run are in shared memory that this process does not see; start it where "
                 "the run's other roles are, or resume the run with redis.shared_memory=false"
