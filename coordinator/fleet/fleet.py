@@ -196,7 +196,8 @@ class Fleet:
         """Starts the evaluator once the others have learned something, or take too long."""
         if self._evaluator is not None or not self._config.evaluation.enabled:
             return
-        self._first_version = flow.version if self._first_version is None else self._first_version
+        if self._first_version is None:
+            self._first_version = max(flow.version, 0)  # version 0 has learned nothing
         if flow.version > self._first_version or time.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
             progress = partial(evaluation_progress, self._redis, self._run_id)
             options = partial(evaluator_options, self._config)
