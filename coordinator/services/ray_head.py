@@ -46,6 +46,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _LEAVE_SECONDS = 50.0
 """Ray ends this process after 60 s without a GCS; disconnecting lasts at most 10 s."""
 _DIED = "Ray has died"
+_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_RAYLET_PID")
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -58,6 +59,8 @@ class RayHead:
 
     def __init__(self, config: Config) -> None:
         self._address, self._cpus = config.ray.address, config.ray.num_cpus
+        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
+        """Environment variables of Ray, as they were before its launch."""
         self._logs: Path | None = None
         """Folder of the run that was admitted first."""
         self._silent_seconds = config.rollout.service_silent_seconds
@@ -130,6 +133,10 @@ class RayHead:
             self.zygote.release()
             if self._service is not None:
                 self._service.stop()
+            if self._logs is None:  # no run was admitted: the program may join another Ray
+                for name, value in self._variables.items():
+                    os.environ.pop(name, None)
+                    os.environ |= {} if value is None else {name: value}
 
     def lost(self, generation: int, notice: bool = False) -> bool:
         """Returns whether the embedded Ray of this generation has died; `notice` also detects a part's recent death."""
