@@ -85,6 +85,8 @@ class Bodies:
     def sweep(self, index: redis.Redis) -> int:
         """Removes what no entry of the log names and no push can name any more; returns how many bodies."""
         shared = self.memory.names()
+        if not shared and not self._shards:
+            return 0
         workers = [name.decode(errors="replace") for name in cast(Any, index.hgetall(self._keys.incarnations))]
         held: list[tuple[str, str, list[str]]] = []
         for shard, client in self._shards.items():
