@@ -259,7 +259,7 @@ def _seconds_ahead(date: str) -> float:
 
 @functools.cache
 def _models(data_path: str | None) -> botocore.loaders.Loader:
-    """Returns what botocore knows of S3, which each client would otherwise read anew: 12 MB, and 0.06 s."""
+    """Returns what botocore knows of S3, which each client would otherwise read again: 12 MB, and 0.06 s."""
     return botocore.loaders.create_loader(data_path)
 
 
