@@ -37,7 +37,7 @@ from stagecoach.coordinator.services.ray_internals import outlive_ray
 from stagecoach.shared.base.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
 from stagecoach.shared.base.failure import EndReason, reason_in_words
 from stagecoach.shared.base.printable import complain, counted, figure, score_in_words, success_in_words
-from stagecoach.shared.base.process import interruptible
+from stagecoach.shared.base.process import at_rest, handling, interruptible, signals_after
 from stagecoach.shared.config.presets import config_file
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ _InitializeFrom = Annotated[
 _Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @app.callback()
 def _main(version: _Version = False) -> None:
     """Options of `stagecoach` itself."""
@@ -184,8 +188,11 @@ def train(
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     elsewhere = inline or address is not None or detach or seeds is not None
-    with contextlib.nullcontext() if elsewhere else launched_ahead(resolved):
-        with interruptible():
+    with contextlib.ExitStack() as running:
+        if not elsewhere:
+            running.enter_context(handling(_interrupt, signal.SIGINT, signal.SIGTERM))
+            running.enter_context(launched_ahead(resolved))
+        with signals_after(), at_rest():
             from stagecoach.coordinator.catalog.run_folder import new_run_id
             from stagecoach.coordinator.cli import foreground
             from stagecoach.coordinator.lifecycle.preparation import Continuation

@@ -279,12 +279,12 @@ def launched_ahead(config: Config) -> Iterator[None]:
     The command line does so even before it imports what checks a run.
     """
     global _head
-    with _STARTING:
-        _head = _head or RayHead(config)
     try:
+        with _STARTING, signals_after():  # or nobody would end it
+            _head = _head or RayHead(config)
         yield
     finally:
-        with _STARTING:
+        with _STARTING, signals_after():
             if _head is not None:
                 _head.end_if_unused()
 

@@ -163,8 +163,11 @@ def test_hung_inline_environment_is_named_and_third_signal_exits(
     terminal.wait_until("Redis and S3 to end", lambda: not terminal.left())
 
 
-@pytest.mark.parametrize("when", ["its services start", "its roles start"])
-def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [("its services start", signal.SIGINT), ("its services start", signal.SIGTERM), ("its roles start", signal.SIGINT)],
+)
+def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str, number: signal.Signals) -> None:
     """The folder of a run that was not announced is removed; a later signal ends it like any run."""
     process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
     services = when == "its services start"
@@ -172,7 +175,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
         terminal.wait_until("a service", lambda: len(terminal.left()) > 1)
     else:
         terminal.wait_until("the run's announcement", lambda: f"run {RUN}; its folder" in terminal.output(process))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     done = terminal.ended(process)
     assert "Traceback" not in done.err
     terminal.check_nothing_left()
