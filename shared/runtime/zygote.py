@@ -37,6 +37,7 @@ NUMBER = 8
 _PREFIX = "sc-z-"
 _START_SECONDS = 30.0
 _REPLY_SECONDS = 10.0
+_END_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 _ATTEMPTS = 3
 _BEFORE_START = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
@@ -107,14 +108,27 @@ class HeldZygote:
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
-        self._read, self._write = os.pipe()
+        self.pipe = os.pipe()
+        """The zygote ends once nobody holds it open."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # roles then start without it
             _sweep()
-            _start(zygote_folder(self.token), self._read)
+            _start(zygote_folder(self.token), self.pipe[0])
 
     def release(self) -> None:
-        for end in (self._read, self._write):
+        """Ends the zygote, also one that hangs, that another replaced, or that is still importing."""
+        for end in self.pipe:
             os.close(end)
+        folders = [*_parent().glob(f"{_PREFIX}{self.token}-*")]
+        deadline = time.monotonic() + _END_SECONDS
+        while any((folder / SOCKET).exists() for folder in folders) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 4)  # it sees to what its roles leave behind, and removes its folder
+        mark = f"/{_PREFIX}{self.token}-".encode()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if mark in (command := path.read_bytes()) and SERVER.encode() in command:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def zygote_folder(token: str) -> Path:

@@ -145,9 +145,12 @@ def test_closed_connection_kills_the_whole_group(
     soon("its processes to end", lambda: not any(alive(pid) for pid in pids))
 
 
-def test_connections_closed_at_once_leave_no_process(held: HeldZygote) -> None:
+def test_connections_closed_at_once_leave_no_process(
+    held: HeldZygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that was just forked has no group of its own yet."""
-    parent, request = zygote_of(held), Request.of("tests.support.processes.roles:waits", "x", b"", "redis").encoded()
+    monkeypatch.chdir(tmp_path)
+    parent, request = zygote_of(held), Request.of("tests.support.processes.roles:waits", "here", b"", "redis").encoded()
     for _ in range(30):
         with socket.socket(socket.AF_UNIX) as connection, open(os.devnull, "wb") as nothing:
             connection.connect(str(zygote_folder(held.token) / SOCKET))
@@ -155,6 +158,21 @@ def test_connections_closed_at_once_leave_no_process(held: HeldZygote) -> None:
             connection.sendall(request)
             assert connection.recv(NUMBER)
     soon("all to end", lambda: not Path(f"/proc/{parent}/task/{parent}/children").read_text())
+
+
+@pytest.mark.parametrize("state", ["importing", "stopped", "replaced"])
+def test_release_ends_every_zygote(state: str) -> None:
+    held = HeldZygote()
+    folder = zygote_folder(held.token)
+    pids = [] if state == "importing" else [zygote_of(held)]
+    if state != "importing":
+        os.kill(pids[0], signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
+    if state == "replaced":
+        pids.append(zygote_of(held))
+    held.release()
+    soon("all to end", lambda: not any(alive(pid) for pid in pids) and not folder.exists())
+    named = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(folder).encode() in command for command in named)
 
 
 def test_socket_is_private(held: HeldZygote) -> None:
@@ -209,7 +227,8 @@ def test_zygote_ends_with_its_holder_after_its_last_role(tmp_path: Path, monkeyp
     pid = zygote_of(held)
     process = starting(held.token)("waits", "here")
     soon("the role to wait", (tmp_path / "here").exists)
-    held.release()
+    for end in held.pipe:  # as when it is killed
+        os.close(end)
     time.sleep(0.3)
     assert alive(pid) and alive(process.pid)
     process.signal(signal.SIGTERM)
