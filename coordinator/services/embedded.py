@@ -79,7 +79,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.name, self.log, self._launch, self.ready, self._data = name, log, launch, ready, data
         self.socket_path = socket_path
-        """Where it serves, if not on its port."""
+        """Unix socket on which it serves; None: on its port."""
         self.port = free_port()
         self.process = launch(self.port)
 
