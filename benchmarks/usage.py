@@ -46,6 +46,22 @@ def below(pid: int) -> list[int]:
     return found
 
 
+def parent(pid: int) -> int | None:
+    """Process id of a process's parent; None if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def command_line(pid: int) -> str:
+    """Command line of a process, separated by spaces; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
 @dataclass
 class ProcessorTime:
     """Adds up the processor time of roles, whose processes may come and go."""

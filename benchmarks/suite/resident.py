@@ -12,9 +12,10 @@ from pathlib import Path
 
 from benchmarks.kit.options import Options
 from benchmarks.provenance import ROOT
-from benchmarks.usage import below
+from benchmarks.usage import below, command_line, parent
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import StagecoachError
+from stagecoach.shared.runtime.zygote import SERVER
 
 RUNS = {"PPO": "cartpole.yaml", "DQN": "cartpole_dqn.yaml"}
 """Name → the example that is run."""
@@ -88,12 +89,15 @@ def _look(handle: Run) -> tuple[int, dict[int, str]]:
 
 
 def _sizes(coordinator: int, roles: dict[int, str]) -> dict[str, float]:
-    """Role → MB: the largest worker; of Ray all processes together that are not a role's."""
+    """Role → MB: the largest worker; of Ray all processes together that are not a role's.
+
+    Roles are forked by the zygote, which is detached from the coordinator, and share its command line.
+    """
+    zygotes = {pid for pid in map(parent, roles) if pid is not None and SERVER in command_line(pid)}
+    names = dict.fromkeys(zygotes, "zygote") | roles | {coordinator: "coordinator"}
     found: dict[str, float] = {}
-    for pid in [coordinator, *below(coordinator)]:
-        size, name = _resident(pid), roles.get(pid) or _server(pid)
-        if pid == coordinator:
-            name = "coordinator"
+    for pid in dict.fromkeys([coordinator, *below(coordinator), *names]):
+        size, name = _resident(pid), names.get(pid) or _server(pid)
         if name is None or size is None:
             continue
         found[name] = found.get(name, 0.0) + size if name == "Ray" else max(found.get(name, 0.0), size)
@@ -101,18 +105,13 @@ def _sizes(coordinator: int, roles: dict[int, str]) -> dict[str, float]:
 
 
 def _server(pid: int) -> str | None:
-    """What a process is that does not beat; processes that are about to become roles are nothing yet."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-    except OSError:
-        return None
+    """Name of the server or library that a process without a heartbeat belongs to; None for other processes."""
+    words = command_line(pid)
     program = words.partition(" ")[0].rpartition("/")[2]
     for part, name in _SERVERS:
         if part in program:
             return name
-    if "default_worker" in words:  # about to become a role
-        return None
-    return "Ray" if words.startswith("ray::IDLE") or "ray.scripts" in words or "/ray/" in words else None
+    return "Ray" if words.startswith("ray::") or "ray.scripts" in words or "/ray/" in words else None
 
 
 def _resident(pid: int) -> float | None:

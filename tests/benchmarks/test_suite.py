@@ -126,7 +126,7 @@ def test_lines_of_memories_and_draws(measure_quickly: Measure) -> None:
 def test_sizes_of_the_processes_of_a_run(measure_quickly: Measure) -> None:
     found = measure_quickly("memory", "PPO: ")
     sizes = {measure.what: measure.samples[0] for measure in found.measures}
-    for role in ("trainer", "worker", "coordinator", "Redis", "S3 server", "Ray"):
+    for role in ("trainer", "worker", "coordinator", "zygote", "Redis", "S3 server", "Ray"):
         assert 1 < sizes[f"PPO: {role} at work"] < 10_000
         assert sizes[f"PPO: {role} at the start"] <= sizes[f"PPO: {role} at work"]
 
