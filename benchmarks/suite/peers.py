@@ -159,9 +159,15 @@ def _program(one: Contestant, task: Task, options: Options, times: Times, found:
 
 def _rounds(task: Task, programs: dict[str, Program], options: Options, times: Times, found: Found) -> None:
     """All in turn, again and again, with another seed each time; who fails twice in a row is out."""
+    floor, has_floor = _floor_line(task), True
     for repeat in range(1, options.repeats + 1):
-        if programs:
-            found.samples.setdefault(_floor_line(task), []).append(_floor(task, times, options))
+        if programs and has_floor:
+            try:
+                found.samples.setdefault(floor, []).append(_floor(task, times, options))
+            except (NotInstalled, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                found.remarks.append(f"{floor} is not measured: {error}")
+                found.samples.pop(floor, None)
+                has_floor = False
         for name in list(programs):
             line = f"{task.name}: {name}"
             try:
@@ -203,8 +209,8 @@ def _measures(task: Task, there: list[Contestant], found: Found) -> list[Measure
     """The lines as they are, then ours again beside each of the others."""
     if not there:
         return []
-    floor = _floor_line(task)
-    lines = [Measure(floor, _SPEED, found.samples[floor])]
+    floor = _floor_line(task) if _floor_line(task) in found.samples else ""
+    lines = [Measure(floor, _SPEED, found.samples[floor])] if floor else []
     ours = [one for one in there if one.library == OURS]
     for one in there:
         aim = _NATIVE_AIM if task is NATIVE and one in ours[:1] else None
@@ -219,7 +225,7 @@ def _measures(task: Task, there: list[Contestant], found: Found) -> list[Measure
                     aim = _LOCKSTEP_AIM
                 what = f"{_line(task, one)}, beside {other.library}"
                 lines.append(Measure(what, _SPEED, samples, against=_line(task, other), aim=aim))
-    if ours and task is CARTPOLE:
+    if ours and floor and task is CARTPOLE:
         samples, what = found.samples[_line(task, ours[0])], f"{_line(task, ours[0])}, beside the floor"
         lines.append(Measure(what, _SPEED, samples, against=floor, aim=_FLOOR_AIM))
     return lines

@@ -114,6 +114,15 @@ def test_ratios_compare_with_the_best_knobs_of_a_library(tmp_path: Path) -> None
     assert f"| {floor:.0f} % |" in (tmp_path / "peers.md").read_text()
 
 
+def test_page_without_floor_says_why(tmp_path: Path) -> None:
+    task = replace(CARTPOLE, name="unknown to the floor's program")
+    ours = fakes("ours", "Stagecoach", only={"rate": 3000})
+    result = contest("peers", {task: [ours]}, Options(2, quick=False, cache=tmp_path), _TIMES)
+    assert [(line.what, line.floor, len(line.samples)) for line in result.measures] == [(f"{task.name}: ours", "", 2)]
+    assert [remark for remark in result.remarks if remark.startswith(f"{task.name}: the floor is not measured")]
+    write_page(result, tmp_path)
+
+
 def test_leaderboard_has_one_table_and_one_picture(tmp_path: Path) -> None:
     goal, quick = time_to.GOALS[0].name, Options(2, quick=True, cache=tmp_path)
     programs = {"PPO": fake(rate=1, mean_return=480)}
