@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -25,14 +27,15 @@ def write_leaderboard(result: Result, folder: Path) -> None:
     for goal in goals:
         cells = [_cell(found.get((goal, library)), goal, found) for library in there]
         lines.append(f"| {goal} | {' | '.join(cells)} |")
-    _draw(found, goals, there, folder / "time-to.png")
+    if found:
+        _draw(found, goals, there, folder / "time-to.png")
     parts = [
         "# Time to X\n",
         old(result),
         "How long you wait, from pressing Enter: imports, servers and compilation included. Medians and spread of "
         "repeats; the fastest is bold; a dash was not measured.\n",
-        "\n".join(lines) + "\n",
-        "![Seconds until each goal is reached, for each library](time-to.png)\n",
+        "\n".join(lines) + "\n" if found else "Nothing was measured.\n",
+        "![Seconds until each goal is reached, for each library](time-to.png)\n" if found else "",
         f"## How to repeat it\n\n```\n{result.command}\npython -m benchmarks peers-recovery --repeats 3\n```\n\n"
         "It installs the peers from PyPI into `.bench/` the first time.\n",
         f"## What is counted\n\n{result.question.strip()}\n\n"
@@ -45,7 +48,7 @@ def write_leaderboard(result: Result, folder: Path) -> None:
 
 
 def _seconds(result: Result, folder: Path) -> dict[tuple[str, str], Measure]:
-    """(goal, library) → its line."""
+    """(goal, library) → line, without samples that are not numbers."""
     found = {}
     for measure in result.measures:
         goal, _, library = measure.what.partition(": ")
@@ -56,7 +59,8 @@ def _seconds(result: Result, folder: Path) -> dict[tuple[str, str], Measure]:
         library, _, what = measure.what.partition(": ")
         if what == "learns again after":
             found[_RECOVERY, library] = measure
-    return found
+    kept = {key: [value for value in measure.samples if not math.isnan(value)] for key, measure in found.items()}
+    return {key: replace(found[key], samples=samples) for key, samples in kept.items() if samples}
 
 
 def _cell(measure: Measure | None, goal: str, found: dict[tuple[str, str], Measure]) -> str:

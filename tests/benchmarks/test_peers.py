@@ -24,7 +24,7 @@ from benchmarks.contest.watching import (
     undisturbed,
 )
 from benchmarks.kit.leaderboard import write_leaderboard
-from benchmarks.kit.measure import Result
+from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from benchmarks.kit.report import write_page
 from benchmarks.suite import time_to
@@ -134,6 +134,20 @@ def test_leaderboard_has_one_table_and_one_picture(tmp_path: Path) -> None:
     page = (tmp_path / "time-to.md").read_text()
     assert "| seconds to | Stagecoach --inline | Stable-Baselines3 |" in page and f"| {goal} | " in page
     assert page.count("](time-to.png)") == 1 and (tmp_path / "time-to.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_leaderboard_without_measures_is_a_page(tmp_path: Path) -> None:
+    write_leaderboard(Result("time-to", "How long?", [], remarks=["nothing is installed"]), tmp_path)
+    page = (tmp_path / "time-to.md").read_text()
+    assert "nothing is installed" in page and ".png" not in page and not (tmp_path / "time-to.png").exists()
+
+
+def test_leaderboard_leaves_out_undefined_samples(tmp_path: Path) -> None:
+    nan = float("nan")
+    lines = [Measure("goal: Stagecoach", "s", [nan, 3.0]), Measure("goal: TorchRL", "s", [nan])]
+    write_leaderboard(Result("time-to", "How long?", lines), tmp_path)
+    page = (tmp_path / "time-to.md").read_text()
+    assert "| seconds to | Stagecoach |" in page and "| goal | **3** |" in page
 
 
 @pytest.mark.parametrize("peer", PINNED)
