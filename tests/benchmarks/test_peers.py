@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.contest.contestants import CARTPOLE, Contestant, contestants
+from benchmarks.contest.contestants import CARTPOLE, Contestant, contestants, stagecoach
 from benchmarks.contest.programs.telling import WINDOW_EPISODES
 from benchmarks.contest.virtual_environments import REQUIREMENTS
 from benchmarks.contest.watching import (
@@ -91,6 +91,17 @@ def test_recovery_counts_steps_and_compares_weights(tmp_path: Path) -> None:
     found = recovery(program, env_steps=25, delay=0.0)
     assert 0 < found.env_steps_lost <= 10 and found.weights == weights
     assert 0 < found.seconds_to_learn <= found.seconds_to_catch_up
+
+
+def test_killed_stagecoach_run_reports_only_its_new_start(tmp_path: Path) -> None:
+    """Redis still has the row of the last update before the kill; without a checkpoint since, all of it is lost."""
+    config = stagecoach(CARTPOLE, 0)["1 worker"]["config"]
+    config |= {"checkpoint": {"every": "1000 updates"}, "stop_at": {"env_steps": 16 * CARTPOLE.batch}}
+    settings = {"config": config, "inline": True, "keep": {"folder": str(tmp_path / "kept")}, "seed": 1}
+    program = Program("benchmarks.contest.programs.stagecoach_run", Path(sys.executable), settings)
+    found = recovery(program, 4 * CARTPOLE.batch, delay=0.0)
+    assert found.env_steps_lost >= 4 * CARTPOLE.batch
+    assert 0 < found.seconds_to_learn < found.seconds_to_catch_up
 
 
 def test_ratios_compare_with_the_best_knobs_of_a_library(tmp_path: Path) -> None:
