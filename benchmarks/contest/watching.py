@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,8 @@ from benchmarks.usage import below
 
 _MARK = "STAGECOACH_CONTEST"
 """In the environment of a program and all that it starts, wherever its parents have gone."""
+_RUN_MEMORY = "/dev/shm/stagecoach-*"
+"""Folder of a run in shared memory; its coordinator keeps a file there open."""
 _POLL_SECONDS = 0.02
 _SILENT_SECONDS = 120.0
 """A program that tells nothing for so long, starting included, has failed: some fail in a child and live on."""
@@ -85,13 +87,14 @@ def seconds_to(program: Program, mean_return: float, at_most: float) -> float | 
 
 
 def memory(program: Program, warm_seconds: float, window_seconds: float) -> float:
-    """Bytes of all its processes while it trains: proportional set sizes, so that a shared page counts once; the most
-    of several looks."""
+    """Largest of several measurements of the bytes of all its processes while it trains: proportional set sizes, so
+    that a shared page counts once, and the files of its runs in shared memory, which no process maps."""
     with started(program) as (running, told):
         first, most = next(told), 0.0
         for now in told:
             if now.at >= first.at + warm_seconds:
-                most = max(most, sum(map(_proportional, running.pids())))
+                pids = running.pids()
+                most = max(most, sum(map(_proportional, pids)) + _in_shared_memory(pids))
             if now.at >= first.at + warm_seconds + window_seconds:
                 return most
     raise AssertionError("what is told has no end but these")
@@ -258,6 +261,27 @@ def _proportional(pid: int) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("Pss:")), 0.0)
+
+
+def _in_shared_memory(pids: Iterable[int]) -> float:
+    """Bytes of all files in the shared-memory folders of Stagecoach's runs that these processes hold."""
+    folders, size = set[Path](), 0.0
+    for entry in (entry for pid in pids for entry in _open_files(pid)):
+        with contextlib.suppress(OSError):
+            folder = Path(os.readlink(entry)).parent
+            if folder.match(_RUN_MEMORY):
+                folders.add(folder)
+    for path in (Path(at, name) for folder in folders for at, _, names in os.walk(folder) for name in names):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_blocks * 512.0
+    return size
+
+
+def _open_files(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return []
 
 
 def _marked(mark: str) -> list[int]:

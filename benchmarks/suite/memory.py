@@ -82,7 +82,8 @@ def measure(options: Options) -> Result:
             "small": {"transitions": small, "fragment": [64, 64], "observations": {"vector": 4, "goals": [2, 2, 2]}},
             "runs": RUNS,
             "resident size": "VmRSS; libraries that several processes share count in each",
-            "all processes": "PSS of /proc/PID/smaps_rollup, so that shared pages count once",
+            "all processes": "PSS of /proc/PID/smaps_rollup, so that shared pages count once, and the files of "
+            "Stagecoach's runs in /dev/shm, which no process maps",
         },
         remarks=remarks,
     )  # fmt: skip

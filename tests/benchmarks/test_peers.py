@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_memory_counts_all_processes_once(tmp_path: Path) -> None:
     alone = memory(fake(), 0.1, 0.2)
     with_child = memory(fake(child=str(tmp_path / "child")), 0.1, 0.2)
     assert 1e6 < alone < with_child < alone + 20e6
+
+
+def test_memory_counts_files_of_runs_in_shared_memory() -> None:
+    with tempfile.TemporaryDirectory(prefix="stagecoach-", dir="/dev/shm") as folder:
+        Path(folder, "body").write_bytes(bytes(64 << 20))
+        alone = memory(fake(), 0.1, 0.2)
+        with_bodies = memory(fake(holds=str(Path(folder, "owner"))), 0.1, 0.2)
+    assert alone + 50e6 < with_bodies < alone + 80e6
 
 
 def test_recovery_counts_steps_and_compares_weights(tmp_path: Path) -> None:

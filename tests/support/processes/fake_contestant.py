@@ -1,11 +1,13 @@
 """A program of the contest for its tests. Settings: `rate` (env steps per second of the monotonic clock, so that how
 busy the machine is does not matter), `mean_return`, `lines` (how many are told before it ends; each is ten episodes
-later), `code` (its exit code then), `child` (a file for the process id of a child that does not end by itself), and
-`keep`. Without a rate a line is an env step, and at the end it tells its weights.
+later), `code` (its exit code then), `child` (a file for the process id of a child that does not end by itself),
+`holds` (a file that it keeps open), and `keep`. Without a rate a line is an env step, and at the end it tells its
+weights.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ def train(settings: dict[str, Any], tell: Teller) -> None:
     if "child" in settings:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(settings["child"]).write_text(str(child.pid))
+    if "holds" in settings:
+        os.open(settings["holds"], os.O_WRONLY | os.O_CREAT)
     keep: Any = settings.get("keep")
     kept = Path(keep["folder"]) / "kept" if keep else None
     first = int(kept.read_text()) if kept is not None and kept.is_file() else 0
