@@ -20,7 +20,9 @@ import redis
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from benchmarks.suite.resident import RUNS, started
+from benchmarks.usage import below, command_line, launched_at
 from stagecoach.coordinator.catalog.run_folder import RunFolder
+from stagecoach.coordinator.services.ray_internals import HEAD_MODULE
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.keys import RunKeys
@@ -28,6 +30,7 @@ from stagecoach.shared.protocol.redis_client import connect_redis
 from stagecoach.shared.runtime.launch import LOGS
 
 _FIRST_UPDATE = "first update"
+_LAUNCHED = "Ray is launched"
 _END = "the end of a run"
 _AIMS = {_FIRST_UPDATE: 5.0, _END: 1.0}
 """Seconds."""
@@ -60,10 +63,9 @@ def measure(options: Options) -> Result:
         options.tell(f"{'round ' + str(repeat) if options.quick or repeat else 'warm-up'}: {seconds}")
     names = sorted(found[0], key=lambda name: statistics.median(one[name] for one in found))
     measures = [Measure(name, "s", [one[name] for one in found], better="less", aim=_AIMS.get(name)) for name in names]
-    own = [one["Ray is joined"] - one["imports and checks are done"] for one in found]
-    measures.append(
-        Measure("Ray's own start", "s", own, better="less", note="launched, serves, joined; others start meanwhile")
-    )
+    own = [one["Ray is joined"] - one[_LAUNCHED] for one in found]
+    note = "launched, serves, joined; the run is checked and other services start meanwhile"
+    measures.append(Measure("Ray's own start", "s", own, better="less", note=note))
     return Result(
         "start-up",
         "Seconds from the command `stagecoach train` to each milestone, the first update being the last one.",
@@ -99,13 +101,15 @@ def end() -> float:
 
 
 def _watched(folder: Path, process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """When the first fragment was in the log, and when the first update was published."""
+    """Times of Ray's launch, of the first fragment in the log, and of the first published update."""
     client, reached = None, dict[str, float]()
     deadline = time.monotonic() + _MOST_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(StagecoachError, OSError, redis.RedisError):
             client = client or _connected(folder)
             if client is not None:
+                if _LAUNCHED not in reached and (launched := _ray_launched(process.pid)) is not None:
+                    reached[_LAUNCHED] = launched
                 if client.exists(RunKeys(_RUN).produced):
                     reached.setdefault("first fragment", time.time())
                 if Flow(client, _RUN).read().version > 0:
@@ -113,6 +117,12 @@ def _watched(folder: Path, process: subprocess.Popen[bytes]) -> dict[str, float]
                     return {"first fragment": now} | reached | {_FIRST_UPDATE: now}
         time.sleep(0.01 if client is not None else 0.1)
     raise RuntimeError(f"no first update within {_MOST_SECONDS:g} s; the run's process says {process.poll()}")
+
+
+def _ray_launched(command: int) -> float | None:
+    """Start of the embedded Ray's head, a child of the command; it precedes the first line of the log."""
+    heads = [pid for pid in below(command) if HEAD_MODULE in command_line(pid)]
+    return launched_at(heads[0]) if heads else None
 
 
 def _connected(folder: Path) -> redis.Redis | None:
