@@ -29,23 +29,21 @@ from stagecoach.shared.base.process import (
     end_with_parent,
     exit_diagnostics,
 )
-from stagecoach.shared.runtime.zygote import Forked, fork
+from stagecoach.shared.runtime.zygote import HEAD, Forked, fork
 
 _LOGGER = logging.getLogger("stagecoach.launch")
 _TAIL_BYTES = 16 << 10
 """Bytes at the end of a standard error that are searched for how a process ended."""
-_HEAD = 8
-"""Bytes of a message's length."""
 
 
 def with_length(data: bytes) -> bytes:
-    return len(data).to_bytes(_HEAD, "big") + data
+    return len(data).to_bytes(HEAD, "big") + data
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
     """Splits what begins with a length into the bytes that it counts and the rest."""
-    end = _HEAD + int.from_bytes(data[:_HEAD], "big")
-    return data[_HEAD:end], data[end:]
+    end = HEAD + int.from_bytes(data[:HEAD], "big")
+    return data[HEAD:end], data[end:]
 
 
 @dataclass(frozen=True)
