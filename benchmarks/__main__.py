@@ -33,9 +33,9 @@ class Page:
     minutes: float
     """On two quiet cores with three repeats, everything installed."""
     module: str = ""
-    """In suite/, if not its name; the one of the `peers` pages is told which it is to measure."""
+    """Module in suite/, if its name differs from the page's. The `peers` module also receives the page's name."""
     most_repeats: int = 1000
-    """What one repeat takes minutes for is not repeated as often as asked."""
+    """Upper bound of `--repeats`, for pages whose single repeat takes minutes."""
 
 
 NAMES = {
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _minutes(name: str, repeats: int) -> float:
-    """What it takes, by what three repeats do."""
+    """Estimates the minutes of this many repeats from those of three."""
     page = NAMES[name]
     return page.minutes * (min(repeats, page.most_repeats) / min(3, page.most_repeats))
 

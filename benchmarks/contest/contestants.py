@@ -23,14 +23,14 @@ _RUNS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What all train, and how much at a time."""
+    """A task that all contestants train, and its batch sizes."""
 
     name: str
     environment: str
     algorithm: str
     envs: int
     steps: int
-    """Of each environment in a batch; for SAC, before as many gradient steps as there are transitions."""
+    """Steps of each environment in a batch. SAC then takes one gradient step per transition."""
     minibatch: int
     layers: tuple[int, ...]
     epochs: int = 4
@@ -63,7 +63,7 @@ class Contestant:
     program: str = ""
     """The module that trains with it, if not its library's."""
     source: str = ""
-    """Where its settings are from, unless they are the task's."""
+    """Source of its settings, if they differ from the task's."""
 
     @property
     def module(self) -> str:
@@ -72,7 +72,7 @@ class Contestant:
 
     @property
     def peer(self) -> str | None:
-        """Whose virtual environment it needs; None for this one."""
+        """Name of the peer whose virtual environment it needs; None for this one."""
         return _RUNS[self.library][1]
 
 
