@@ -23,6 +23,7 @@ class Copies(gym.vector.SyncVectorEnv):
         """The buffer of observations with the copies one below the other, if they are single arrays."""
         if type(space) is gym.spaces.Box and space.shape:
             self._rows = self._observations.reshape(-1, *space.shape[1:])
+            self._lengths = [space.shape[0]] * self.num_envs
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         infos: dict[str, Any] = {}
@@ -51,7 +52,7 @@ class Copies(gym.vector.SyncVectorEnv):
 
     def _collect(self) -> None:
         """Writes the last observation of each copy into the buffer."""
-        if self._rows is None:
+        if self._rows is None or [*map(len, self._env_obs)] != self._lengths:  # it raises where a length is wrong
             self._observations = concatenate(self.single_observation_space, self._env_obs, self._observations)
         else:
             np.concatenate(self._env_obs, out=self._rows)

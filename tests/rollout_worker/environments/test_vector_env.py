@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
+from stagecoach.rollout_worker.environments.copies import Copies
 from stagecoach.rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
 from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusable
 from stagecoach.shared.experience.counters import Phase
@@ -46,6 +48,19 @@ def test_step_distinguishes_ends_and_resets_at_once(vectorization: str, ends: st
         assert step.episodes == [(0, record), (1, record)]
         act(vector, 0)
         assert act(vector, 0).episodes[0][1] == EpisodeRecord(3.0, 2, success=True, metrics={"depth": 20.0})
+
+
+def test_copies_refuse_lengths_that_add_up() -> None:
+    def long_or_short(length: int) -> gym.Env[Any, Any]:
+        def resized(seen: Any) -> Any:
+            return np.resize(seen, length)
+
+        made = gym.make("CartPole-v1")
+        return gym.wrappers.TransformObservation(made, resized, made.observation_space)
+
+    copies = Copies([partial(long_or_short, 5), partial(long_or_short, 3)], copy=False)
+    with pytest.raises(ValueError, match="same shape"):
+        copies.reset(seed=[1, 2])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "native", "pettingzoo"])
