@@ -10,24 +10,22 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stagecoach.coordinator.services.embedded import spawn
 from stagecoach.coordinator.services.ray_head import zygote_token
 from stagecoach.rollout_worker.environments.checking.check import Check
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
 from stagecoach.shared.base import errors
 from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserError
-from stagecoach.shared.base.process import child_environment, exit_diagnostics
+from stagecoach.shared.base.process import exit_diagnostics
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.shared.runtime.role_process import Request
-from stagecoach.shared.runtime.zygote import Forked, fork
+from stagecoach.shared.runtime.role_process import Request, start
+from stagecoach.shared.runtime.zygote import Forked
 
 SHORT_STEPS = 10
 """Steps of the trial before a run; a wrong interface shows in the first."""
@@ -94,12 +92,13 @@ def try_environment(
     deadline = deadline_seconds or config.environment.step_deadline_seconds
     asked = {
         "config": config.model_dump(mode="json"), "steps": steps, "seed": seed, "deadline_seconds": deadline,
-        "import_path": sys.path, "whole": whole, "alone": alone, "any_api": any_api,
+        "whole": whole, "alone": alone, "any_api": any_api,
     }  # fmt: skip
     read, write = os.pipe()
     with tempfile.TemporaryFile() as said, open(read, "rb", buffering=0) as found:
         with open(write, "wb", buffering=0) as out:
-            process = _start(json.dumps(asked).encode(), out.fileno(), said.fileno())
+            request = Request.of(f"{_CHECK}:run", "trial", json.dumps(asked).encode(), "store")
+            process = start(request, zygote_token(), (out.fileno(), said.fileno(), said.fileno()))
         try:
             lines = list(_lines(process, found.fileno(), deadline + _GRACE_SECONDS))
         finally:
@@ -109,18 +108,6 @@ def try_environment(
             code = process.wait()
         said.seek(0)
         return _trial(lines, code or 0, said.read().decode(errors="replace"), deadline)
-
-
-def _start(asked: bytes, out: int, errors: int) -> subprocess.Popen[bytes] | Forked:
-    """Starts the trial's process, from the zygote of a run that is about to start, or as a new Python."""
-    request = Request.of(f"{_CHECK}:run", "trial", asked, "store")
-    if (forked := fork(zygote_token(), request.encoded(), (out, errors, errors))) is not None:
-        return forked
-    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-P", "-m", _CHECK]
-    return spawn(
-        command, asked, signal.SIGKILL, stdout=out, stderr=errors, env=child_environment("store", PYTHONPATH=paths)
-    )
 
 
 def _lines(process: subprocess.Popen[bytes] | Forked, out: int, silent_seconds: float) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,7 @@ from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_
 from stagecoach.coordinator.services.redis_servers import redis_binaries
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.local_disk import private_folder
-from stagecoach.shared.base.process import child_environment, end_with_parent, signals_after
+from stagecoach.shared.base.process import child_environment, spawn
 from stagecoach.shared.protocol.shared_memory import OWNER
 
 BUCKET = "stagecoach"
@@ -400,26 +400,6 @@ def rclone_binary() -> str:
 
 def new_secret() -> str:
     return secrets.token_hex(16)
-
-
-def spawn(command: list[str], given: bytes, ended_by: signal.Signals, **popen: Any) -> subprocess.Popen[bytes]:
-    """Starts a process in its own session and writes all of `given` to it, even during Ctrl-C.
-
-    The process receives the signal `ended_by` when the starting thread ends.
-    """
-    with contextlib.ExitStack() as undo:
-        with signals_after():
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent(ended_by), **popen
-            )
-            undo.callback(process.wait)  # nothing else knows of it yet
-            undo.callback(process.kill)
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(given)
-                process.stdin.close()
-        undo.pop_all()
-    return process
 
 
 def _spawn(command: list[str], log: Path, environment: dict[str, str], given: bytes = b"") -> subprocess.Popen[bytes]:

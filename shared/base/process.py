@@ -12,6 +12,7 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -150,6 +151,26 @@ def end_with_parent(number: signal.Signals) -> Callable[[], object]:
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def spawn(command: list[str], given: bytes, ended_by: signal.Signals, **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in its own session and writes all of `given` to it, even during Ctrl-C.
+
+    The process receives the signal `ended_by` when the starting thread ends.
+    """
+    with contextlib.ExitStack() as undo:
+        with signals_after():
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent(ended_by), **popen
+            )
+            undo.callback(process.wait)  # nothing else knows of it yet
+            undo.callback(process.kill)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(given)
+                process.stdin.close()
+        undo.pop_all()
+    return process
 
 
 def child_environment(*needs: Secrets, **given: str) -> dict[str, str]:

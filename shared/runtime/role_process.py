@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,8 +27,8 @@ from stagecoach.shared.base.process import (
     Secrets,
     at_rest,
     child_environment,
-    end_with_parent,
     exit_diagnostics,
+    spawn,
 )
 from stagecoach.shared.runtime.zygote import HEAD, Forked, fork
 
@@ -96,8 +97,7 @@ class RoleProcess:
         """Starts it, from the zygote of this name where that is possible; raises `OSError` where no process starts."""
         self._errors = _StandardError()
         self._result = tempfile.TemporaryFile()  # noqa: SIM115 – until `wait`; a pipe would block a role that reports much
-        forked = fork(zygote, request.encoded(), (1, 2, self._result.fileno()))
-        self._process: Forked | subprocess.Popen[bytes] = forked or _start(request, self._result.fileno())
+        self._process = start(request, zygote, (1, 2, self._result.fileno()))
         self.pid = self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
@@ -119,17 +119,17 @@ class RoleProcess:
         return RoleExit(self.pid, told["reason"], failure, told["fenced"], told["trace"])
 
 
-def _start(request: Request, result: int) -> subprocess.Popen[bytes]:
-    """Starts a new Python for it."""
+def start(request: Request, zygote: str, files: Sequence[int]) -> Forked | subprocess.Popen[bytes]:
+    """Starts the process of a request with these standard output, standard error and result, from this zygote where
+    that is possible, else as a new Python; raises `OSError` where no process starts."""
+    if (forked := fork(zygote, request.encoded(), files)) is not None:
+        return forked
+    *outputs, result = files
     command = [sys.executable, "-P", "-m", __name__, str(result)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, pass_fds=(result,), env=request.environment, start_new_session=True,
-        preexec_fn=end_with_parent(signal.SIGKILL),
+    return spawn(
+        command, request.encoded(), signal.SIGKILL, stdout=outputs[0], stderr=outputs[1], pass_fds=(result,),
+        env=request.environment,
     )  # fmt: skip
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # its end is told by `wait`
-        process.stdin.write(request.encoded())
-    return process
 
 
 class _StandardError:

@@ -1,6 +1,6 @@
 """Tries an environment in a process of its own: describes its agents and spaces, and lists everything wrong with it.
 
-Input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
+Input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call,
 `whole` (also check that the environment follows its seed), `alone` (without a run: each agent gets a separate policy)
 and `any_api` (accept a PettingZoo environment whatever the config says). Output on standard output, one line of JSON
 each: the call it is `doing`, a `problem`, the `description`, and `done`. A call beyond the deadline ends the process;
@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -327,7 +326,7 @@ def _copied(value: Any) -> Any:
     return np.nan_to_num(array) if array.dtype.kind == "f" else array  # NaN is equal to NaN here
 
 
-def run(given: bytes, _: str = "") -> NoReturn:
+def run(given: bytes, _: str) -> NoReturn:
     """Writes the findings; whatever the environment prints goes to standard error. Ends the process."""
     asked = json.loads(given)
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -339,7 +338,6 @@ def run(given: bytes, _: str = "") -> NoReturn:
     def send(line: dict[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
 
-    sys.path[:] = asked["import_path"]  # as of the process that asks
     try:
         check = Check(parse_config(asked["config"]), asked["seed"], asked["deadline_seconds"], send)
         check.run(asked["steps"], asked["whole"], asked["alone"], asked["any_api"])
@@ -347,7 +345,3 @@ def run(given: bytes, _: str = "") -> NoReturn:
         send({"error": type(error).__name__, "text": str(error)})
     send({"done": True})
     end(0)  # not even its threads, or what it does at exit, may hold us up
-
-
-if __name__ == "__main__":
-    run(sys.stdin.buffer.read())
