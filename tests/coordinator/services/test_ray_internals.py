@@ -14,7 +14,8 @@ from stagecoach.shared.base.code_version import SOURCE
 USED = (
     "ray._raylet.AuthenticationTokenLoader.instance", "ray._raylet.Config.initialize", "ray._raylet.GcsClient",
     "ray._private.ray_constants.ENABLE_RAY_CLUSTER", "ray._private.state.actors",
-    "ray._private.node.Node.start_api_server", "ray._private.utils.get_dashboard_dependency_error",
+    "ray._private.node.Node.start_api_server",
+    "ray._private.services._build_python_executable_command_memory_profileable",
     "ray._private.state.available_resources_per_node", "ray._private.worker.print_to_stdstream",
     "ray.job_config.JobConfig", "ray.actor.ActorHandle._actor_id",
 )  # fmt: skip
