@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where pages go, or what `check` compares with (docs/benchmarks/; "
                         "nothing is written there with --quick or --only)")  # fmt: skip
     given = parser.parse_args(arguments)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process of a run compiles all modules again
     checking, out = "check" in given.names, given.out or PAGES
     keeps = given.out is not None or not (given.quick or given.only)
     names = [name for name in given.names if name != "check"]
