@@ -27,7 +27,7 @@ _CHECKPOINTS = {
     "trainer": {"device": "cpu"}, "evaluation": {"episodes": 1, "num_envs": 1},
     "checkpoint": {"every": "100000 updates"},
 }  # fmt: skip
-_CARTPOLE_OURS = {
+_CARTPOLE_OURS: dict[str, Any] = {
     "environment": {"id": "CartPole-v1", "num_envs": 8},
     "algorithm": {
         "name": "ppo", "learning_rate": {**_OF_200_K, "start": 1e-3}, "clip_range": {**_OF_200_K, "start": 0.2},
@@ -35,6 +35,15 @@ _CARTPOLE_OURS = {
     },
     "rollout": {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2},
     "stop_at": {"env_steps": 400_000}, **_CHECKPOINTS,
+}  # fmt: skip
+_CARTPOLE_OVERLAPPED: dict[str, Any] = {
+    **_CARTPOLE_OURS,
+    "environment": {"id": "CartPole-v1", "num_envs": 16},
+    "algorithm": {
+        **_CARTPOLE_OURS["algorithm"], "learning_rate": {**_OF_200_K, "start": 1.5e-3}, "epochs": 6,
+        "minibatch_size": 256,
+    },
+    "rollout": {**_CARTPOLE_OURS["rollout"], "max_policy_lag": 1},
 }  # fmt: skip
 _PENDULUM_OURS = {
     "environment": {"id": "Pendulum-v1", "num_envs": 4},
@@ -46,11 +55,17 @@ _SB3_PPO = {
     "algorithm": "ppo", "policy": "MlpPolicy", "vector": "dummy", "threads": 1,
     "policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": "Tanh"},
 }  # fmt: skip
-_SB3_CARTPOLE = {
+_SB3_CARTPOLE: dict[str, Any] = {
     **_SB3_PPO, "environment": "CartPole-v1", "num_envs": 8, "total_env_steps": 200_000,
     "arguments": {
         "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "ent_coef": 0.0,
         "learning_rate": ["linear", 0.001], "clip_range": ["linear", 0.2],
+    },
+}  # fmt: skip
+_SB3_CARTPOLE_AS_OURS = {
+    **_SB3_CARTPOLE, "num_envs": 16,
+    "arguments": {
+        **_SB3_CARTPOLE["arguments"], "n_steps": 64, "n_epochs": 6, "learning_rate": ["linear", 0.0015],
     },
 }  # fmt: skip
 _SB3_PENDULUM_PPO = {
@@ -96,9 +111,12 @@ class Goal:
 
 GOALS = (
     Goal("CartPole-v1 to 475", 475.0, 100, (
-        Contestant(OURS, speed={"PPO": {"config": _CARTPOLE_OURS}}, source="examples/cartpole.yaml, over 200 k"),
+        Contestant(OURS, speed={"PPO": {"config": _CARTPOLE_OURS}, "PPO, lag 1": {"config": _CARTPOLE_OVERLAPPED}},
+                   source="examples/cartpole.yaml, over 200 k, and with 16 environments, 6 epochs, lag 1"),
         Contestant(f"{OURS} --inline", speed={"PPO": {"config": _CARTPOLE_OURS, "inline": True}}, source="the same"),
         Contestant(STABLE_BASELINES3, STABLE_BASELINES3, {"PPO": _SB3_CARTPOLE}, source=f"{_ZOO} over 200 k env steps"),
+        Contestant(f"{STABLE_BASELINES3}, settings as ours", STABLE_BASELINES3, {"PPO": _SB3_CARTPOLE_AS_OURS},
+                   source="16 environments, 6 epochs and the learning rate of Stagecoach's second settings"),
         Contestant(TORCHRL, TORCHRL, {"PPO": _TORCHRL_CARTPOLE}, source=_SAME),
         Contestant(RLLIB, RLLIB, {"PPO": _RLLIB_CARTPOLE}, source="its examples/algorithms/ppo/cartpole_ppo.py"),
     )),
