@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OURS, STABLE_BASELINES3, TORCHRL, RLLIB = "Stagecoach", "Stable-Baselines3", "TorchRL", "RLlib"
+SETTINGS_AS_OURS = f"{STABLE_BASELINES3}, settings as ours"
 WITHOUT_END = 10**9
 _PROGRAMS = "benchmarks.contest.programs"
 _RUNS = {
@@ -91,9 +92,10 @@ def contestants(task: Task) -> list[Contestant]:
 
 
 def stagecoach(task: Task, lag: int) -> dict[str, dict[str, Any]]:
-    """Checkpoints, and the evaluations that come with them, are none of the others' business: the first one only."""
+    """One worker or two; the trainer's threads; the learner compiled or not. Of checkpoints, and the evaluations that
+    come with them, there is the first one only, since the others write none."""
     found = {}
-    for workers in (1, 2):
+    for workers, threads, compiled in ((1, 1, False), (2, 1, False), (2, 2, False), (1, 1, True), (2, 1, True)):
         environment: dict[str, Any] = {"id": task.environment, "num_envs": task.envs // workers}
         if task.environment == "images":
             environment["id"] = f"{_PROGRAMS}.images:make"
@@ -115,13 +117,14 @@ def stagecoach(task: Task, lag: int) -> dict[str, dict[str, Any]]:
                 "workers": workers, "fragment_steps": task.steps, "fragments_per_update": workers,
                 "max_policy_lag": lag,
             },
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "torch_threads": threads, "compile": compiled},
             "evaluation": {"episodes": 1, "num_envs": 1},
             "checkpoint": {"every": "100000 updates"}, "stop_at": {"env_steps": WITHOUT_END},
         }  # fmt: skip
         if task.algorithm == "sac":
             config["heatup"] = f"{HEATUP} env_steps"
-        found[f"{workers} worker{'s' * (workers > 1)}"] = {"config": config}
+        name = f"{workers} worker{'s' * (workers > 1)}, {_threads(threads)}{', compiled' * compiled}"
+        found[name] = {"config": config}
     return found
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.contest.contestants import OURS, RLLIB, STABLE_BASELINES3, TORCHRL
+from benchmarks.contest.contestants import OURS, RLLIB, SETTINGS_AS_OURS, STABLE_BASELINES3, TORCHRL
 from benchmarks.kit.measure import Measure, Result, read
 from benchmarks.kit.report import figure, made_with, old, remarks, settings_of
 
-_LIBRARIES = (OURS, f"{OURS} --inline", STABLE_BASELINES3, TORCHRL, RLLIB)
-_COLORS = ("tab:red", "lightcoral", "tab:blue", "tab:green", "tab:gray")
+_COLORS = {
+    OURS: "tab:red", f"{OURS} --inline": "lightcoral", STABLE_BASELINES3: "tab:blue", SETTINGS_AS_OURS: "lightblue",
+    TORCHRL: "tab:green", RLLIB: "tab:gray",
+}  # fmt: skip
+"""Columns of the table in their order, with the colors of their bars."""
 _RECOVERY = "learning again after kill -9 of everything"
 
 
@@ -22,7 +25,7 @@ def write_leaderboard(result: Result, folder: Path) -> None:
     """From `time-to`, and from `peers-recovery` where that has been measured."""
     found = _seconds(result, folder)
     goals = list(dict.fromkeys(goal for goal, _ in found))
-    there = [library for library in _LIBRARIES if any((goal, library) in found for goal in goals)]
+    there = [library for library in _COLORS if any((goal, library) in found for goal in goals)]
     lines = [f"| seconds to | {' | '.join(there)} |", "|---" * (len(there) + 1) + "|"]
     for goal in goals:
         cells = [_cell(found.get((goal, library)), goal, found) for library in there]
@@ -68,6 +71,8 @@ def _cell(measure: Measure | None, goal: str, found: dict[tuple[str, str], Measu
         return "–"
     best = min(other.median for (its, _), other in found.items() if its == goal)
     shown = f"**{figure(measure.median)}**" if measure.median == best else figure(measure.median)
+    if "not reached" in measure.note:
+        shown = f"≥ {figure(measure.median)}"
     if len(measure.samples) < 2:
         return shown
     return f"{shown} ({figure(min(measure.samples))} – {figure(max(measure.samples))})"
@@ -85,7 +90,7 @@ def _draw(found: dict[tuple[str, str], Measure], goals: list[str], there: list[s
                 continue
             median = statistics.median(measure.samples)
             spread = [[median - min(measure.samples)], [max(measure.samples) - median]]
-            axes.barh(place, median, xerr=spread, color=_COLORS[_LIBRARIES.index(library)], ecolor="black", capsize=2)
+            axes.barh(place, median, xerr=spread, color=_COLORS[library], ecolor="black", capsize=2)
             axes.text(max(measure.samples), place, f"  {library}, {figure(median)} s", va="center", fontsize="x-small")
             place += 1
         ticks.append((first + place - 1) / 2)

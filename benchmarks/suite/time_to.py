@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.contest.contestants import OURS, RLLIB, STABLE_BASELINES3, TORCHRL, Contestant
+from benchmarks.contest.contestants import OURS, RLLIB, SETTINGS_AS_OURS, STABLE_BASELINES3, TORCHRL, Contestant
 from benchmarks.contest.virtual_environments import NotInstalled
 from benchmarks.contest.watching import Program, ProgramFailed, seconds_to
 from benchmarks.kit.measure import Measure, Result
@@ -50,6 +50,15 @@ _PENDULUM_OURS = {
     "policies": {"default": {"hidden_sizes": [64, 64], "activation": "relu"}},
     "algorithm": {"name": "sac", "learning_rate": 1e-3, "replay_buffer": {"kind": "uniform", "capacity": 20_000}},
     "heatup": "512 env_steps", "rollout": {"workers": 2}, "stop_at": {"env_steps": 40_000}, **_CHECKPOINTS,
+}  # fmt: skip
+_PENDULUM_PPO_OURS = {
+    "environment": {"id": "Pendulum-v1", "num_envs": 8},
+    "policies": {"default": {"normalize_observations": True, "normalize_rewards": True}},
+    "algorithm": {
+        "name": "ppo", "learning_rate": 1e-3, "gamma": 0.9, "gae_lambda": 0.95, "epochs": 10, "minibatch_size": 256,
+    },
+    "rollout": {"workers": 2, "fragment_steps": 128, "fragments_per_update": 2, "max_policy_lag": 1},
+    "stop_at": {"env_steps": 400_000}, **_CHECKPOINTS,
 }  # fmt: skip
 _SB3_PPO = {
     "algorithm": "ppo", "policy": "MlpPolicy", "vector": "dummy", "threads": 1,
@@ -115,14 +124,16 @@ GOALS = (
                    source="examples/cartpole.yaml, over 200 k, and with 16 environments, 6 epochs, lag 1"),
         Contestant(f"{OURS} --inline", speed={"PPO": {"config": _CARTPOLE_OURS, "inline": True}}, source="the same"),
         Contestant(STABLE_BASELINES3, STABLE_BASELINES3, {"PPO": _SB3_CARTPOLE}, source=f"{_ZOO} over 200 k env steps"),
-        Contestant(f"{STABLE_BASELINES3}, settings as ours", STABLE_BASELINES3, {"PPO": _SB3_CARTPOLE_AS_OURS},
+        Contestant(SETTINGS_AS_OURS, STABLE_BASELINES3, {"PPO": _SB3_CARTPOLE_AS_OURS},
                    source="16 environments, 6 epochs and the learning rate of Stagecoach's second settings"),
         Contestant(TORCHRL, TORCHRL, {"PPO": _TORCHRL_CARTPOLE}, source=_SAME),
         Contestant(RLLIB, RLLIB, {"PPO": _RLLIB_CARTPOLE}, source="its examples/algorithms/ppo/cartpole_ppo.py"),
     )),
     Goal("Pendulum-v1 to -200", -200.0, 20, (
-        Contestant(OURS, speed={"SAC": {"config": _PENDULUM_OURS}}, source="examples/pendulum_sac.yaml"),
-        Contestant(f"{OURS} --inline", speed={"SAC": {"config": _PENDULUM_OURS, "inline": True}}, source="the same"),
+        Contestant(OURS, speed={"PPO": {"config": _PENDULUM_PPO_OURS}, "SAC": {"config": _PENDULUM_OURS}},
+                   source="examples/pendulum.yaml with lag 1, examples/pendulum_sac.yaml"),
+        Contestant(f"{OURS} --inline", speed={"SAC": {"config": _PENDULUM_OURS, "inline": True}},
+                   source="examples/pendulum_sac.yaml"),
         Contestant(STABLE_BASELINES3, STABLE_BASELINES3, {"PPO": _SB3_PENDULUM_PPO, "SAC": _SB3_PENDULUM_SAC},
                    source=_ZOO),
         Contestant(TORCHRL, TORCHRL, {"SAC": _TORCHRL_PENDULUM}, source="the settings of examples/pendulum_sac.yaml"),
@@ -200,10 +211,12 @@ def measures_of(entries: list[Entry], most: float) -> list[Measure]:
         lines.append(Measure(entry.line, "s", entry.samples, better="less", note=note))
     there = {entry.line for entry in entries}
     for entry in entries:
-        other = f"{entry.goal.name}: {STABLE_BASELINES3}"
-        if entry.one.name == OURS and other in there:
-            what = f"{entry.line}, beside {STABLE_BASELINES3}"
-            lines.append(Measure(what, "s", entry.samples, against=other, aim=_AIM, better="less"))
+        for one in (STABLE_BASELINES3, SETTINGS_AS_OURS):
+            other = f"{entry.goal.name}: {one}"
+            if entry.one.name == OURS and other in there:
+                aim = _AIM if one == STABLE_BASELINES3 else None
+                what = f"{entry.line}, beside {one}"
+                lines.append(Measure(what, "s", entry.samples, against=other, aim=aim, better="less"))
     return lines
 
 

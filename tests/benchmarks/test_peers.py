@@ -104,7 +104,7 @@ def test_recovery_counts_steps_and_compares_weights(tmp_path: Path) -> None:
 
 def test_killed_stagecoach_run_reports_only_its_new_start(tmp_path: Path) -> None:
     """Redis still has the row of the last update before the kill; without a checkpoint since, all of it is lost."""
-    config = stagecoach(CARTPOLE, 0)["1 worker"]["config"]
+    config = stagecoach(CARTPOLE, 0)["1 worker, 1 thread"]["config"]
     config |= {"checkpoint": {"every": "1000 updates"}, "stop_at": {"env_steps": 16 * CARTPOLE.batch}}
     settings = {"config": config, "inline": True, "keep": {"folder": str(tmp_path / "kept")}, "seed": 1}
     program = Program("benchmarks.contest.programs.stagecoach_run", Path(sys.executable), settings)

@@ -12,6 +12,9 @@ from collections import deque
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.contest.programs.images import environment
 from benchmarks.contest.programs.telling import WINDOW_EPISODES, Teller, given
 
@@ -44,8 +47,6 @@ class Episodes:
 
 def train(settings: dict[str, Any], tell: Teller) -> None:
     """Until it is ended from outside, or has trained `total_env_steps`."""
-    import torch
-
     torch.set_num_threads(settings["threads"])
     torch.manual_seed(settings["seed"])
     learner = (_PPO if settings["algorithm"] == "ppo" else _SAC)(settings)
@@ -135,7 +136,6 @@ class _Learner:
 
 class _PPO(_Learner):
     def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
         from tensordict.nn import TensorDictModule
         from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
         from torchrl.modules import ProbabilisticActor, ValueOperator
@@ -146,7 +146,7 @@ class _PPO(_Learner):
         arguments = settings["arguments"]
         images = settings["environment"] == "images"
         spaces, layers = self.spaces, settings["layers"]
-        common: Any = _nature() if images else None
+        common: Any = _Nature() if images else None
         inputs = 512 if images else spaces.observation_space.shape[0]
         if discrete := hasattr(spaces.action_space, "n"):
             outputs, distribution, names = int(spaces.action_space.n), torch.distributions.Categorical, ["logits"]
@@ -159,7 +159,7 @@ class _PPO(_Learner):
         if images:
             actor, critic = torch.nn.Sequential(common, actor), torch.nn.Sequential(common, critic)
         if not discrete:
-            actor = _gaussian(actor, outputs)
+            actor = _Gaussian(actor, outputs)
         self.acting = ProbabilisticActor(
             TensorDictModule(actor, ["observation"], names),
             in_keys=names,
@@ -183,8 +183,6 @@ class _PPO(_Learner):
         self._descend = torch.compile(self._step) if settings["compile"] else self._step
 
     def learn(self, batch: Any) -> None:
-        import torch
-
         if over := self.settings["arguments"].get("anneal_over"):
             self._adam.param_groups[0]["lr"] = self._lr * max(0.0, 1 - self.progress["env_steps"] / over)
         with torch.no_grad():
@@ -195,8 +193,6 @@ class _PPO(_Learner):
                 self._descend(minibatch)
 
     def _step(self, minibatch: Any) -> None:
-        import torch
-
         losses = self.loss(minibatch)
         total = losses["loss_objective"] + losses["loss_critic"]
         if losses.get("loss_entropy", None) is not None:
@@ -209,7 +205,6 @@ class _PPO(_Learner):
 
 class _SAC(_Learner):
     def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
         from tensordict.nn import TensorDictModule
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -219,13 +214,13 @@ class _SAC(_Learner):
         arguments = settings["arguments"]
         space, layers = self.spaces.action_space, settings["layers"]
         seen, size = self.spaces.observation_space.shape[0], self.spaces.action_space.shape[0]
-        actor = _squashed(_mlp(seen, layers, 2 * size, torch.nn.ReLU))
+        actor = _Squashed(_mlp(seen, layers, 2 * size, torch.nn.ReLU))
         self.acting = ProbabilisticActor(
             TensorDictModule(actor, ["observation"], ["loc", "scale"]), in_keys=["loc", "scale"],
             distribution_class=TanhNormal,
             distribution_kwargs={"low": torch.as_tensor(space.low), "high": torch.as_tensor(space.high)},
         )  # fmt: skip
-        critic = ValueOperator(_joined(_mlp(seen + size, layers, 1, torch.nn.ReLU)), in_keys=["observation", "action"])
+        critic = ValueOperator(_Joined(_mlp(seen + size, layers, 1, torch.nn.ReLU)), in_keys=["observation", "action"])
         self.loss = SACLoss(self.acting, critic, num_qvalue_nets=2, loss_function="l2", action_spec=None,
                             target_entropy=-float(size))  # fmt: skip
         self.loss.make_value_estimator(gamma=arguments.get("gamma", 0.99))
@@ -259,8 +254,6 @@ class _SAC(_Learner):
 
 
 def _mlp(inputs: int, layers: list[int], outputs: int, activation: Any = None) -> Any:
-    from torch import nn
-
     found: list[Any] = []
     for size in layers:
         found += [nn.Linear(inputs, size), (activation or nn.Tanh)()]
@@ -268,55 +261,47 @@ def _mlp(inputs: int, layers: list[int], outputs: int, activation: Any = None) -
     return nn.Sequential(*found, nn.Linear(inputs, outputs))
 
 
-def _module(forward: Any) -> Any:
-    """A class of modules around one other."""
-    import torch
+class _Around(nn.Module):
+    """A module around one other; at the top level, since collectors in processes of their own receive it pickled."""
 
-    class Around(torch.nn.Module):
-        def __init__(self, inner: Any, size: int = 0) -> None:
-            super().__init__()
-            self.inner = inner
-            if size:
-                self.log_std = torch.nn.Parameter(torch.zeros(size))
-
-        def forward(self, *given: Any) -> Any:
-            return forward(self, *given)
-
-    return Around
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
 
-def _gaussian(inner: Any, size: int) -> Any:
-    return _module(lambda own, seen: (mean := own.inner(seen), own.log_std.exp().expand_as(mean)))(inner, size)
+class _Gaussian(_Around):
+    def __init__(self, inner: nn.Module, size: int) -> None:
+        super().__init__(inner)
+        self.log_std = nn.Parameter(torch.zeros(size))
+
+    def forward(self, seen: Any) -> Any:
+        mean = self.inner(seen)
+        return mean, self.log_std.exp().expand_as(mean)
 
 
-def _squashed(inner: Any) -> Any:
-    def forward(own: Any, seen: Any) -> Any:
-        mean, log_std = own.inner(seen).chunk(2, dim=-1)
+class _Squashed(_Around):
+    def forward(self, seen: Any) -> Any:
+        mean, log_std = self.inner(seen).chunk(2, dim=-1)
         return mean, log_std.clamp(-20, 2).exp()
 
-    return _module(forward)(inner)
+
+class _Joined(_Around):
+    def forward(self, seen: Any, action: Any) -> Any:
+        return self.inner(torch.cat([seen, action], dim=-1))
 
 
-def _joined(inner: Any) -> Any:
-    import torch
-
-    return _module(lambda own, seen, action: own.inner(torch.cat([seen, action], dim=-1)))(inner)
-
-
-def _nature() -> Any:
+class _Nature(_Around):
     """Convolutions over bytes `[…, 4, 84, 84]`, as in Mnih et al. 2015."""
-    from torch import nn
 
-    layers = nn.Sequential(
-        nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
-    )  # fmt: skip
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(
+            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
+        ))  # fmt: skip
 
-    def forward(own: Any, seen: Any) -> Any:
+    def forward(self, seen: Any) -> Any:
         ahead = seen.shape[:-3]
-        return own.inner(seen.reshape(-1, *seen.shape[-3:]).float() / 255).reshape(*ahead, 512)
-
-    return _module(forward)(layers)
+        return self.inner(seen.reshape(-1, *seen.shape[-3:]).float() / 255).reshape(*ahead, 512)
 
 
 if __name__ == "__main__":
