@@ -56,6 +56,35 @@ def test_driver_survives_dead_ray_despite_collector(tmp_path: Path, how: str, fa
     assert fate in done.stderr
 
 
+NO_AGENT = """
+import os, signal, sys, time
+from pathlib import Path
+from stagecoach.coordinator.services.ray_head import hold_ray
+from tests.conftest import minimal_config
+
+head = hold_ray(minimal_config(), Path(sys.argv[1]))
+head.wait()
+raylet = head.parts()["raylet"]
+threads = Path(f"/proc/{raylet}/task").iterdir()
+children = [child for thread in threads for child in (thread / "children").read_text().split()]
+names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in children}
+(waits,) = [child for child, name in names.items() if name.startswith("cat")]
+print(any("ashboard" in name for name in names.values()), flush=True)
+os.kill(raylet, signal.SIGKILL)
+until = time.monotonic() + 30
+while Path(f"/proc/{waits}").exists() and time.monotonic() < until:
+    time.sleep(0.05)
+print(Path(f"/proc/{waits}").exists(), flush=True)
+head.release()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_script_in_place_of_dashboard_agent_ends_with_raylet(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_AGENT, tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "False"]), done
+
+
 TWO_RUNS = """
 import os, signal, sys, threading
 from stagecoach.coordinator.run_access.run import Run
