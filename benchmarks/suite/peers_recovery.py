@@ -60,7 +60,7 @@ def measure(options: Options) -> Result:
 
 def _entered(env_steps: int) -> list[Contestant]:
     """With an end, and checkpoints."""
-    config = stagecoach(CARTPOLE, 0)["1 worker"]["config"]
+    config = stagecoach(CARTPOLE, 0)["1 worker, 1 thread"]["config"]
     config |= {"checkpoint": {"every": f"{_EVERY} env_steps"}, "stop_at": {"env_steps": env_steps}}
     own = {
         STABLE_BASELINES3: next(iter(stable_baselines3(CARTPOLE).values())),
