@@ -142,7 +142,7 @@ def _draws(options: Options) -> list[Measure]:
 def _together(options: Options) -> tuple[list[Measure], list[str]]:
     """PPO on CartPole with two processes that act, ours beside the others: all processes of each at work."""
     wanted = {
-        OURS: stagecoach(CARTPOLE, 1)["2 workers"], TORCHRL: torchrl(CARTPOLE)["2 collectors, 2 threads"],
+        OURS: stagecoach(CARTPOLE, 1)["2 workers, 1 thread"], TORCHRL: torchrl(CARTPOLE)["2 collectors, 2 threads"],
         RLLIB: rllib(CARTPOLE)["2 env runners"],
         STABLE_BASELINES3: next(iter(stable_baselines3(CARTPOLE).values()))
         | {"vector": "subproc", "num_envs": 2, "arguments": {"n_steps": 2048, "batch_size": 1024, "n_epochs": 4}},
