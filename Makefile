@@ -9,9 +9,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 REPORTS := .pytest_cache/reports
 BIOME := @biomejs/biome@2.3.8
 
-# With it each process of a run compiles all modules again.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: help demo test test-rest test-all test-nightly nightly durations soak walks learning bench bench-check check format lint types tests docs lock clean
 
 help:
