@@ -39,7 +39,8 @@ def write_leaderboard(result: Result, folder: Path) -> None:
         "repeats; the fastest is bold; a dash was not measured.\n",
         "\n".join(lines) + "\n" if found else "Nothing was measured.\n",
         "![Seconds until each goal is reached, for each library](time-to.png)\n" if found else "",
-        f"## How to repeat it\n\n<!-- not run: half an hour, and the peers -->\n```sh\n{result.command}\npython -m benchmarks peers-recovery --repeats 3\n```\n\n"
+        f"## How to repeat it\n\n<!-- not run: half an hour, and the peers -->\n```sh\n{result.command}\n"
+        "python -m benchmarks peers-recovery --repeats 3\n```\n\n"
         "It installs the peers from PyPI into `.bench/` the first time.\n",
         f"## What is counted\n\n{result.question.strip()}\n\n"
         "[What a kill costs](peers-recovery.md) has its own page.\n",
