@@ -29,7 +29,7 @@ CONNECT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
 
 def without_unused_servers(parameters: Any, head: bool) -> None:
     """Disables the server for Ray Client (`ray://`), the process of the dashboard, which starts even if it is excluded,
-    and the dashboard's agent: four seconds of processor time, and 300 MB."""
+    and the dashboard's agent: four seconds of processor time."""
     import ray._private.node
     import ray._private.services
 

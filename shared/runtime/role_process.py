@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -119,15 +118,15 @@ class RoleProcess:
         return RoleExit(self.pid, told["reason"], failure, told["fenced"], told["trace"])
 
 
-def start(request: Request, zygote: str, files: Sequence[int]) -> Forked | subprocess.Popen[bytes]:
+def start(request: Request, zygote: str, files: tuple[int, int, int]) -> Forked | subprocess.Popen[bytes]:
     """Starts the process of a request with these standard output, standard error and result, from this zygote where
     that is possible, else as a new Python; raises `OSError` where no process starts."""
     if (forked := fork(zygote, request.encoded(), files)) is not None:
         return forked
-    *outputs, result = files
+    out, errors, result = files
     command = [sys.executable, "-P", "-m", __name__, str(result)]
     return spawn(
-        command, request.encoded(), signal.SIGKILL, stdout=outputs[0], stderr=outputs[1], pass_fds=(result,),
+        command, request.encoded(), signal.SIGKILL, stdout=out, stderr=errors, pass_fds=(result,),
         env=request.environment,
     )  # fmt: skip
 
