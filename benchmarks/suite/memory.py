@@ -163,7 +163,7 @@ def _together(options: Options) -> tuple[list[Measure], list[str]]:
         measures.append(Measure(line, "MB (PSS)", samples, better="less"))
     ours = [measure for measure in measures if measure.what.startswith(OURS)]
     return measures + [
-        Measure(f"{ours[0].what}, beside {other.what.partition(':')[0]}", "MB (PSS)", ours[0].samples,
+        Measure(f"{ours[0].what}, compared with {other.what.partition(':')[0]}", "MB (PSS)", ours[0].samples,
                 against=other.what, better="less")
         for other in measures if ours and other not in ours
     ], remarks  # fmt: skip

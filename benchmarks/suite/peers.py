@@ -223,10 +223,10 @@ def _measures(task: Task, there: list[Contestant], found: Found) -> list[Measure
                 aim = _AIMS.get((task.name, other.library)) if number == 0 else None
                 if number and other.library == STABLE_BASELINES3:
                     aim = _LOCKSTEP_AIM
-                what = f"{_line(task, one)}, beside {other.library}"
+                what = f"{_line(task, one)}, compared with {other.library}"
                 lines.append(Measure(what, _SPEED, samples, against=_line(task, other), aim=aim))
     if ours and floor and task is CARTPOLE:
-        samples, what = found.samples[_line(task, ours[0])], f"{_line(task, ours[0])}, beside the floor"
+        samples, what = found.samples[_line(task, ours[0])], f"{_line(task, ours[0])}, compared with the floor"
         lines.append(Measure(what, _SPEED, samples, against=floor, aim=_FLOOR_AIM))
     return lines
 

@@ -215,7 +215,7 @@ def measures_of(entries: list[Entry], most: float) -> list[Measure]:
             other = f"{entry.goal.name}: {one}"
             if entry.one.name == OURS and other in there:
                 aim = _AIM if one == STABLE_BASELINES3 else None
-                what = f"{entry.line}, beside {one}"
+                what = f"{entry.line}, compared with {one}"
                 lines.append(Measure(what, "s", entry.samples, against=other, aim=aim, better="less"))
     return lines
 

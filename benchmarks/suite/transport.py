@@ -187,7 +187,7 @@ def _beside_others(options: Options, made: Hall, size: Size) -> tuple[list[Measu
     measures = []
     for name in programs:
         measures.append(Measure(name, "fragments/s", samples[name]))
-        measures.append(Measure(f"ours beside {name}", "fragments/s", samples["ours"], name, 1.0))
+        measures.append(Measure(f"ours, compared with {name}", "fragments/s", samples["ours"], name, 1.0))
     return measures, remarks
 
 

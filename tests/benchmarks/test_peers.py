@@ -122,10 +122,10 @@ def test_ratios_compare_with_the_best_knobs_of_a_library(tmp_path: Path) -> None
     result = contest("peers", {CARTPOLE: entered}, Options(2, quick=False, cache=tmp_path), _TIMES)
     task = CARTPOLE.name
     lines = {measure.what.removeprefix(f"{task}: "): measure for measure in result.measures}
-    assert set(lines) == {"the floor", "ours", "theirs", "ours, beside RLlib", "ours, beside the floor"}
+    assert set(lines) == {"the floor", "ours", "theirs", "ours, compared with RLlib", "ours, compared with the floor"}
     assert all(len(measure.samples) == 2 for measure in result.measures)
     assert lines["ours"].note.startswith("many, the best of 2 tried")
-    beside = lines["ours, beside RLlib"]
+    beside = lines["ours, compared with RLlib"]
     assert (beside.against, beside.aim) == (f"{task}: theirs", 6.5)
     assert result.ratios(beside) == pytest.approx([6.0, 6.0], rel=0.05)
     assert [remark for remark in result.remarks if "broken" in remark and "its last words" in remark]
