@@ -20,7 +20,7 @@ help:
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make durations  write tests/durations.json anew from the reports of the last make test, test-rest and test-nightly"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
-	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 3\"; all of them take some 90 minutes)"
+	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 3\"; all of them take some two hours)"
 	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
 	@echo "make check   format, lint, types, tests"
 	@echo "make docs    write docs/reference/config.md anew and build the documentation into site/"
