@@ -159,7 +159,7 @@ def _bars(result: Result, measures: Sequence[Measure], path: Path) -> None:
     axes.set_yticks(range(len(measures)), [f"{one.what}\n÷ {one.against}" for one in measures], fontsize="x-small")
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linewidth=1, linestyle="--")
-    axes.set_xlabel("ratio, median and spread over repeats; red: the aim")
+    axes.set_xlabel("ratio: median, spread; red: aim")
     axes.set_title(result.benchmark, fontsize="medium")
     picture.savefig(path, format="png", metadata={"Software": None})
 
