@@ -6,7 +6,6 @@ played again from other starts. Scores choose the best checkpoint and may end th
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -20,7 +19,7 @@ import torch
 from stagecoach.rollout_worker.matches import FixedPlayers
 from stagecoach.rollout_worker.playing import evaluate_policies
 from stagecoach.rollout_worker.watchdog import Watchdog
-from stagecoach.shared.base import errors
+from stagecoach.shared.base import errors, world
 from stagecoach.shared.base.failure import Failure, RoleEnd
 from stagecoach.shared.base.printable import score_in_words
 from stagecoach.shared.config.run_config import Config
@@ -185,7 +184,7 @@ class Evaluator:
                 due = [name for name in due_evaluations(self._context.checkpoints.store) if name not in done]
                 self.postpones = any(name in self._postponed for name in due)
                 for name in due:
-                    if time.monotonic() >= self._postponed.get(name, (0, 0.0))[1]:
+                    if world.monotonic() >= self._postponed.get(name, (0, 0.0))[1]:
                         return name
             pointer = self._context.checkpoints.pointer()
             return None if pointer is None or pointer.latest in done else pointer.latest
@@ -208,7 +207,7 @@ class Evaluator:
 
     def _evaluate(self, name: str) -> None:
         context = self._context
-        started = time.monotonic()
+        started = world.monotonic()
         self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
             found = self._stored(name)
@@ -231,15 +230,15 @@ class Evaluator:
                 if tries == 2:
                     context.emit_event("evaluation", f"{name} cannot be evaluated: {error}")
                 pause = _POLL_SECONDS if tries == 1 else _POSTPONED_SECONDS
-                self._postponed[name] = tries, time.monotonic() + pause
-            time.sleep(_POLL_SECONDS)
+                self._postponed[name] = tries, world.monotonic() + pause
+            world.sleep(_POLL_SECONDS)
             return
         except errors.EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
             context.emit_event("environment", f"evaluator: {errors.headline(error)}")
             if self._failures.ended():
                 raise
-            time.sleep(_POLL_SECONDS)
+            world.sleep(_POLL_SECONDS)
             return
         self._failures.record_progress((self.heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
@@ -247,7 +246,7 @@ class Evaluator:
         events.record_evaluation(context.redis, context.run_id, name, scores)
         context.emit_event("evaluation", f"{name} scores {score_in_words(scores)}", **scores)
         progress = {"evaluations": self.heartbeat.progress["evaluations"] + 1, "checkpoint": name}
-        self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
+        self.heartbeat.progress = progress | {"seconds": round(world.monotonic() - started, 3)}
         self.check_solved()
 
     def _stored(self, name: str) -> Checkpoint:

@@ -1,6 +1,5 @@
 """Whole episodes outside of training, by a run's policies or anything else that acts."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
@@ -13,6 +12,7 @@ from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
 from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import EnvironmentFailure
 from stagecoach.shared.config.environments.parameters import evaluated_table
 from stagecoach.shared.config.run_config import Config
@@ -59,15 +59,15 @@ def play_episodes(
             begun(index)
         now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         acts = {policy_id: mask for policy_id, (_, mask) in began.items()}
-        started = asked = time.monotonic()
+        started = asked = world.monotonic()
         while any(done < share for done, share in zip(progress, shares, strict=True)):
-            if time.monotonic() - started > deadline_seconds:
+            if world.monotonic() - started > deadline_seconds:
                 raise EnvironmentFailure(
                     f"{duration} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
-            if time.monotonic() - asked > _ENDLESS_SECONDS and not any(progress):
-                asked = time.monotonic()
+            if world.monotonic() - asked > _ENDLESS_SECONDS and not any(progress):
+                asked = world.monotonic()
                 endless()
             reject_unusable_now(now, acts, description)
             step = environment.step({id_: act(id_, now[id_], acts[id_]) for id_ in description.seated})

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -25,6 +24,7 @@ from stagecoach.rollout_worker.environments.vector_env import (
     Step,
     VectorEnvironment,
 )
+from stagecoach.shared.base import world
 from stagecoach.shared.base.failure import Failure, FailureKind
 from stagecoach.shared.base.printable import complain
 from stagecoach.shared.config.run_config import Config
@@ -61,7 +61,7 @@ class Watchdog:
         self._locked_seconds = _LOCKED * config.rollout.silent_seconds
         self._limit = config.rollout.memory_limit_bytes
         self._watched = 0
-        self._stop = threading.Event()
+        self._stop = world.Event()
         self._seen, self._polls, self._more = -1, 0, 0.0
         self.catch_up_seconds = config.rollout.catch_up_seconds
         self.doing: str | None = None
@@ -72,9 +72,9 @@ class Watchdog:
         """Bytes that the process and its children hold, if above the limit."""
 
     def start(self) -> None:
-        self._watched = threading.get_ident()
+        self._watched = world.get_ident()
         self._end_if_locked()
-        threading.Thread(target=self._run, name=f"watchdog-{self._name}", daemon=True).start()
+        world.Thread(target=self._run, name=f"watchdog-{self._name}", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -135,7 +135,7 @@ class Watchdog:
             with self.during(doing):
                 close()
             return
-        thread = threading.Thread(target=close, name=f"close-{self._name}", daemon=True)
+        thread = world.Thread(target=close, name=f"close-{self._name}", daemon=True)
         thread.start()
         thread.join(_POLL_SECONDS)
         if thread.is_alive():

@@ -6,10 +6,10 @@ the first step, recovery/incarnation.py has the ends.
 """
 
 import logging
-import time
 from enum import StrEnum
 from typing import Self
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import BodyLost, Fenced, RedisRolledBack, VersionsDiverged, WaitTimeout
 from stagecoach.shared.base.failure import EndReason
 from stagecoach.shared.base.printable import counted
@@ -114,9 +114,9 @@ class Trainer:
                 self._metrics.see(fragments)
                 self.learner.emulate_acting(fragments, phase)
             with self._stages.during("update"):
-                started = time.perf_counter()
+                started = world.monotonic()
                 metrics = self.learner.learn(fragments, phase)
-                self._metrics.learning_seconds += time.perf_counter() - started
+                self._metrics.learning_seconds += world.monotonic() - started
         self.state.version += 1
         with self._stages.during("report"):  # before there can be a checkpoint of this version, which covers it
             with self.recorder.continuing("the metrics of an update"):
@@ -259,18 +259,18 @@ class Trainer:
         """The final score belongs into the summary, where there is an evaluator to give it, and so does what is due."""
         if not self._config.evaluation.enabled:
             return
-        client, seen = self.incarnation.role.redis, time.monotonic()
+        client, seen = self.incarnation.role.redis, world.monotonic()
 
         def done() -> bool:
             nonlocal seen
             beats, done = read_heartbeats(client, self._run_id), read_evaluations(client, self._run_id)
             left = {name, *self.state.writer.due.names} - done.keys()
             if any(beat.alive for beat in beats if beat.role == "evaluator"):
-                seen = time.monotonic()
+                seen = world.monotonic()
                 return not left
             # it is replaced, or about to start
             known = any(beat.role == "evaluator" or (beat.role == "coordinator" and beat.alive) for beat in beats)
-            return not (left and known and time.monotonic() - seen < _REPLACED_SECONDS)
+            return not (left and known and world.monotonic() - seen < _REPLACED_SECONDS)
 
         try:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:

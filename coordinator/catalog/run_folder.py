@@ -9,7 +9,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from stagecoach.coordinator.catalog.run_files import LOCK, REMOTE, former_name, is_locked, run_paths
 from stagecoach.coordinator.services.embedded import BUCKET, new_secret
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
 from stagecoach.shared.base.local_disk import TEMPORARY, replacing
@@ -320,11 +320,11 @@ def _locked(handle: int) -> bool:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
+            world.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
     return False
 
 
 def new_run_id(config: Config) -> str:
     """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
     name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
-    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{world.token_hex(2)}"

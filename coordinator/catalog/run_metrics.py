@@ -4,7 +4,6 @@
 bounds, so that a run of millions of rows takes bounded memory and time to show.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.printable import left_out
 from stagecoach.shared.experience.log_entry import id_order
@@ -190,7 +190,7 @@ class Curves:
 
     def refresh(self, store: ObjectStore, client: redis.Redis | None) -> None:
         """Reads new rows; raises the errors of store and Redis."""
-        now = time.monotonic()
+        now = world.monotonic()
         if client is None or self._stream != TRAIN:
             if now - self._read_store_at >= _STORE_SECONDS:
                 self._from_store(store)
@@ -206,7 +206,7 @@ class Curves:
             self._position, self._tail = (new[-1].epoch, new[-1].number), new[-1].id
 
     def _from_store(self, store: ObjectStore) -> None:
-        self._read_store_at, (known, _) = time.monotonic(), self._position
+        self._read_store_at, (known, _) = world.monotonic(), self._position
         for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
             if known not in (0, position[0]):  # a new trainer may have voided rows
                 self._begin()
@@ -226,8 +226,8 @@ class Recorded:
 
     def refresh(self, store: ObjectStore, every_seconds: float = _STORE_SECONDS) -> bool:
         """Reads new rows, if it has not for so long; returns whether it did. Raises the store's errors."""
-        if due := time.monotonic() - self._read_at >= every_seconds:
-            self._read_at = time.monotonic()
+        if due := world.monotonic() - self._read_at >= every_seconds:
+            self._read_at = world.monotonic()
             for position, rows in read(store, self._stream, self._position, damaged=_LEAVE_OUT):
                 self._position = position
                 self.rows += rows.named()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status
 from stagecoach.coordinator.cli.terminal.options import Exit
 from stagecoach.coordinator.lifecycle.supervisor import Outcome, coordinator_thread
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.printable import complain, printable
 from stagecoach.shared.base.process import handle, report_exits
@@ -110,12 +110,12 @@ def supervise(
         if away is None:
             away_since = float("inf")
         elif away_since == float("inf"):
-            away_since = time.monotonic()
+            away_since = world.monotonic()
             console.text(
                 f"ending; a last checkpoint needs {away}. If that is not over in {grace:g} s "
                 f"(trainer.grace_seconds), it ends without one, and what is durable stays"
             )
-        return time.monotonic() - away_since > grace
+        return world.monotonic() - away_since > grace
 
     def ended() -> bool:
         nonlocal asked, abandoned
@@ -127,8 +127,8 @@ def supervise(
                 console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
         if len(received) > 1 or (received and given_up()):
             run.abandon()
-            abandoned = abandoned or time.monotonic()
-        if abandoned is not None and not run.ended and time.monotonic() - abandoned > _ENDS_WITHIN_SECONDS:
+            abandoned = abandoned or world.monotonic()
+        if abandoned is not None and not run.ended and world.monotonic() - abandoned > _ENDS_WITHIN_SECONDS:
             abandoned = float("inf")
             console.text(f"it does not end{_place_of(run.run_id)}; Ctrl-C once more leaves that as it is")
         return run.ended

@@ -2,7 +2,6 @@
 
 import contextlib
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from stagecoach.coordinator.cli.terminal.options import (
     example,
     run_ids,
 )
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import UserError
 
 PORT = 8420
@@ -67,7 +67,7 @@ def page(
             )
         with contextlib.suppress(KeyboardInterrupt):
             while True:
-                time.sleep(1.0)  # not without end: a signal right before the call would be seen only after it
+                world.sleep(1.0)  # not without end: a signal right before the call would be seen only after it
     console.print("the page is closed; its runs continue")
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from stagecoach.coordinator.cli.terminal.console import NARROW, console
 from stagecoach.coordinator.cli.terminal.options import Exit
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import RunResult, interval, result_of
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import RunExists, StagecoachError, UserError
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.base.printable import complain, figure
@@ -87,7 +87,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
                     codes[seed] = code if code >= 0 else 128 - code
                     del running[seed]
                     _print_end(ids[seed], codes[seed], errors)
-            time.sleep(_POLL_SECONDS)
+            world.sleep(_POLL_SECONDS)
     _print_summary([ids[seed] for seed in seeds if seed in codes], runs_dir)
     if waiting:
         complain(

@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from stagecoach.coordinator.services.ray_head import zygote_token
 from stagecoach.rollout_worker.environments.checking.check import Check
 from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, RAISED, Problem
-from stagecoach.shared.base import errors
+from stagecoach.shared.base import errors, world
 from stagecoach.shared.base.errors import PACKAGE, EnvironmentUnusable, UserError
 from stagecoach.shared.base.process import exit_diagnostics
 from stagecoach.shared.config.run_config import Config
@@ -112,13 +111,13 @@ def try_environment(
 
 def _lines(process: subprocess.Popen[bytes] | Forked, out: int, silent_seconds: float) -> Iterator[dict[str, Any]]:
     """Yields messages until the process is done, ends or falls silent. Its children may hold the pipe."""
-    rest, heard = b"", time.monotonic()
-    while time.monotonic() - heard < silent_seconds:
+    rest, heard = b"", world.monotonic()
+    while world.monotonic() - heard < silent_seconds:
         ended = process.poll() is not None
         if select.select([out], [], [], 0 if ended else _POLL_SECONDS)[0]:
             chunk = os.read(out, 1 << 16)
             *whole, rest = (rest + chunk).split(b"\n")
-            heard = time.monotonic()
+            heard = world.monotonic()
             for line in map(json.loads, whole):
                 yield line
                 if "done" in line:

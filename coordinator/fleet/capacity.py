@@ -6,7 +6,6 @@ half a CPU on each of two machines does not hold a worker that needs one CPU.
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from stagecoach.coordinator.catalog.status import NO_BOUND, WorkerCapacity
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
 from stagecoach.coordinator.services.ray_internals import MONITORS, nodes_of
+from stagecoach.shared.base import world
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.heartbeat import Beat
@@ -72,9 +72,9 @@ class ClusterView:
 
     def refresh(self, trainer: Any) -> WorkerCapacity | None:
         """The cluster's capacity, and the node of the trainer's actor; None where it is not yet time for that."""
-        if time.monotonic() < self._next_refresh:
+        if world.monotonic() < self._next_refresh:
             return None
-        self._next_refresh = float("inf") if self._embedded else time.monotonic() + _REFRESH_SECONDS
+        self._next_refresh = float("inf") if self._embedded else world.monotonic() + _REFRESH_SECONDS
         if not self._embedded:
             self.trainer_node = nodes_of({"trainer": trainer})["trainer"] or self.trainer_node
         found = worker_capacity(self._config, self._added_machines, self.trainer_node)
@@ -83,7 +83,7 @@ class ClusterView:
 
     def find_unplaced(self, members: Sequence[ManagedActor], beats: Mapping[str, Beat]) -> None:
         """Finds roles that never sent a heartbeat, or whose machine is gone without a replacement."""
-        late = time.monotonic() - _PLACED_SECONDS
+        late = world.monotonic() - _PLACED_SECONDS
         self.unplaced = [member.name for member in members if member.name not in beats and member.started < late]
         if not self._embedded:
             silent = {

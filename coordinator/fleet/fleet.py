@@ -6,9 +6,6 @@ as a new incarnation). The run ends where the trainer ends or fails.
 
 import logging
 import os
-import secrets
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,6 +20,7 @@ from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActo
 from stagecoach.coordinator.fleet.role_actor import RoleActor
 from stagecoach.coordinator.fleet.worker_pool import WorkerPool
 from stagecoach.coordinator.services.ray_head import RayHead
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RoleEnd, RunEnd
 from stagecoach.shared.base.printable import counted
@@ -61,7 +59,7 @@ class FleetSupervisor:
         self._bound.record_progress(learning_progress(self._redis, self._run_id))
         self._fleet: Fleet | None = self._make_fleet()
 
-    def run(self, abandon: threading.Event) -> RunEnd:
+    def run(self, abandon: world.Event) -> RunEnd:
         """Supervises fleets until the run ends; returns the reason. Raises Ray's error if Ray keeps dying."""
         while True:
             try:
@@ -119,11 +117,11 @@ class Fleet:
         self._first_version: int | None = None
         """The version with which this fleet began."""
         self._workers = WorkerPool(context, self._start)
-        self._began = time.monotonic()
+        self._began = world.monotonic()
         self._heartbeat = Heartbeat(self._redis, self._run_id, "coordinator", "coordinator")
         self.outcome: RunEnd | None = None
 
-    def run(self, abandon: threading.Event) -> RunEnd:
+    def run(self, abandon: world.Event) -> RunEnd:
         """Supervises the roles until the trainer has ended; returns why. Raises `RayLost`."""
         self._heartbeat.start()
         try:
@@ -142,7 +140,7 @@ class Fleet:
     def reconcile(self) -> None:
         """One turn: which call has ended, which roles must be restarted, how many workers there should be."""
         for member in self._members():
-            if member.restart_at is not None and time.monotonic() >= member.restart_at:
+            if member.restart_at is not None and world.monotonic() >= member.restart_at:
                 member.restart()
         self._handle_an_end()
         if self.outcome is not None:
@@ -187,7 +185,7 @@ class Fleet:
         former = {last.process} if last else set()
 
         def make() -> Any:
-            unique = f"{name} {secrets.token_hex(3)}"  # a process that it had before may not be gone yet
+            unique = f"{name} {world.token_hex(3)}"  # a process that it had before may not be gone yet
             return RoleActor.options(name=unique, **options()).remote(name, self._launch, self._head.zygote.token)
 
         return ManagedActor(name, make, bound, progress, retries(self._redis).outages, former)
@@ -198,7 +196,7 @@ class Fleet:
             return
         if self._first_version is None:
             self._first_version = max(flow.version, 0)  # version 0 has learned nothing
-        if flow.version > self._first_version or time.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
+        if flow.version > self._first_version or world.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
             progress = partial(evaluation_progress, self._redis, self._run_id)
             options = partial(evaluator_options, self._config)
             self._evaluator = self._start("evaluator", progress, options)
@@ -209,7 +207,7 @@ class Fleet:
         """Waits a moment for a call of `run` to end, and handles that; raises `RayLost` where it went with its Ray."""
         calls = {member.call: member for member in self._members() if member.call is not None}
         if not calls:
-            time.sleep(POLL_SECONDS)
+            world.sleep(POLL_SECONDS)
             return
         for call in ray.wait(list(calls), num_returns=1, timeout=POLL_SECONDS)[0]:
             member = calls[call]
@@ -268,7 +266,7 @@ class Fleet:
         pause = member.pause_seconds()
         later = f" in {pause:.0f} s" if pause else ""
         self._emit(member, f"{member.name} {reason}; it continues in a new process{later}")
-        member.leave(time.monotonic() + pause)
+        member.leave(world.monotonic() + pause)
 
     def _restart_after_failure(self, member: ManagedActor, failure: Failure, actor_died: bool = False) -> None:
         """The role gets another process, as long as it makes progress."""
@@ -311,11 +309,11 @@ class Fleet:
 
     def _read_beats(self) -> Mapping[str, Beat]:
         """Reads the heartbeats each turn, or less often if they are so many that reading is expensive."""
-        if time.monotonic() >= self._next_read:
-            used = time.thread_time()
+        if world.monotonic() >= self._next_read:
+            used = world.thread_time()
             self._beats = {beat.id: beat for beat in read_heartbeats(self._redis, self._run_id)}
-            used = time.thread_time() - used
-            self._next_read = time.monotonic() + min(used / _READING_SHARE, BEAT_SECONDS)
+            used = world.thread_time() - used
+            self._next_read = world.monotonic() + min(used / _READING_SHARE, BEAT_SECONDS)
         return self._beats
 
     def _replace_if_silent(self, member: ManagedActor, beat: Beat | None) -> None:
@@ -340,7 +338,7 @@ class Fleet:
         self._heartbeat.progress = self._heartbeat.progress | {"unplaced": self._cluster.unplaced}
         deadline = self._config.rollout.wait_deadline_seconds
         waits = self._trainer.name in self._cluster.unplaced and self._trainer.name not in beats
-        if waits and time.monotonic() - self._trainer.started > deadline:
+        if waits and world.monotonic() - self._trainer.started > deadline:
             asked = ", ".join(f"{name}={amount:g}" for name, amount in needs(trainer_options(self._config)).items())
             there = ray.cluster_resources()  # type: ignore[no-untyped-call]
             text = f"Ray had no place for the trainer ({asked}) within {deadline:g} s; it has {there}"

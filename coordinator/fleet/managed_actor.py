@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import ray
 
 from stagecoach.coordinator.services.ray_internals import process_of
+from stagecoach.shared.base import world
 from stagecoach.shared.base.process import ExitDiagnostics
 from stagecoach.shared.protocol.heartbeat import Beat, growing_pauses
 from stagecoach.shared.runtime.restarts import Progress, RestartBound
@@ -45,7 +45,7 @@ class ManagedActor:
         self.actor = make()
         self.call: Any = self.actor.run.remote()
         """The call of its `run`; None once the role has ended for good, or until it is started again."""
-        self.started = time.monotonic()
+        self.started = world.monotonic()
         self.restart_at: float | None = None
         self._pauses: Iterator[float] | None = None
         """Pauses before restarts, while its processes leave without progress."""
@@ -58,14 +58,14 @@ class ManagedActor:
     def restart(self) -> None:
         self.leave()
         self.actor = self._make()
-        self.call, self.started = self.actor.run.remote(), time.monotonic()
+        self.call, self.started = self.actor.run.remote(), world.monotonic()
 
     def run_again(self) -> None:
         """Starts its next process, from the same actor."""
         if self._process is not None:
             self.former.add(self._process)
         self._process, self.stamp, self._silent_polls = None, "", 0
-        self.call, self.started = self.actor.run.remote(), time.monotonic()
+        self.call, self.started = self.actor.run.remote(), world.monotonic()
 
     def leave(self, restart_at: float | None = None) -> None:
         """Ends its process; `restart_at` is when the next one is started."""

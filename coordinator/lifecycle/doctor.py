@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
 from stagecoach.coordinator.services.redis_servers import missing_fixes, redis_binary
 from stagecoach.rollout_worker.environments.description import check_new
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import Address, redis_place
 from stagecoach.shared.base.errors import DeletionRefused, StagecoachError, headline
 from stagecoach.shared.base.process import child_environment
@@ -198,9 +198,9 @@ def _embedded_s3(folder: Path) -> str:
 
 
 def _embedded_ray() -> str:
-    started = time.monotonic()
+    started = world.monotonic()
     head = RayService(1, new_secret(), loopback=True).wait()
-    seconds = time.monotonic() - started
+    seconds = world.monotonic() - started
     head.stop()
     return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"
 

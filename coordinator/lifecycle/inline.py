@@ -1,12 +1,11 @@
 """All roles in one process and one thread: for a debugger, and for tests. The same Redis, store and protocol."""
 
-import threading
-import time
 from pathlib import Path
 
 from stagecoach.coordinator.services.restarter import report_outages
 from stagecoach.rollout_worker.evaluator import Evaluator, StepResult
 from stagecoach.rollout_worker.worker import Worker
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import RoleName
 from stagecoach.shared.base.failure import EndReason, RoleEnd, RunEnd
 from stagecoach.shared.protocol.flow_control import RunState
@@ -30,7 +29,7 @@ class InlineRoles:
         self.clients = [made.redis for made in (self._playing, learning, scoring)]
         report_outages(context, Path(run_folder), *self.clients)
 
-    def run(self, abandon: threading.Event) -> RunEnd:
+    def run(self, abandon: world.Event) -> RunEnd:
         end = RunEnd("abandoned")
         try:
             trainer = Trainer.start(self._incarnation)
@@ -69,11 +68,11 @@ class InlineRoles:
         """Evaluates pending checkpoints; only one if a person stopped the run."""
         if self._evaluator is None:
             return
-        until = time.monotonic() + self._evaluation.final_wait_seconds
+        until = world.monotonic() + self._evaluation.final_wait_seconds
         while self._evaluator.step(0.0) is StepResult.EVALUATED or self._evaluator.postpones:
-            if reason not in (EndReason.SOLVED, EndReason.EXHAUSTED) or time.monotonic() > until:
+            if reason not in (EndReason.SOLVED, EndReason.EXHAUSTED) or world.monotonic() > until:
                 break
-            time.sleep(0.01)
+            world.sleep(0.01)
 
     def _scale(self, desired: int) -> None:
         for index in range(desired):

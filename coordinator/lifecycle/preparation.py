@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing import Any
 import redis
 
 from stagecoach.coordinator.catalog.fixed_players import NO_PLAYERS, Players, store_players
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
@@ -219,7 +219,7 @@ def record_failure(context: RunContext, end: RunEnd) -> None:
         except redis.RedisError as error:  # perhaps the failure itself
             _LOGGER.warning("Redis rejects the end of the run: %s", error)
         said: dict[str, Any] = {"reason": end.reason, "failure": end.failure, "ledger": ledger}
-        said |= {"final": None, "counters": None, "time": round(time.time(), 3)}
+        said |= {"final": None, "counters": None, "time": round(world.unix_time(), 3)}
         context.checkpoints.write_marker(FINISHED, {"run_id": context.run_id, **said})
     except (StagecoachError, redis.RedisError):
         _LOGGER.exception("the failure could not be recorded in Redis or the store")

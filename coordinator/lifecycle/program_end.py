@@ -3,11 +3,11 @@
 import contextlib
 import sys
 import threading
-import time
 from typing import Any, Protocol
 
 import redis
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError
 
 
@@ -30,9 +30,9 @@ class LiveRun(Protocol):
 
 _ENDS_WITHIN_SECONDS = 30.0
 """Time for services to end; the last checkpoint has `trainer.grace_seconds` before."""
-_LOCK = threading.Lock()
+_LOCK = world.Lock()
 _live: list[LiveRun] = []
-_watch: threading.Thread | None = None
+_watch: world.Thread | None = None
 
 
 def end_with_program(run: LiveRun) -> None:
@@ -43,7 +43,7 @@ def end_with_program(run: LiveRun) -> None:
         _live.append(run)
         if _watch is None:
             # not a daemon: Python waits for it before it ends the threads and processes that a run needs
-            _watch = threading.Thread(target=_end_all, name="program-end")
+            _watch = world.Thread(target=_end_all, name="program-end")
             _watch.start()
 
 
@@ -59,9 +59,9 @@ def _end_all() -> None:
         with contextlib.suppress(StagecoachError, redis.RedisError):  # it is abandoned below
             run.stop()
     for run in live:
-        deadline = time.monotonic() + run.grace_seconds + _ENDS_WITHIN_SECONDS
-        while run.outcome is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deadline = world.monotonic() + run.grace_seconds + _ENDS_WITHIN_SECONDS
+        while run.outcome is None and world.monotonic() < deadline:
+            world.sleep(0.05)
         run.abandon()
-        while run.outcome is None and time.monotonic() < deadline + _ENDS_WITHIN_SECONDS:
-            time.sleep(0.05)
+        while run.outcome is None and world.monotonic() < deadline + _ENDS_WITHIN_SECONDS:
+            world.sleep(0.05)

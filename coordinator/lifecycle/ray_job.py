@@ -15,8 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +27,7 @@ from stagecoach.coordinator.catalog.status import Status, ended_status
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.services.embedded import free_port
 from stagecoach.coordinator.services.ray_internals import server_version
+from stagecoach.shared.base import world
 from stagecoach.shared.base.code_version import CODE_VERSION, code_version
 from stagecoach.shared.base.errors import PACKAGE, StagecoachError, UserError, WaitTimeout
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd
@@ -168,7 +167,7 @@ class JobServer:
             found = self.info(job)
         except StagecoachError:
             return False
-        age = time.time() - (found.start_time or 0) / 1000
+        age = world.unix_time() - (found.start_time or 0) / 1000
         return found.status.value not in _ENDED and age < _STARTING_SECONDS
 
     def logs(self, job: str) -> str:
@@ -198,7 +197,7 @@ class JobServer:
             with process.stdout:
                 said.extend(process.stdout)
 
-        reader = threading.Thread(target=read, name="tunnel", daemon=True)
+        reader = world.Thread(target=read, name="tunnel", daemon=True)
         reader.start()
 
         @self._open.callback
@@ -229,7 +228,7 @@ class JobCoordinator:
 
     def __init__(self, jobs: JobServer, job: str, folder: RunFolder, config: Config) -> None:
         self._jobs, self._job, self._folder, self._config = jobs, job, folder, config
-        self._started, self._missed = time.monotonic(), 0
+        self._started, self._missed = world.monotonic(), 0
         self.outcome: Outcome | None = None
         self.first_event = "0-0"
 
@@ -247,7 +246,7 @@ class JobCoordinator:
             return False
 
         poll(Wait("the job to start the run", _LIVE_SECONDS), live, _POLL_SECONDS)
-        threading.Thread(target=self._follow, name=f"job-{self._job}", daemon=True).start()
+        world.Thread(target=self._follow, name=f"job-{self._job}", daemon=True).start()
 
     def _poll(self) -> Any:
         """Details of the job; None during a short outage of its server, `StagecoachError` after a long one."""
@@ -269,7 +268,7 @@ class JobCoordinator:
         state = "RUNNING"
         with contextlib.suppress(StagecoachError):
             while state not in _ENDED:
-                time.sleep(2.0 if self._missed else _POLL_SECONDS)
+                world.sleep(2.0 if self._missed else _POLL_SECONDS)
                 state = found.status.value if (found := self._poll()) is not None else state
         status, diagnostics = Status(self._folder.run_id), self._exit_diagnostics(state)
         try:
@@ -278,7 +277,7 @@ class JobCoordinator:
             diagnostics = f"{diagnostics} ({error})"
         finished = status.state is RunStatus.FINISHED
         end = status.end if finished else RunEnd.failed(Failure(FailureKind.OTHER, diagnostics))
-        self.outcome = Outcome(end, status, time.monotonic() - self._started)
+        self.outcome = Outcome(end, status, world.monotonic() - self._started)
 
     def _exit_diagnostics(self, state: str) -> str:
         if state not in _ENDED:

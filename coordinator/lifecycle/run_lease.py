@@ -6,10 +6,7 @@ coordinator that was cut off for so long that another has taken the lease ends.
 
 import logging
 import os
-import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import redis
 
 from stagecoach.coordinator.services.embedded import process_stat
 from stagecoach.coordinator.services.restarter import connect_once
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import RunLive, StagecoachError
 from stagecoach.shared.protocol.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
 from stagecoach.shared.protocol.keys import RunKeys
@@ -34,12 +32,12 @@ class RunLease:
         self._context, self._keys, self._on_lost = context, RunKeys(context.run_id), on_lost
         stat = process_stat(os.getpid())
         start = stat.started if stat is not None else "?"
-        self.name = f"{socket.gethostname()} {os.getpid()} {_machine()} {start} {secrets.token_hex(8)}"
+        self.name = f"{socket.gethostname()} {os.getpid()} {_machine()} {start} {world.token_hex(8)}"
         """Unique name of this coordinator."""
         self.lost: str | None = None
         """Description of the coordinator that has taken the run over."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="run-lease", daemon=True)
+        self._stop = world.Event()
+        self._thread = world.Thread(target=self._run, name="run-lease", daemon=True)
 
     def take(self) -> None:
         """Takes the run if Redis has it; raises `RunLive` while another coordinator supervises it.
@@ -48,19 +46,19 @@ class RunLease:
         process of this machine keeps the lease even if silent: the run's folder may be a copy.
         """
         holder = self._visible_holder() or self._hold(self._context.redis, self.name)
-        since, seen = time.monotonic(), self._read("coordinator_seen")
+        since, seen = world.monotonic(), self._read("coordinator_seen")
         while holder:
             alive = _alive(holder)
             if alive is False:
                 holder = self._hold(self._context.redis, self.name, ended=holder)
                 continue
             silent = self._read("coordinator_seen") == seen
-            if alive or not silent or time.monotonic() - since > 2 * DEAD_AFTER_SECONDS:
+            if alive or not silent or world.monotonic() - since > 2 * DEAD_AFTER_SECONDS:
                 raise RunLive(
                     f"run {self._context.run_id!r} is live already: its coordinator is {_in_words(holder)}; "
                     f"`stagecoach watch` shows it, `stagecoach stop` ends it"
                 )
-            time.sleep(_POLL_SECONDS)
+            world.sleep(_POLL_SECONDS)
             holder = self._hold(self._context.redis, self.name)
 
     def keep(self) -> None:

@@ -2,8 +2,6 @@
 
 import logging
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFold
 from stagecoach.coordinator.services.memory_folder import clear_abandoned_memory, open_memory, recover_memory
 from stagecoach.coordinator.services.ray_head import RayHead, hold_ray
 from stagecoach.coordinator.services.restarter import Restarter, connect_once, report_outages
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import Address
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.failure import Failure, FailureKind, RunEnd, reason_in_words
@@ -83,8 +82,8 @@ class Coordinator:
         self, folder: RunFolder, config: Config, prepare: Callable[[RunContext], None], inline: bool,
         begun: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._folder, self._config, self._started = folder, config, time.monotonic()
-        self._abandoned = threading.Event()
+        self._folder, self._config, self._started = folder, config, world.monotonic()
+        self._abandoned = world.Event()
         self._clients: list[redis.Redis] = []
         """Clients that stop waiting for Redis once the run is abandoned."""
         self._running = running = ExitStack()
@@ -148,10 +147,10 @@ class Coordinator:
             running.close()
             raise
         name = coordinator_thread(folder.run_id)
-        threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
+        world.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
         end_with_program(self)
 
-    def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
+    def _supervise(self, supervise: Callable[[world.Event], RunEnd]) -> None:
         """Supervises the roles, then stops everything; sets an outcome whatever fails."""
         run_id, client = self._folder.run_id, self._context.redis
         end, status = RunEnd("failed", FailureKind.OTHER), Status(run_id)
@@ -181,7 +180,7 @@ class Coordinator:
             status = replace(status, reason=str(error))
         finally:
             status = replace(status, evaluates=self._config.evaluation.enabled)
-            self.outcome = Outcome(end, status, time.monotonic() - self._started)
+            self.outcome = Outcome(end, status, world.monotonic() - self._started)
 
     @property
     def run_id(self) -> str:

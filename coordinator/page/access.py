@@ -6,8 +6,6 @@ tries tokens, and after the server restarts with the same token.
 
 import hashlib
 import hmac
-import secrets
-import time
 from collections import deque
 from urllib.parse import urlsplit
 
@@ -15,6 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stagecoach.shared.base import world
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WRONG_TOKENS, _WINDOW_SECONDS, _ADDRESSES = 10, 60.0, 1000
@@ -37,7 +37,7 @@ class Gate:
     def __init__(self, app: ASGIApp, token: str | None, port: int, read_only: bool) -> None:
         self._app, self._token, self._read_only = app, token, read_only
         self._cookie = f"stagecoach_{port}"
-        self._session = hmac.new((token or secrets.token_hex()).encode(), b"session", hashlib.sha256).hexdigest()
+        self._session = hmac.new((token or world.token_hex()).encode(), b"session", hashlib.sha256).hexdigest()
         self._wrong: dict[str, deque[float]] = {}
         """Client address → times of its last wrong tokens."""
 
@@ -68,9 +68,9 @@ class Gate:
                 return refusal(401, "a token is required: open the URL that `stagecoach page` printed")
             if not hmac.compare_digest(given.encode(), self._token.encode()):  # first: others may share the address
                 wrong = self._wrong_of(request.client.host if request.client else "")
-                if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
+                if len(wrong) == _WRONG_TOKENS and world.monotonic() - wrong[0] < _WINDOW_SECONDS:
                     return refusal(429, "too many wrong tokens; try again in a minute")
-                wrong.append(time.monotonic())
+                wrong.append(world.monotonic())
                 return refusal(401, "wrong token: open the URL that `stagecoach page` printed last")
         if in_url is None or request.method != "GET":
             return None

@@ -7,13 +7,14 @@ import asyncio
 import logging
 import resource
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from stagecoach.shared.base import world
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _MOST, _SHARE = 200, 4
@@ -64,7 +65,7 @@ def serving(application: ASGIApp, listener: socket.socket) -> Iterator[None]:
         application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=3, backlog=_BACKLOG,
     )  # fmt: skip
-    closed, servers = threading.Event(), [uvicorn.Server(config)]
+    closed, servers = world.Event(), [uvicorn.Server(config)]
 
     def serve() -> None:
         while not closed.is_set():
@@ -77,7 +78,7 @@ def serving(application: ASGIApp, listener: socket.socket) -> Iterator[None]:
                 servers[1:] = [uvicorn.Server(config)]
                 closed.wait(_AGAIN_SECONDS)
 
-    thread = threading.Thread(target=serve, name="page", daemon=True)
+    thread = world.Thread(target=serve, name="page", daemon=True)
     thread.start()
     try:
         yield

@@ -5,8 +5,6 @@ Read from Redis while the run is live, else from the store. During an outage a v
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from stagecoach.coordinator.catalog.run_files import REMOTE, is_locked, run_path
 from stagecoach.coordinator.catalog.run_metrics import Curves, Recorded
 from stagecoach.coordinator.page.totals import Totals
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
 from stagecoach.shared.base.failure import reason_in_words
 from stagecoach.shared.protocol.events import read_evaluations
@@ -49,9 +48,9 @@ class RunView:
         self.checkpoints: list[dict[str, Any]] = []
         self.snapshot_json = ""
         """Newest `snapshot` as JSON, encoded once for all readers."""
-        self.wanted = threading.Event()
+        self.wanted = world.Event()
         """Set when a reader asks for an update."""
-        self._updated, self._updated_at = threading.Condition(), float("-inf")
+        self._updated, self._updated_at = world.Condition(), float("-inf")
 
     def update(self) -> None:
         """Refreshes and wakes waiting readers; never raises."""
@@ -63,14 +62,14 @@ class RunView:
             self.banner = f"not up to date: {headline(error)}"
         self.snapshot_json = json.dumps(jsonable(self.snapshot()))
         with self._updated:
-            self._updated_at = time.monotonic()
+            self._updated_at = world.monotonic()
             self._updated.notify_all()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> bool:
         """Waits for fresh data, at most `seconds`; returns whether there is any data."""
         self.wanted.set()
         with self._updated:
-            fresh = lambda: time.monotonic() - self._updated_at < _FRESH_SECONDS  # noqa: E731
+            fresh = lambda: world.monotonic() - self._updated_at < _FRESH_SECONDS  # noqa: E731
             self._updated.wait_for(fresh, timeout=max(0.0, seconds))
         return bool(self.snapshot_json)
 
@@ -127,9 +126,9 @@ class Views:
     """Views of the runs in `runs_dir`. A thread keeps each up to date while readers ask for it. Thread-safe."""
 
     def __init__(self, runs_dir: Path) -> None:
-        self.runs_dir, self.closed = runs_dir, threading.Event()
+        self.runs_dir, self.closed = runs_dir, world.Event()
         self._watched: dict[str, RunView] = {}
-        self._lock = threading.Lock()
+        self._lock = world.Lock()
 
     def attach(self, run_id: str) -> Run:
         """Creates a new handle; raises `RunNotFound`."""
@@ -142,7 +141,7 @@ class Views:
             if view is None:
                 view = self._watched[run_id] = RunView(self.attach(run_id))
                 name = f"page of {run_id}"
-                threading.Thread(target=self._keep, args=(run_id, view), name=name, daemon=True).start()
+                world.Thread(target=self._keep, args=(run_id, view), name=name, daemon=True).start()
             view.wanted.set()
             return view
 
@@ -150,8 +149,8 @@ class Views:
         """Views of all runs that are live here, or may be live elsewhere. One whose Redis is silent keeps old data, and
         does not delay the others."""
         paths = [path for path in run_paths(self.runs_dir) if is_locked(path) or (path / REMOTE).exists()]
-        views, until = [self.of(path.name) for path in paths], time.monotonic() + _SCRAPE_SECONDS
-        return [view for view in views if view.wait(until - time.monotonic())]
+        views, until = [self.of(path.name) for path in paths], world.monotonic() + _SCRAPE_SECONDS
+        return [view for view in views if view.wait(until - world.monotonic())]
 
     def close(self) -> None:
         self.closed.set()

@@ -5,7 +5,6 @@ while the run is live, and its store always.
 """
 
 import secrets
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -27,6 +26,7 @@ from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
 from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
 from stagecoach.coordinator.run_access.run_connection import AWAY
 from stagecoach.coordinator.run_access.summary import PageAddress, as_html, best_checkpoint, rows
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.foreign_names import missing
 from stagecoach.shared.config.run_config import Config
@@ -189,14 +189,14 @@ class Run(RunCheckpoints):
         Raises:
             WaitTimeout: it is still live after `timeout_seconds`.
         """
-        started, wait = time.monotonic(), Wait(f"run {self.run_id} to end", timeout_seconds)
+        started, wait = world.monotonic(), Wait(f"run {self.run_id} to end", timeout_seconds)
         if self._coordinator is not None:
             poll(wait, lambda: self.ended, 0.05)
             assert self._coordinator.outcome is not None
             return self._coordinator.outcome
         poll(wait, lambda: not self.live, 0.3)
         status = self.status()
-        return Outcome(status.end, status, time.monotonic() - started)
+        return Outcome(status.end, status, world.monotonic() - started)
 
     def __iter__(self) -> Iterator[Event]:
         """Yields the run's events as they come, each once, until it has ended.
@@ -208,16 +208,16 @@ class Run(RunCheckpoints):
                 if (event.score or 0.0) >= 450.0:
                     run.stop()
         """
-        after, seen, read = self.first_event, time.monotonic(), time.monotonic()
+        after, seen, read = self.first_event, world.monotonic(), world.monotonic()
         while True:
             live = self.live if self._coordinator is None else not self.ended
-            seen = time.monotonic() if live else seen
-            settled = self._coordinator is not None or time.monotonic() - seen >= self._at.settle_seconds()
+            seen = world.monotonic() if live else seen
+            settled = self._coordinator is not None or world.monotonic() - seen >= self._at.settle_seconds()
             over = not live and settled  # asked before the last events are read
             try:
-                new, read = self.events(after), time.monotonic()
+                new, read = self.events(after), world.monotonic()
             except (StagecoachError, redis.RedisError):
-                if time.monotonic() - read > self.config.store.retry_seconds:
+                if world.monotonic() - read > self.config.store.retry_seconds:
                     raise
                 new, over = [], False
             for event in new:
@@ -225,7 +225,7 @@ class Run(RunCheckpoints):
                 yield event
             if over:
                 return
-            time.sleep(_POLL_SECONDS)
+            world.sleep(_POLL_SECONDS)
 
     def events(self, after: str = "0-0") -> list[Event]:
         """Returns the events so far: `[event.text for event in run.events()]`.

@@ -1,6 +1,5 @@
 """Reads a run wherever its data are: in Redis while it is live, in its store always, also while its services end."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -12,6 +11,7 @@ from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.catalog.run_metrics import Recorded
 from stagecoach.coordinator.catalog.status import Status, ended_status, is_supervised, live_status
 from stagecoach.coordinator.services.restarter import outage_of_redis
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import Address, RoleName
 from stagecoach.shared.base.errors import RedisUnavailable, StagecoachError, UserError
 from stagecoach.shared.config.run_config import Config
@@ -32,7 +32,7 @@ class RunConnection:
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self._folder, self._config = folder, config
-        self._lock = threading.RLock()
+        self._lock = world.RLock()
         self._clients: dict[RoleName, redis.Redis] = {}
         """Connections, opened on demand and kept while the run stays at one address."""
         self._connected_to: Address | None = None

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -33,6 +32,7 @@ from redis.retry import Retry
 
 from stagecoach.coordinator.services.ray_internals import HEAD_MODULE, LOOPBACK_VARIABLE, START_HOOK
 from stagecoach.coordinator.services.redis_servers import redis_binaries
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.local_disk import private_folder
 from stagecoach.shared.base.process import child_environment, spawn
@@ -113,16 +113,16 @@ class Service:
 
     def _until_ready(self) -> bool:
         """Returns whether it serves (False: it exited); raises `ServiceError` if it does neither in time."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = world.monotonic() + _START_SECONDS
         while self.alive:
             with contextlib.suppress(OSError, redis.ConnectionError, redis.TimeoutError):
                 if self.ready(self.port):
-                    time.sleep(0.1)  # another server may have taken the port and replied; ours then exits
+                    world.sleep(0.1)  # another server may have taken the port and replied; ours then exits
                     return self.alive
-            if time.monotonic() > deadline:
+            if world.monotonic() > deadline:
                 log = self.exit_diagnostics()
                 raise ServiceError(f"{self.name} was not ready within {_START_SECONDS:g} s; its log ends with: {log}")
-            time.sleep(0.03)
+            world.sleep(0.03)
         return False
 
     def exit_diagnostics(self) -> str:
@@ -158,13 +158,13 @@ class Silence:
 
     def ask(self, question: Callable[[], object], pid: int) -> bool:
         """Returns whether process `pid` replies; `question` raises if it does not."""
-        asked = time.monotonic()
+        asked = world.monotonic()
         try:
             with contextlib.suppress(redis.BusyLoadingError):
                 question()
         except (OSError, redis.RedisError):
             if (found := process_stat(pid)) is None or found.state != "D":
-                self.seconds += time.monotonic() - asked
+                self.seconds += world.monotonic() - asked
             return False
         self.seconds = 0.0
         return True
@@ -399,7 +399,7 @@ def rclone_binary() -> str:
 
 
 def new_secret() -> str:
-    return secrets.token_hex(16)
+    return world.token_hex(16)
 
 
 def _spawn(command: list[str], log: Path, environment: dict[str, str], given: bytes = b"") -> subprocess.Popen[bytes]:
@@ -421,7 +421,7 @@ def _kept(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[byte
         else:
             process.wait()
 
-    threading.Thread(target=keep, name="service-keeper", daemon=True).start()
+    world.Thread(target=keep, name="service-keeper", daemon=True).start()
     return started.result()
 
 

@@ -6,13 +6,12 @@ of any run, they move to the disk, next to the data of the run's Redis.
 
 import logging
 import os
-import secrets
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from stagecoach.coordinator.services.embedded import ServiceError, abandoned_folders, hold_folder
+from stagecoach.shared.base import world
 from stagecoach.shared.protocol.shared_memory import BODY, FREE, OWNER, kept_bodies
 
 ROOT = Path("/dev/shm")
@@ -28,7 +27,7 @@ class MemoryFolder:
 
     def __init__(self, redis_folder: Path) -> None:
         """Raises `OSError` if shared memory is missing or read-only for this user."""
-        content = f"{secrets.token_hex(16)}\n{kept_bodies(redis_folder)}"
+        content = f"{world.token_hex(16)}\n{kept_bodies(redis_folder)}"
         self.path, self._owner = hold_folder(str(ROOT), _PREFIX, os.fsencode(content))
         (self.path / FREE).mkdir(0o700)
 
@@ -61,20 +60,20 @@ def recover_memory(redis_folder: Path) -> None:
 
     Raises `ServiceError` if they cannot move there: without them, the run would count them as lost.
     """
-    kept, deadline = os.fsencode(kept_bodies(redis_folder)), time.monotonic() + _OTHERS_SECONDS
+    kept, deadline = os.fsencode(kept_bodies(redis_folder)), world.monotonic() + _OTHERS_SECONDS
     while True:
         failed = clear_abandoned_memory()
         left = [path for path in ROOT.glob(f"{_PREFIX}*") if _keeps_in(path) == kept]
         if not left:
             return
         reasons = [failed[path] for path in left if path in failed]
-        if reasons or time.monotonic() > deadline:
+        if reasons or world.monotonic() > deadline:
             reason = reasons[0] if reasons else f"another start has not moved them within {_OTHERS_SECONDS:g} s"
             raise ServiceError(
                 f"fragments of this run are still in {left[0]} and cannot move to {kept_bodies(redis_folder)}: "
                 f"{reason}; free some disk, and resume the run again"
             )
-        time.sleep(_POLL_SECONDS)
+        world.sleep(_POLL_SECONDS)
 
 
 def _keeps_in(path: Path) -> bytes:

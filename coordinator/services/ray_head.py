@@ -10,8 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -27,6 +25,7 @@ from stagecoach.coordinator.services.embedded import (
     new_secret,
     process_stat,
 )
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.process import keeping_sigterm, signals_after
 from stagecoach.shared.config.run_config import Config
@@ -64,10 +63,10 @@ class RayHead:
         self._logs: Path | None = None
         """Folder of the run that was admitted first."""
         self._silent_seconds = config.rollout.service_silent_seconds
-        self._unwatch = threading.Event()
+        self._unwatch = world.Event()
         self._foreign = ray_internals.imported() and sys.modules["ray"].is_initialized()
         self._joined = self._foreign
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = world.Condition(world.RLock())
         self._users, self._leaving = 0, 0
         """Number of runs, and of those that wait for this Ray's replacement."""
         self.generation = 0
@@ -146,11 +145,11 @@ class RayHead:
             return False
         # without /proc, only the head's own exit shows it
         patience = (_NOTICE_SECONDS if self.parts() is None else _SETTLE_SECONDS) if notice else 0.0
-        deadline = time.monotonic() + patience
+        deadline = world.monotonic() + patience
         while self._service.alive and (not notice or (parts := self.parts()) is None or parts.keys() >= _PARTS):
-            if time.monotonic() >= deadline:
+            if world.monotonic() >= deadline:
                 return False
-            time.sleep(0.05)
+            world.sleep(0.05)
         return True
 
     def parts(self) -> dict[str, int] | None:
@@ -163,7 +162,7 @@ class RayHead:
             return None
         return {found.name: int(child) for child in children if (found := process_stat(child)) is not None}
 
-    def _watch(self, places: dict[str, tuple[str, int]], sockets: Sequence[Path], stop: threading.Event) -> None:
+    def _watch(self, places: dict[str, tuple[str, int]], sockets: Sequence[Path], stop: world.Event) -> None:
         """Kills a raylet or GCS that no longer replies, and a Ray whose folder was removed, which starts no processes.
 
         Their death is then handled like any other. Runs in a thread: callers of Ray wait forever, and end with it.
@@ -211,7 +210,7 @@ class RayHead:
     def _replace(self) -> None:
         assert self._service is not None
         self._unwatch.set()
-        leaving = threading.Thread(target=_leave, name="ray-shutdown", daemon=True)
+        leaving = world.Thread(target=_leave, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
@@ -247,14 +246,14 @@ class RayHead:
         if service is not None:
             (node,), (host, _, port) = _ray().nodes(), service.address.rpartition(":")
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
-            self._unwatch = threading.Event()
+            self._unwatch = world.Event()
             named = (Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName"))
             sockets = [path for path in named if path.exists()]
             watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, sockets, self._unwatch)
-            threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
+            world.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
 
 
-_STARTING = threading.Lock()
+_STARTING = world.Lock()
 _head: RayHead | None = None
 
 

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 import redis
 
 from stagecoach.coordinator.services.embedded import Service, ServiceError, Silence
+from stagecoach.shared.base import world
 from stagecoach.shared.base.address import RoleName
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.local_disk import lacks_room
@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 _AWAY = (StagecoachError, redis.RedisError)
 _FILE = "outage.json"
 _SETTLE_SECONDS = 3.0
-_REPORTING: dict[Path, threading.Lock] = {}
+_REPORTING: dict[Path, world.Lock] = {}
 """Held while an outage of a run is reported; all clients of a process share it."""
 
 
@@ -55,7 +55,7 @@ def report_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> 
     """Reports the outages of Redis that these clients meet from now on."""
     path = folder / _FILE
     path.unlink(missing_ok=True)
-    reporting = _REPORTING.setdefault(path, threading.Lock())
+    reporting = _REPORTING.setdefault(path, world.Lock())
 
     @contextmanager
     def away(last_error: str) -> Iterator[None]:
@@ -64,20 +64,20 @@ def report_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> 
             yield
             return
         _LOGGER.warning("the run waits for Redis: %s", last_error)
-        since = time.time()
+        since = world.unix_time()
         with suppress(OSError):
             path.write_text(json.dumps({"since": since, "last_error": last_error}))
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
-            threading.Thread(target=back, args=(time.time() - since,), name="redis-is-back", daemon=True).start()
+            world.Thread(target=back, args=(world.unix_time() - since,), name="redis-is-back", daemon=True).start()
 
     def back(seconds: float) -> None:  # not during the call that has just succeeded
         text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited and continues"
         _LOGGER.warning("%s", text)
         _record(context, "outage", text)
-        time.sleep(_SETTLE_SECONDS)  # other threads see its return a little later
+        world.sleep(_SETTLE_SECONDS)  # other threads see its return a little later
         reporting.release()
 
     for client in clients:
@@ -97,7 +97,7 @@ def outage_of_redis(folder: Path) -> str | None:
         outage = json.loads(text)
         since, last_error = float(outage["since"]), str(outage["last_error"])
     clock = time.strftime("%H:%M:%S", time.localtime(since))
-    return f"Redis, since {clock} ({max(0.0, time.time() - since):.0f} s): {last_error}"
+    return f"Redis, since {clock} ({max(0.0, world.unix_time() - since):.0f} s): {last_error}"
 
 
 _POLL_SECONDS = 0.1
@@ -117,11 +117,11 @@ class Restarter:
         self, services: Sequence[Service], logs: Sequence[Path], context: RunContext, give_up: Callable[[], None]
     ) -> None:
         self._context, self._give_up = context, give_up
-        self._stop = threading.Event()
+        self._stop = world.Event()
         self.failure: str | None = None
         jobs = {f"restarter-{service.name}": partial(self._run, service) for service in services}
         jobs["log-rotation"] = partial(self._rotate, logs)
-        self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs.items()]
+        self._threads = [world.Thread(target=job, name=name, daemon=True) for name, job in jobs.items()]
         for thread in self._threads:
             thread.start()
 
@@ -156,7 +156,7 @@ class Restarter:
             elif (path := service.socket_path) is not None and not path.exists():
                 how = f"lost its socket ({path} was removed)"  # connections live on, and nobody new can connect
                 service.stop()
-            elif time.monotonic() - asked >= _ASK_SECONDS:
+            elif world.monotonic() - asked >= _ASK_SECONDS:
                 if silence.ask(partial(service.ready, service.port), service.process.pid):
                     with suppress(*_AWAY), connect_once(self._context, "coordinator") as client:
                         bound.record_progress(learning_progress(client, self._context.run_id))
@@ -165,7 +165,7 @@ class Restarter:
                     with suppress(ProcessLookupError):
                         os.kill(service.process.pid, signal.SIGKILL)  # a stopped process ignores other signals
                     service.process.wait()
-                asked = time.monotonic()
+                asked = world.monotonic()
             if how is not None:
                 silence = Silence()
                 self._start_again(service, how, bound)

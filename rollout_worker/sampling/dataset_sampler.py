@@ -7,7 +7,6 @@ per slot of its agents; a policy that does not learn has none.
 """
 
 import functools
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.director import Directors
 from stagecoach.rollout_worker.sampling.sampler import Sample
+from stagecoach.shared.base import world
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, expected_columns
 from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
@@ -44,7 +44,7 @@ class DatasetSampler:
 
     def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """Returns the next fragment; policies and explorations are ignored."""
-        started = time.perf_counter()
+        started = world.monotonic()
         columns: dict[str, Columns] = {}
         episodes: list[EpisodeRecord] = []
         for policy_id, spaces in self._description.policies.items():
@@ -58,7 +58,7 @@ class DatasetSampler:
             columns[policy_id], ended = recording.cut(pieces, steps)
             episodes += ended
         self._number += 1
-        return Sample(columns, tuple(episodes), steps * self._envs, time.perf_counter() - started, 0.0)
+        return Sample(columns, tuple(episodes), steps * self._envs, world.monotonic() - started, 0.0)
 
     @property
     def position_digest(self) -> str:

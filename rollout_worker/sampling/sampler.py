@@ -1,6 +1,5 @@
 """The sampler: environments × policies → the columns of one fragment."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -22,6 +21,7 @@ from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.director import Directors, Part
 from stagecoach.rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from stagecoach.rollout_worker.sampling.small_networks import SmallNetwork
+from stagecoach.shared.base import world
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord
@@ -97,7 +97,7 @@ class Sampler:
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
-        started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
+        started, stepped = world.monotonic(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
         kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
         length, seated = self._rows or steps, self._description.seated
@@ -170,7 +170,7 @@ class Sampler:
             if (carried := way.carried()) is not None:
                 self._states[_CARRIED + policy_id] = carried
         self._number += 1
-        seconds = time.perf_counter() - started
+        seconds = world.monotonic() - started
         if self._in_parts:
             self._taken = {
                 policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}

@@ -2,12 +2,13 @@
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from stagecoach.shared.base import world
 
 TEMPORARY = ".partial-"
 """Prefix of files that are being written, or that a killed writer left."""
@@ -19,7 +20,7 @@ _SPARE_BYTES = 64 << 10
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A file to write to; when the block ends, it takes the place of `path`, whole and synced, or not at all."""
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{TEMPORARY}{world.token_hex(8)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import NamedTuple
+
+from stagecoach.shared.base import world
 
 OTHER = "other"
 
 
 class Interval(NamedTuple):
-    """One stay in a stage, those within it included; times in nanoseconds of `time.perf_counter_ns`."""
+    """One stay in a stage, those within it included; times are those of `world.nanoseconds`."""
 
     stage: str
     began: int
@@ -25,7 +26,7 @@ class StageTimer:
 
     def __init__(self) -> None:
         self._spent: dict[str, int] = {OTHER: 0}
-        self._now, self._since = OTHER, time.perf_counter_ns()
+        self._now, self._since = OTHER, world.nanoseconds()
         self._handles: dict[str, Stage] = {}
         self._intervals: deque[Interval] | None = None
 
@@ -54,7 +55,7 @@ class StageTimer:
             spent = dict(self._spent)
             if since == self._since:  # else it moved on meanwhile, and a stay would be counted twice or not at all
                 break
-        spent[now] = spent.get(now, 0) + time.perf_counter_ns() - since
+        spent[now] = spent.get(now, 0) + world.nanoseconds() - since
         return {stage: value / 1e9 for stage, value in spent.items()}
 
 
@@ -66,13 +67,13 @@ class Stage:
         self._outer: list[tuple[str, int]] = []
 
     def __enter__(self) -> None:
-        stages, now = self._stages, time.perf_counter_ns()
+        stages, now = self._stages, world.nanoseconds()
         stages._spent[stages._now] += now - stages._since
         self._outer.append((stages._now, now))
         stages._now, stages._since = self._name, now
 
     def __exit__(self, *_: object) -> None:
-        stages, now = self._stages, time.perf_counter_ns()
+        stages, now = self._stages, world.nanoseconds()
         stages._spent[self._name] += now - stages._since
         outer, began = self._outer.pop()
         stages._now, stages._since = outer, now

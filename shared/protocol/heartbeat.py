@@ -7,12 +7,8 @@ what it waits for since when. Every wait in every process has a name and a deadl
 import json
 import logging
 import os
-import random
 import re
-import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +17,7 @@ from typing import Annotated, Any, TypeVar, cast
 import redis
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StoreError, StoreUnavailable, WaitTimeout
 from stagecoach.shared.base.failure import FailureKind
 from stagecoach.shared.base.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
@@ -30,7 +27,6 @@ from stagecoach.shared.protocol.redis_client import RetryForSeconds, own_address
 from stagecoach.shared.protocol.scripts import Script
 
 _LOGGER = logging.getLogger("stagecoach.wait")
-_CHANCE = random.SystemRandom()  # of each process: roles are forked from one
 _STAMP = re.compile(rb"\d{1,12}\.\d{6}")
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
@@ -108,11 +104,11 @@ class Wait:
     last_error: str | None = None
 
     def __post_init__(self) -> None:
-        self._started = self._counted_from = time.monotonic()
+        self._started = self._counted_from = world.monotonic()
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._started
+        return world.monotonic() - self._started
 
     def leave_out(self, seconds: float) -> None:
         self._started += seconds
@@ -121,9 +117,9 @@ class Wait:
     def check(self) -> None:
         if self.retries is not None and self.retries.abandoned:
             raise WaitTimeout(f"it ends at once, while it waited for {self.name}")
-        if time.monotonic() - self._counted_from > self.deadline_seconds:
+        if world.monotonic() - self._counted_from > self.deadline_seconds:
             if not self.outage and self.outage_elsewhere():
-                self._counted_from = time.monotonic()
+                self._counted_from = world.monotonic()
                 return
             raise WaitTimeout(
                 f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s"
@@ -139,14 +135,14 @@ class Heartbeat:
         self._script = Script(client, self._keys, "heartbeat")
         self._role, self._id, self._name = role, id_, f"{role}:{id_}"
         self._address = own_address(client)
-        self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._process = f"{os.getpid()}-{world.token_hex(4)}"
         self._wait: Wait | None = None
-        self._lock = threading.Lock()
+        self._lock = world.Lock()
         """Held while a wait ends, so that a beat counts it once."""
-        self._stop = threading.Event()
+        self._stop = world.Event()
         self._ended: str | None = None
         self._failure: FailureKind | None = None
-        self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
+        self._thread = world.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
         self._retries = retries(client)
         self._role_thread = 0
         self.progress: dict[str, Any] = {}
@@ -155,7 +151,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Sends the first beat, starts the thread of the others, and names this thread's waits for Redis."""
-        self._role_thread = threading.get_ident()
+        self._role_thread = world.get_ident()
         self._retries.named.append(self._redis_is_away)
         self._beat()
         self._thread.start()
@@ -201,7 +197,7 @@ class Heartbeat:
 
     @contextmanager
     def _redis_is_away(self, last_error: str) -> Iterator[None]:
-        if threading.get_ident() != self._role_thread:
+        if world.get_ident() != self._role_thread:
             yield
             return
         _LOGGER.warning("waiting for Redis: %s", last_error)
@@ -298,14 +294,14 @@ def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> No
     """Waits until `done()`, polling after each pause; raises `WaitTimeout`."""
     while not done():
         wait.check()
-        time.sleep(pause_seconds)
+        world.sleep(pause_seconds)
 
 
 def growing_pauses(first_seconds: float = 0.2, longest_seconds: float = 5.0) -> Iterator[float]:
     """Yields pauses between tries: doubling up to the longest, with up to half taken off at random."""
     pause = first_seconds
     while True:
-        yield pause * _CHANCE.uniform(0.5, 1.0)
+        yield pause * world.uniform(0.5, 1.0)
         pause = min(2 * pause, longest_seconds)
 
 
@@ -327,4 +323,4 @@ def retry_until_deadline(
         else:
             wait.last_error = None
             return result
-        time.sleep(next(pauses))
+        world.sleep(next(pauses))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -15,7 +14,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from stagecoach.shared.base import tls
+from stagecoach.shared.base import tls, world
 from stagecoach.shared.base.address import Address, RoleName, check_redis_url, check_verified, credentials, redis_place
 from stagecoach.shared.base.errors import RedisUnavailable
 from stagecoach.shared.base.local_disk import unwritten
@@ -43,6 +42,10 @@ _GARBAGE = re.compile(r"WRONGTYPE|user_script|not an integer|no hash table|not a
 _FULL = "exhausted the last possible ID"
 """Error of a stream with an entry at the greatest possible position."""
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_CALLING = ContextVar("calling", default=False)
+"""True in a thread that is in a call which is repeated."""
+_NAMED = ContextVar("named", default=False)
+"""True if the outage has a name already."""
 _T = TypeVar("_T")
 
 
@@ -105,8 +108,6 @@ class RetryForSeconds(Retry):
     call that it repeats, with tries of its own. Here the outermost call of a thread alone repeats.
     """
 
-    _inside = threading.local()
-
     def __init__(self, where: str, seconds: float, folder: str | None = None) -> None:
         pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
         super().__init__(pauses, -1, (Exception,))
@@ -132,9 +133,9 @@ class RetryForSeconds(Retry):
         self, do: Callable[[], _T], fail: Callable[..., Any], is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> _T:  # fmt: skip
-        outermost = not getattr(self._inside, "busy", False)
-        self._inside.busy = True
-        started, failures, lasting = time.monotonic(), 0, ExitStack()
+        outermost = not _CALLING.get()
+        calling = _CALLING.set(True)
+        started, failures, lasting = world.monotonic(), 0, ExitStack()
         try:
             while True:
                 try:
@@ -149,21 +150,19 @@ class RetryForSeconds(Retry):
                     self._pause(error, started, failures, lasting)
         finally:
             lasting.close()
-            if outermost:
-                self._inside.busy = False
+            _CALLING.reset(calling)
 
     def _pause(self, error: Exception, started: float, failures: int, lasting: ExitStack) -> None:
         """Sleeps before the next try, in a named wait once the outage lasts; raises `error` at the deadline."""
-        seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
+        seconds, pause = world.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
         if seconds + pause <= self.seconds:
             lasts = seconds >= _LASTING_SECONDS and self.seconds > _HURRY_SECONDS
-            if lasts and self.named and not getattr(self._inside, "named", False):
+            if lasts and self.named and not _NAMED.get():
                 self.outages += 1
-                self._inside.named = True
-                lasting.callback(setattr, self._inside, "named", False)
+                lasting.callback(_NAMED.reset, _NAMED.set(True))
                 for name in self.named:
                     lasting.enter_context(name(_told(error, self.folder)))
-            time.sleep(pause)
+            world.sleep(pause)
         elif self.seconds > 0:
             kind = type(error) if isinstance(error, redis.RedisError) else redis.ConnectionError
             told = _told(error, self.folder)

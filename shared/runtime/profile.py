@@ -10,6 +10,7 @@ import socket
 import time
 from typing import Any
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.storage.object_store import ObjectStore
@@ -45,7 +46,7 @@ class Profile:
 
     def _encoded(self) -> bytes:
         """Returns JSON: `traceEvents` (microseconds of the wall clock), and seconds by stage in `otherData`."""
-        to_clock = time.time_ns() - time.perf_counter_ns()  # so that the timelines of several machines align
+        to_clock = time.time_ns() - world.nanoseconds()  # so that the timelines of several machines align
         pid, seconds = os.getpid(), {}
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0,

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -18,11 +17,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.local_disk import private_folder
 from stagecoach.shared.base.process import child_environment
 
@@ -107,7 +106,7 @@ class HeldZygote:
     """This machine's zygote, started for the runs of this process; it ends with them, or with this process."""
 
     def __init__(self) -> None:
-        self.token = secrets.token_hex(8)
+        self.token = world.token_hex(8)
         self.pipe = os.pipe()
         """The zygote ends once nobody holds it open."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # roles then start without it
@@ -119,9 +118,9 @@ class HeldZygote:
         for end in self.pipe:
             os.close(end)
         folders = [*_parent().glob(f"{_PREFIX}{self.token}-*")]
-        deadline = time.monotonic() + _END_SECONDS
-        while any((folder / SOCKET).exists() for folder in folders) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS / 4)  # it sees to what its roles leave behind, and removes its folder
+        deadline = world.monotonic() + _END_SECONDS
+        while any((folder / SOCKET).exists() for folder in folders) and world.monotonic() < deadline:
+            world.sleep(_POLL_SECONDS / 4)  # it sees to what its roles leave behind, and removes its folder
         mark = f"/{_PREFIX}{self.token}-".encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
@@ -149,8 +148,8 @@ def _parent() -> Path:
 
 def _connected(folder: Path) -> socket.socket | None:
     """Connects to the zygote once it is ready; starts one if none is there. Returns None if that ends at once."""
-    deadline, started = time.monotonic() + _START_SECONDS, 0
-    while time.monotonic() < deadline and started <= 1:
+    deadline, started = world.monotonic() + _START_SECONDS, 0
+    while world.monotonic() < deadline and started <= 1:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_REPLY_SECONDS)
         try:
@@ -159,7 +158,7 @@ def _connected(folder: Path) -> socket.socket | None:
         except OSError:
             connection.close()
         started += _start(folder)
-        time.sleep(_POLL_SECONDS)
+        world.sleep(_POLL_SECONDS)
     return None
 
 

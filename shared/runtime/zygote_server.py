@@ -16,10 +16,10 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.process import at_rest, end_with_parent
 from stagecoach.shared.runtime.zygote import HEAD, NUMBER, SERVES, SOCKET
 
@@ -91,12 +91,12 @@ class Zygote:
 
     def serve(self) -> Work | None:
         """Returns in each forked process what it is to do, and None in the zygote once it is no longer needed."""
-        needed = time.monotonic()
+        needed = world.monotonic()
         released = False
         while True:
             if self._clients:
-                needed = time.monotonic()
-            elif released or not self._is_asked or (self._hold is None and time.monotonic() > needed + _IDLE_SECONDS):
+                needed = world.monotonic()
+            elif released or not self._is_asked or (self._hold is None and world.monotonic() > needed + _IDLE_SECONDS):
                 if self._is_asked:
                     shutil.rmtree(self._folder, ignore_errors=True)
                 return None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -225,7 +225,7 @@ class CheckpointStore:
         for pause in _READ_PAUSES_SECONDS:
             with contextlib.suppress(ValueError):
                 return parse(self.store.get(key))
-            time.sleep(pause)
+            world.sleep(pause)
         return parse(self.store.get(key))
 
     def marked(self, mark: str) -> str | None:

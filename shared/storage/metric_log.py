@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import FragmentError, MetricsDamaged, ObjectMissing
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.spaces import Array
@@ -125,7 +125,7 @@ class MetricStream:
         self._store, self._run_id, self._stream = store, run_id, stream
         self._began, self._parent = (epoch, version, env_steps), version if parent is None else parent
         self._pending: list[tuple[str, Mapping[str, float]]] = []
-        self._lock = threading.Lock()
+        self._lock = world.Lock()
         self._segments: list[Segment] = []
         self._unmerged = 0
         """Index of the first segment that may be merged; one before it cannot be read."""

@@ -8,7 +8,6 @@ import base64
 import functools
 import hashlib
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -24,7 +23,7 @@ import botocore.parsers
 import botocore.session
 import urllib3.exceptions
 
-from stagecoach.shared.base import tls
+from stagecoach.shared.base import tls, world
 from stagecoach.shared.base.address import Address, s3_keys
 from stagecoach.shared.base.errors import (
     CredentialsRefused,
@@ -100,7 +99,7 @@ class S3Store:
     def get(self, key: str) -> bytes:
         broken = ""
         for attempt in range(_READ_TRIES):  # boto3 retries a request, but not a body that breaks off
-            time.sleep(0.02 * attempt)
+            world.sleep(0.02 * attempt)
             answer = self._call("get_object", key)
             if not _LENGTH & answer["ResponseMetadata"]["HTTPHeaders"].keys():
                 broken = "the server does not say how long it is"
@@ -252,7 +251,7 @@ class S3Store:
 def _seconds_ahead(date: str) -> float:
     """Returns by how much our clock is ahead of the server's, from the date of its reply; 0 without one."""
     try:
-        return time.time() - parsedate_to_datetime(date).timestamp()
+        return world.unix_time() - parsedate_to_datetime(date).timestamp()
     except ValueError:
         return 0.0
 

@@ -5,12 +5,11 @@ with growing pauses and reports that in `status`; the log keeps what is not dura
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self, cast
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import WaitTimeout
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
@@ -45,7 +44,7 @@ class CheckpointWriter:
     ) -> None:  # fmt: skip
         self._role, self.store, self.recorder = role, store, recorder
         self._checkpoints = CheckpointStore(store.fenced, role.run_id)
-        self._lock = threading.Condition()
+        self._lock = world.Condition()
         self._pending: Snapshot | None = None
         self._busy = self._closing = False
         self.timer = StageTimer()
@@ -62,7 +61,7 @@ class CheckpointWriter:
         self._trim = TrimStage(role, store.fenced.epoch, archive)
         objects = ObjectsStage(role, self._checkpoints)
         self._stages: tuple[Stage, ...] = self._metrics, objects, self._pointer, archive, self._trim
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread = world.Thread(target=self._run, name="writer", daemon=True)
 
     @classmethod
     def start(
@@ -99,13 +98,13 @@ class CheckpointWriter:
 
     def wait_idle(self, deadline_seconds: float) -> None:
         """Blocks until all that was submitted is durable; raises `WaitTimeout`, or what ended the thread."""
-        deadline = time.monotonic() + deadline_seconds
+        deadline = world.monotonic() + deadline_seconds
         with self._lock:
             while (self._pending is not None or self._busy) and self.failure is None:
                 if retries(self._role.redis).abandoned:
                     raise WaitTimeout("it ends at once, while the checkpoint was not durable")
-                remaining = max(0.0, deadline - time.monotonic())
-                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and time.monotonic() > deadline:
+                remaining = max(0.0, deadline - world.monotonic())
+                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and world.monotonic() > deadline:
                     raise WaitTimeout(
                         f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away? "
                         f"{self._status.error}. What is in the log is not lost: `stagecoach resume` reads it again "
@@ -175,14 +174,14 @@ class CheckpointWriter:
 
     def _make_durable(self, snapshot: Snapshot) -> None:
         self.store.fenced.ask()
-        started = time.monotonic()
+        started = world.monotonic()
         self._status.show_writing(snapshot.name)
         for stage in self._stages:
             self._run_stage(stage, snapshot)
         again, self._status.durable = self._status.durable == snapshot.name, snapshot.name  # due, and the last one
         self.recorder.checkpointed(snapshot.name)
         if not again:
-            manifest, seconds = snapshot.checkpoint.manifest, time.monotonic() - started
+            manifest, seconds = snapshot.checkpoint.manifest, world.monotonic() - started
             text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {seconds:.2f} s)"
             self._role.emit_event("checkpoint", text, name=manifest.name, version=manifest.version)
 

@@ -2,10 +2,10 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import ShardUnavailable, StoreError, StoreUnavailable
 from stagecoach.shared.base.printable import counted
 from stagecoach.shared.protocol.heartbeat import growing_pauses
@@ -44,14 +44,14 @@ class StoreStatus:
             return False
         if outage := self._outage:
             self._outage, self._pauses = {}, growing_pauses()
-            seconds, often = max(0.0, time.time() - outage["since"]), counted(outage["attempts"], "time")
+            seconds, often = max(0.0, world.unix_time() - outage["since"]), counted(outage["attempts"], "time")
             self._role.emit_event("store", f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s")
         self.show()
         return True
 
     def _failed(self, error: Exception) -> None:
         party = "a Redis shard" if isinstance(error, ShardUnavailable) else "the store"
-        since, attempts = self._outage.get("since", round(time.time(), 3)), self._outage.get("attempts", 0) + 1
+        since, attempts = self._outage.get("since", round(world.unix_time(), 3)), self._outage.get("attempts", 0) + 1
         self._outage = {"waiting_for": party, "since": since, "attempts": attempts, "error": str(error)}
         _LOGGER.warning("%s fails (try %d): %s", party, attempts, error)
         self.show()
@@ -60,7 +60,7 @@ class StoreStatus:
         self._pause(next(self._pauses))
 
     def show_writing(self, name: str) -> None:
-        self.show() if self._outage else self.show(writing=name, since=round(time.time(), 3))
+        self.show() if self._outage else self.show(writing=name, since=round(world.unix_time(), 3))
 
     def show_undeleted(self, checkpoints: int, objects: int, problem: str) -> None:
         """Reports once that the store does not delete; an empty `problem` ends it."""

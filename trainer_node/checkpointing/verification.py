@@ -4,12 +4,12 @@ A person's orders come here by `Run`; a callback's come from the trainer's proce
 """
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -150,7 +150,7 @@ def _goes(checkpoints: CheckpointStore, name: str, live: bool) -> bool:
     for _ in range(_POLLS if live else 0):
         if name not in checkpoints.names():
             return True
-        time.sleep(_POLL_SECONDS)
+        world.sleep(_POLL_SECONDS)
     return name not in checkpoints.names()
 
 
@@ -204,7 +204,7 @@ def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion
         raise CheckpointNotFound(f"{found.name} is not promoted: it is not complete ({found.state})")
     former = unless_damaged(checkpoints.promotion)
     digest = hashlib.sha256(checkpoints.read_manifest(found.name)[0]).hexdigest()
-    promotion = Promotion(checkpoint=found.name, manifest_sha256=digest, time=round(time.time(), 3))
+    promotion = Promotion(checkpoint=found.name, manifest_sha256=digest, time=round(world.unix_time(), 3))
     checkpoints.write_promotion(promotion)
     if live and found.name not in status_entries(checkpoints):
         checkpoints.write_promotion(former)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -23,6 +22,7 @@ import redis
 import xxhash
 from pydantic import TypeAdapter
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import Fenced, StagecoachError
 from stagecoach.shared.base.printable import foreign
 from stagecoach.shared.config.run_config import Config
@@ -113,15 +113,15 @@ def meet_followers(
         raise GroupBroken("this machine has no address on the way to Redis")
     opening = Opening(host, trainer.ranks, trainer.rank_timeout_seconds)
     rendezvous.call(epoch, opening.invitation)
-    checked = time.monotonic()
+    checked = world.monotonic()
     while missing := opening.missing():
-        if time.monotonic() - checked > _CHECK_SECONDS:
-            checked = time.monotonic()
+        if world.monotonic() - checked > _CHECK_SECONDS:
+            checked = world.monotonic()
             if needless():
                 return None
             wait.last_error = _whereabouts(client, run_id, missing)
             wait.check()
-        time.sleep(_POLL_SECONDS)
+        world.sleep(_POLL_SECONDS)
     wait.last_error = None
     return Leader(opening.close(torch_device(trainer.device)), learner, lambda: rendezvous.call(epoch))
 

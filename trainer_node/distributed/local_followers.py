@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 import torch
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError, UserError
 from stagecoach.shared.base.printable import complain
 from stagecoach.shared.base.process import child_environment
@@ -53,11 +53,11 @@ def local_ranks(
     started: list[subprocess.Popen[str]] = []
     try:
         started.extend(_started(opening.invitation, rank, config) for rank in range(1, config.trainer.ranks))
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = world.monotonic() + _START_SECONDS
         while missing := opening.missing():
-            if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+            if world.monotonic() > deadline or any(process.poll() is not None for process in started):
                 raise StagecoachError(f"the processes of ranks {missing} did not start; what they said is above")
-            time.sleep(0.05)
+            world.sleep(0.05)
         leader = Leader(opening.close(torch_device(config.trainer.device)), learner)
         try:
             leader.begin(taken, description, held)

@@ -13,9 +13,7 @@ import contextlib
 import ctypes
 import json
 import re
-import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 
@@ -87,7 +86,7 @@ class Opening:
             here += [json.loads(self._store.get(_place(rank))) for rank in range(1, self.invitation.size)]
             cards = [one["card"] for one in here]
             own_cards = all(cards) and len(set(cards)) == len(cards)
-            go = {"members": [one["nonce"] for one in here], "nccl": own_cards, "name": secrets.token_hex(8)}
+            go = {"members": [one["nonce"] for one in here], "nccl": own_cards, "name": world.token_hex(8)}
             self._store.set(_GO, json.dumps(go))
             return Group(self._store, go, 0, self.invitation.size, self.invitation.host, self._timeout, device)
 
@@ -113,7 +112,7 @@ def join(
             store.set(_place(rank), json.dumps(me))
         while not store.check([_GO]):
             poll()
-            time.sleep(_POLL_SECONDS)
+            world.sleep(_POLL_SECONDS)
         go = json.loads(store.get(_GO))
         if go["members"][rank] != me["nonce"]:
             raise GroupBroken(f"this group has begun, with another rank {rank}")
@@ -127,7 +126,7 @@ def _place(rank: int) -> str:
 def _who(device: torch.device) -> dict[str, Any]:
     """A member: one process of one rank, and the graphics card that it learns on."""
     card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"nonce": secrets.token_hex(8), "card": card}
+    return {"nonce": world.token_hex(8), "card": card}
 
 
 class Group:

@@ -2,11 +2,11 @@
 depth of the log. Taken from heartbeats every few seconds, and so by the clock: nothing that is learned depends on them.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
+from stagecoach.shared.base import world
 from stagecoach.shared.protocol.flow_control import FlowState
 from stagecoach.shared.protocol.heartbeat import Beat
 
@@ -18,10 +18,10 @@ class FleetMetrics:
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], Beat] = {}
-        self._time = time.monotonic()
+        self._time = world.monotonic()
 
     def row(self, beats: Sequence[Beat], flow: FlowState) -> dict[str, float]:
-        now = time.monotonic()
+        now = world.monotonic()
         seconds, self._time = max(now - self._time, 1e-9), now
         alive = {(beat.role, beat.id): beat for beat in beats if beat.alive}
         both = [(its, beat) for key, beat in alive.items() if (its := self._before.get(key)) is not None]

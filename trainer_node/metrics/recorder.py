@@ -6,8 +6,6 @@ thread, before each checkpoint, so that what it covers is there; a trainer that 
 """
 
 import logging
-import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import Any
 
 import redis
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import MetricsDamaged
 from stagecoach.shared.base.printable import NAME_CHARACTERS, printable
 from stagecoach.shared.config.run_config import Config
@@ -76,7 +75,7 @@ class Recorder:
         """The id of the last event that is recorded."""
         self._names = defaultdict[str, set[str]](set)
         """Names by prefix of an environment's own numbers, '' for all others."""
-        self._stored_at = time.monotonic()
+        self._stored_at = world.monotonic()
         self.failures: Counter[str] = Counter()
         """Number of rows that each writer could not write."""
         self._were_slow: set[str] = set()
@@ -88,15 +87,15 @@ class Recorder:
             for its in config.metrics.writers
             if folder or its.path not in ("csv", "jsonl", "tensorboard")  # else `stagecoach metrics` makes such files
         ]
-        self._closed = threading.Event()
+        self._closed = world.Event()
         self._fleet, self._env_steps = FleetMetrics(), float(began[2])
-        threading.Thread(target=self._watch_fleet, name="metrics", daemon=True).start()
+        world.Thread(target=self._watch_fleet, name="metrics", daemon=True).start()
 
     def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
         """Records a row, which holds its env steps and policy version; never raises."""
         with self.continuing("the metrics"):
             self._env_steps = row[ENV_STEPS] if stream == TRAIN else self._env_steps
-            named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
+            named = self._named(row) | {UNIX_TIME: round(world.unix_time(), 3)}
             number = self._streams[stream].append(named, label)
             if stream == EVALUATIONS:
                 self._unwritten.append((named, label))
@@ -148,7 +147,7 @@ class Recorder:
         """Puts all rows into the store, after the writers have had them; raises as the store does."""
         self.take_events()
         self._flush()
-        self._stored_at = time.monotonic()
+        self._stored_at = world.monotonic()
         for stream in self._streams.values():
             stream.write()
         for row, label in self._unwritten:
@@ -159,18 +158,18 @@ class Recorder:
     def due(self) -> bool:
         """Returns whether rows have waited too long for the store."""
         waits = any(stream.pending for stream in self._streams.values())
-        return waits and time.monotonic() - self._stored_at >= _STORE_SECONDS
+        return waits and world.monotonic() - self._stored_at >= _STORE_SECONDS
 
     def close(self, seconds: float = _FLUSH_SECONDS) -> None:
         """Ends the writers, once they have written what they were given, or after `seconds`."""
         if self._closed.is_set():
             return
         self._closed.set()
-        until = time.monotonic() + seconds
+        until = world.monotonic() + seconds
         for writer in (self._tail, *self._writers):
             writer.put("close")
         for writer in (self._tail, *self._writers):
-            writer.join(max(0.0, until - time.monotonic()))
+            writer.join(max(0.0, until - world.monotonic()))
 
     def _write(self, stream: str, row: Mapping[str, float], label: str) -> None:
         self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
@@ -184,7 +183,7 @@ class Recorder:
         if not self._closed.is_set():
             for writer in self._writers:
                 writer.flush()
-            until = time.monotonic() + _FLUSH_SECONDS / 2
+            until = world.monotonic() + _FLUSH_SECONDS / 2
             for writer in self._writers:
                 writer.wait_flushed(until)
 

@@ -3,7 +3,6 @@
 import io
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from stagecoach.shared.base import world
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION
 from stagecoach.trainer_node.metrics.table_files import append_bytes
@@ -35,7 +35,7 @@ class TensorBoardWriter(MetricWriter):
         from tensorboard.compat.proto.event_pb2 import SessionLog  # takes a while, and is not always wanted
 
         place = Path(folder) if folder else run.needed_folder / "tensorboard"
-        self._path = place / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = place / f"events.out.tfevents.{world.unix_time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._purge_step = run.env_steps + 1
         self._header = _record(step=self._purge_step, file_version="brain.Event:2")
         self._header += _record(step=self._purge_step, session_log=SessionLog(status=SessionLog.START))
@@ -101,6 +101,6 @@ def _record(wall_time: float | None = None, **what: Any) -> bytes:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     data = io.BytesIO()
-    event = Event(wall_time=time.time() if wall_time is None else wall_time, **what)
+    event = Event(wall_time=world.unix_time() if wall_time is None else wall_time, **what)
     RecordWriter(data).write(event.SerializeToString())
     return data.getvalue()

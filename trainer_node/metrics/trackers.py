@@ -8,11 +8,11 @@ so that a late evaluation is where it belongs.
 import os
 import posixpath
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stagecoach.shared.base import world
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EPISODES, UNIX_TIME
 from stagecoach.trainer_node.metrics.writers import MetricWriter, WrittenRun
@@ -102,7 +102,7 @@ class MlflowWriter(MetricWriter):
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream != EPISODES:
-            milliseconds = int(row.get(UNIX_TIME, time.time()) * 1000)
+            milliseconds = int(row.get(UNIX_TIME, world.unix_time()) * 1000)
             self._waiting += [self._metric(_mlflow_name(name), its, milliseconds, step) for name, its in row.items()]
             if len(self._waiting) >= _MLFLOW_METRICS:
                 self.flush()

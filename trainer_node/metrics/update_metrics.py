@@ -3,7 +3,6 @@
 Nothing that is learned depends on them. Each mean has its spread next to it.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stagecoach.shared.base import world
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, Fragment
@@ -44,7 +44,7 @@ class UpdateMetrics:
         self._description = description
         self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
         self.learning_seconds = 0.0
-        self._last = time.monotonic()
+        self._last = world.monotonic()
         self._fps = 0.0
         self._env_steps = learner.counters.env_steps
         self._measured = _Measured()
@@ -77,7 +77,7 @@ class UpdateMetrics:
     def row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
         """Returns the row of the updates since the last one, and starts the next row."""
         measured, self._measured = self._measured, _Measured()
-        train, now = learner.counters.train, time.monotonic()
+        train, now = learner.counters.train, world.monotonic()
         before, self._env_steps = self._env_steps, learner.counters.env_steps
         speed = (self._env_steps - before) / max(now - self._last, 1e-9)
         self._fps = speed if not self._fps else _SMOOTHING * self._fps + (1 - _SMOOTHING) * speed

@@ -1,11 +1,10 @@
 """A metric writer in a thread of its own, so that one which is slow, or hangs, holds up no other."""
 
 import queue
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.printable import counted
 
 
@@ -18,10 +17,10 @@ class WriterThread:
     ) -> None:  # fmt: skip
         """`failed` and `slow` take the writer's name and why; `most` calls wait for it, more are left out."""
         self.name, self._opens, self._failed, self._slow = name, opens, failed, slow
-        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most)
-        self._flushed, self._overdue = threading.Event(), False
+        self._queue: world.Queue[tuple[str, tuple[Any, ...]]] = world.Queue(most)
+        self._flushed, self._overdue = world.Event(), False
         self._flushed.set()
-        self._thread = threading.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
+        self._thread = world.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
         self._thread.start()
 
     def put(self, method: str, *arguments: Any) -> bool:
@@ -37,12 +36,12 @@ class WriterThread:
         """Flushes buffered rows."""
         self._overdue = not self._flushed.is_set()
         self.put("flush")
-        if not self._overdue and self.put("flushed", flushed := threading.Event()):
+        if not self._overdue and self.put("flushed", flushed := world.Event()):
             self._flushed = flushed
 
     def wait_flushed(self, until: float) -> None:
         """Waits for the last `flush` until then (monotonic clock); not for one that was late before and still is."""
-        if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
+        if not self._overdue and not self._flushed.wait(max(0.0, until - world.monotonic())):
             self._slow(self.name, "it is still busy; checkpoints and other writers go ahead")
 
     def join(self, seconds: float) -> None:

@@ -2,12 +2,12 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import redis
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import Fenced, ShardUnavailable
 from stagecoach.shared.base.failure import Failure, RoleEnd, RunEnd, reason_in_words
 from stagecoach.shared.experience.counters import PhaseCounters
@@ -128,7 +128,7 @@ class Incarnation:
         content = {
             "run_id": role.run_id, "reason": reason, "failure": role.flow.read().failure, "final": final,
             "version": self.version, "counters": self.counters if self.version >= 0 else None, "ledger": ledger,
-            "time": round(time.time(), 3),
+            "time": round(world.unix_time(), 3),
         }  # fmt: skip
         role.checkpoints.write_marker(FINISHED, content)
         self.emit_event(f"run finished: {reason_in_words(reason)}", "state")

@@ -13,12 +13,12 @@ What happens between a `kill -9` of the trainer and its next update, in the orde
 """
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from typing import Self
 
 import redis
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     BodyLost,
@@ -135,9 +135,9 @@ class Recovery:
 
     def redis_restarted(self, seconds: float = 1.0) -> bool:
         """Returns whether Redis is another process than before; asks at most once in so many seconds."""
-        if time.monotonic() - self.redis_checked < seconds:
+        if world.monotonic() - self.redis_checked < seconds:
             return False
-        self.redis_checked = time.monotonic()
+        self.redis_checked = world.monotonic()
         return self._role.flow.process() != self.accounting.redis_process
 
     def redis_came_back(self) -> Published:

@@ -1,10 +1,10 @@
 """State of a trainer between two updates, and its two ways out: snapshots for the store, versions for the workers."""
 
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
+from stagecoach.shared.base import world
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase, PhaseCounters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
@@ -25,11 +25,11 @@ class RunSchedule:
 
     def __init__(self, config: Config) -> None:
         self._config, self._checkpoint_index, self._evaluation_index = config, 0, 0
-        self._started = self._checkpointed_at = time.monotonic()
+        self._started = self._checkpointed_at = world.monotonic()
 
     def checkpoint_due(self, counters: PhaseCounters, log_bytes: int) -> bool:
         """Returns whether one is due by counters, by the clock, or because the log is half full (which it frees)."""
-        checkpoint, passed = self._config.checkpoint, time.monotonic() - self._checkpointed_at
+        checkpoint, passed = self._config.checkpoint, world.monotonic() - self._checkpointed_at
         timed = checkpoint.every_seconds is not None and passed >= checkpoint.every_seconds
         counted = checkpoint.every.index(counters.train) > self._checkpoint_index
         return counted or timed or self.log_half_full(log_bytes)
@@ -46,12 +46,12 @@ class RunSchedule:
     def checkpointed(self, counters: PhaseCounters) -> None:
         """The next one is counted from here."""
         self._checkpoint_index = self._config.checkpoint.every.index(counters.train)
-        self._checkpointed_at = time.monotonic()
+        self._checkpointed_at = world.monotonic()
 
     def exhausted(self, counters: PhaseCounters) -> bool:
         """Returns whether a bound on steps, updates, episodes or hours is reached."""
         stop, train = self._config.stop_at, counters.train
-        hours = (time.monotonic() - self._started) / 3600
+        hours = (world.monotonic() - self._started) / 3600
         bounds = stop.env_steps, stop.updates, stop.episodes, stop.hours
         values = train.env_steps, train.updates, train.episodes, hours
         return any(bound is not None and value >= bound for bound, value in zip(bounds, values, strict=True))

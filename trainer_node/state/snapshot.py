@@ -5,8 +5,6 @@
 
 import json
 import platform
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.code_version import code_version, compiler_version
 from stagecoach.shared.base.errors import CheckpointDamaged, FragmentError
 from stagecoach.shared.config.run_config import Config
@@ -59,7 +58,7 @@ class Snapshot:
     def __init__(self, name: str, version: int, log_position: str, encode: Callable[[], Checkpoint]) -> None:
         self.name, self.version, self.log_position = name, version, log_position
         self._encode: Callable[[], Checkpoint] | None = encode
-        self._lock = threading.Lock()
+        self._lock = world.Lock()
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -123,7 +122,7 @@ def take(
     shared_objects = sorted({*left, *(sha256 for its in learner.folds for sha256 in its.objects())})
     tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
-    name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
+    name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(world.unix_time(), 3)
 
     def encode() -> Checkpoint:
         """Uses the copies alone, and of a policy what never changes: kind, spaces, config and network."""

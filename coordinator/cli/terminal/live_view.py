@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from stagecoach.coordinator.cli.terminal.options import RUNS
 from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import training_time
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import StagecoachError, headline
 from stagecoach.shared.base.failure import EndReason, reason_in_words
 from stagecoach.shared.base.printable import counted, each_in_words, figure, score_in_words, success_in_words, unnamed
@@ -48,7 +48,7 @@ class LiveView:
         self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self.status: Status | None = None
         self._failed = False
-        self._started = time.monotonic()
+        self._started = world.monotonic()
 
     def show(self, ended: Callable[[], bool]) -> None:
         if not self._console.is_terminal:
@@ -59,18 +59,18 @@ class LiveView:
                 with self._continuing():
                     self._poll()
                     live.update(self.panel(), refresh=True)
-                time.sleep(_REFRESH_SECONDS)
+                world.sleep(_REFRESH_SECONDS)
 
     def _show_plain(self, ended: Callable[[], bool]) -> None:
         printed, line = 0.0, ""
         while not ended():
             with self._continuing():
                 self._console.text(*map(_event_line, self._poll()))
-                if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
-                    printed, before, line = time.monotonic(), line, one_line(self.status)
+                if self.status is not None and world.monotonic() - printed >= _PLAIN_SECONDS:
+                    printed, before, line = world.monotonic(), line, one_line(self.status)
                     if line != before:  # skips repeated lines of a run that ends or waits
                         self._console.text(line)
-            time.sleep(_REFRESH_SECONDS)
+            world.sleep(_REFRESH_SECONDS)
         with self._continuing(), contextlib.suppress(StagecoachError, redis.RedisError):
             self._console.text(*map(_event_line, self._new_events()))  # since the last poll
 
@@ -112,7 +112,7 @@ class LiveView:
         waits = Text(_machinery(self.status), style="dim")
         events = [Text(f"  {_event_line(event)}", overflow="ellipsis", no_wrap=True) for event in self._events]
         parts = (_progress(self.status, self._run.config), metrics_table(self.status), waits, *events)
-        seconds = time.monotonic() - self._started
+        seconds = world.monotonic() - self._started
         hint = "Ctrl-C ends it with a last checkpoint" if self._supervises else "Ctrl-C ends the watching, not the run"
         return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {hint}")
 
@@ -327,7 +327,7 @@ def print_status(run: Run, status: Status, console: PrintableConsole) -> None:
     if status.ledger:
         console.print(accounting)
     if status.store.get("error"):
-        seconds = max(0.0, time.time() - status.store.get("since", time.time()))
+        seconds = max(0.0, world.unix_time() - status.store.get("since", world.unix_time()))
         tries = f"{counted(status.store.get('attempts', 0), 'attempt')} in {seconds:.0f} s failed"
         console.print(f"store: {status.store['error']} ({tries}; training continues until the log is full)")
     if kept := status.store.get("undeleted"):

@@ -4,7 +4,6 @@ A version that silently resets in the step that ends an episode shows nothing wr
 by the next one's first observation. It is detected by the effect of the action after an end.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from stagecoach.rollout_worker.environments.gymnasium_env import SAME_STEP_EXPEC
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import Step, pick, reject_unusable
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import EnvironmentFailure, headline
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.environments.parameters import evaluated_table
@@ -65,12 +65,12 @@ class NativeTrial:
         With `ended` of an earlier play, that copy takes another action in the step after it.
         """
         self._again()
-        until = time.monotonic() + _MOST_SECONDS
+        until = world.monotonic() + _MOST_SECONDS
         other, seeds = ended, [self._seed % SEEDS] * self._env.num_envs
         began = self._report.calling("reset() of its native version", lambda: self._env.reset(seeds))
         seen = [_copied(began[self._policy][0])]
         while len(seen) <= (max(steps, _MOST_STEPS) if ended is None else max(steps, ended[0] + _STEPS_AFTER)):
-            if ended is None and len(seen) > steps and time.monotonic() > until:
+            if ended is None and len(seen) > steps and world.monotonic() > until:
                 break
             actions = self._actions(seen[-1], other[1] if other is not None and len(seen) == other[0] + 1 else None)
             step: Step = self._report.calling("step() of its native version", partial(self._env.step, actions))

@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("stagecoach.shared.base.stage_timer.time.perf_counter_ns", lambda: clock.now)
+    monkeypatch.setattr("stagecoach.shared.base.world.nanoseconds", lambda: clock.now)
     return clock
 
 

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.storage.checkpoint_store import (
@@ -95,7 +95,7 @@ def checkpoints(any_store: ObjectStore) -> CheckpointStore:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(world, "sleep", lambda _: None)
 
 
 # Writing
@@ -420,7 +420,7 @@ def test_half_written_object_is_read_again(checkpoints: CheckpointStore, monkeyp
         for half in (b"", whole[: len(whole) // 2]):
             checkpoints.store.put(key, half)
             with monkeypatch.context() as patch:
-                patch.setattr(time, "sleep", lambda _, key=key, whole=whole: checkpoints.store.put(key, whole))
+                patch.setattr(world, "sleep", lambda _, key=key, whole=whole: checkpoints.store.put(key, whole))
                 assert read() == wanted
 
 
@@ -479,7 +479,7 @@ def test_arbitrary_manifest_is_damage_or_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, objects: Any
 ) -> None:
     """Bytes, JSON, and a manifest of which some fields are something else: nothing but a named error ever comes."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(world, "sleep", lambda _: None)
     (tmp_path / "store").mkdir(exist_ok=True)
     store = FileStore(tmp_path / "store", RUN)
     intact = manifest_of(1, objects_of(1))

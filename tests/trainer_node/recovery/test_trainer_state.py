@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
+from stagecoach.shared.base import world
 from stagecoach.shared.experience.counters import Counters, Phase, PhaseCounters
 from stagecoach.trainer_node.recovery.trainer_state import RunSchedule
 from stagecoach.trainer_node.state.snapshot import phase_at
@@ -25,7 +25,7 @@ def schedule(**sections: Any) -> RunSchedule:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The monotonic clock, as a list of one number that the test moves."""
     now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(world, "monotonic", lambda: now[0])
     return now
 
 
