@@ -253,7 +253,10 @@ class Flow:
                 one is greater.
             memory: token of the shared memory that the new trainer reads.
         """
-        return int(self._run("take_over", at_least=at_least, memory=memory))
+        while True:  # once more where another trainer has taken over since, or the answer was lost
+            seen = self.read().epoch
+            if epoch := int(self._run("take_over", seen=seen, at_least=at_least, memory=memory)):
+                return epoch
 
     def process(self) -> str:
         """Returns the id of the Redis process, which changes with a restart or a failover."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,6 +201,14 @@ def test_epochs_never_repeat_when_redis_forgets(role: RunContext) -> None:
     assert not role.flow.holds(5)
 
 
+def test_late_take_over_fences_nobody(role: RunContext) -> None:
+    """A trainer repeats its command over a new connection; the first one arrives after that."""
+    late = partial(Script(role.redis, RunKeys(role.run_id), "take_over"), seen=0, at_least=0, memory="")
+    epoch = role.flow.take_over()
+    assert late() == 0
+    assert (epoch, role.flow.read().epoch) == (1, 1)
+
+
 def consume(role: RunContext) -> SmallTrainer:
     """Another trainer takes all there is, and finds the bad fragment in the log."""
     trainer = begin(role)
@@ -295,6 +304,6 @@ def test_scripts_read_what_they_declare_and_set_no_globals(name: str, redis_clie
 def test_script_rejects_missing_and_extra_arguments(redis_client: redis.Redis) -> None:
     take_over = Script(redis_client, RunKeys("run"), "take_over")
     with pytest.raises(TypeError, match="lacks its argument 'memory'"):
-        take_over(at_least=0)
+        take_over(seen=0, at_least=0)
     with pytest.raises(TypeError, match="no argument epoch"):
-        take_over(at_least=0, memory="", epoch=1)
+        take_over(seen=0, at_least=0, memory="", epoch=1)
