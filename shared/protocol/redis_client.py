@@ -36,6 +36,7 @@ _UNWRITTEN = re.compile(r"MISCONF (?:Errors writing to the AOF file: )?(.*?)\.?(
 _PASSING_ERRORS = (
     redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError,
     redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
+    redis.InvalidResponse,
 )  # fmt: skip
 _GARBAGE = re.compile(r"WRONGTYPE|user_script|not an integer|no hash table|not a valid float")
 """Texts of Redis for a key of another type, and of our scripts for a value that is not a number."""
