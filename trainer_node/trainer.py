@@ -158,6 +158,8 @@ class Trainer:
             raise Fenced(f"epoch {epoch}: a newer trainer has taken over, that of epoch {flow.epoch}")
         if flow.epoch < epoch or flow.version < self.version or self.recovery.redis_restarted():
             self.recovery.redis_came_back()
+        if flow.version == self.version and self.state.board_lost:
+            self.recovery.publish(0)
         self._orders = min(self._orders, flow.checkpoint_orders)  # less after a Redis that was rolled back
         due = flow.checkpoint_orders > self._orders or flow.memory_full or self.schedule.log_half_full(flow.log_bytes)
         if due and self.state.parent.version < self.version:  # an order waits until there is something new

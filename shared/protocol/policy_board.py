@@ -102,6 +102,11 @@ class PolicyBoard:
             raise KeyDamaged(self._keys.flow, f"its field state: {error}") from None
         return Published(reply, run_state, reason.decode(errors="replace"), int(log_bytes))
 
+    @property
+    def lost(self) -> bool:
+        """True if the shared memory no longer holds the last published version, which should be published again."""
+        return bool(self._published) and not self._memory.holds(self._published)
+
     def _share(self, epoch: int, version: int, blob: bytes) -> tuple[bytes, str]:
         """Writes a large version to shared memory; returns place and file, or nothing if it belongs on the board."""
         if len(blob) < AT_LEAST or not self._memory.token:

@@ -104,6 +104,10 @@ class SharedMemory:
                 return body
         return None
 
+    def holds(self, name: str) -> bool:
+        """Returns whether a body is in the folder."""
+        return os.path.exists(f"{self._folder}/{name}")
+
     def names(self) -> list[str]:
         """Returns the names of all bodies."""
         found: set[str] = set()

@@ -181,6 +181,11 @@ class TrainerState:
             checkpoint=name, process=self._accounting.redis_process,
         )  # fmt: skip
 
+    @property
+    def board_lost(self) -> bool:
+        """True if workers cannot read the last published version any more."""
+        return self._board.lost
+
     def _descend_from(self, taken: Snapshot) -> None:
         self.schedule.checkpointed(self.learner.counters)
         self.parent = Parent(taken.name, taken.log_position, self.version)

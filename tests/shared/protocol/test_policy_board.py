@@ -128,6 +128,10 @@ class LargeBoard:
         return None if found is None else (found.header.version, float(found.states["default"]["weight"][-1]))
 
     @property
+    def lost(self) -> bool:
+        return self._trainer.lost
+
+    @property
     def files(self) -> list[Path]:
         return sorted(self.folder.path.glob("policy:*"))
 
@@ -165,6 +169,15 @@ def test_lost_file_is_awaited_until_trainer_publishes_again(large: LargeBoard) -
     large.take_over()
     assert large.publish(0) == "known" and large.fetched() is None
     assert large.publish(1) == "known" and large.fetched() == (1, 1)
+
+
+def test_trainer_notices_a_lost_file_and_publishes_again(large: LargeBoard) -> None:
+    assert large.publish(1) == "published" and not large.lost
+    for path in large.files:
+        path.unlink()
+    assert large.lost
+    assert large.publish(1) == "known"
+    assert not large.lost and large.fetched() == (1, 1)
 
 
 def test_file_of_other_contents_is_not_a_version(large: LargeBoard) -> None:
