@@ -1,7 +1,7 @@
 """The learner: policies, algorithms and counters of all policy ids, moved by fragments and by nothing else."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -163,6 +163,23 @@ class Learner:
                 first_held = len(self.remembered) - replay_fragments(algorithm)
                 if isinstance(algorithm, ReplayingAlgorithm) and number >= first_held:
                     algorithm.remember([Experience(_source(item), item.columns[policy_id])])
+
+    def remember_only(self, positions: Collection[str]) -> bool:
+        """Leaves other log positions out of what replay buffers hold; returns whether there were any. If so, call
+        `recall_anew`."""
+        kept = [position for position in self.remembered if position in positions]
+        fewer = len(kept) < len(self.remembered)
+        if fewer:
+            self.remembered.clear()
+            self.remembered.extend(kept)
+        return fewer
+
+    def recall_anew(self, fragments: Iterable[Fragment]) -> None:
+        """Empties the replay buffers and fills them with the fragments at `remembered`; may be called again."""
+        for algorithm in self.algorithms.values():
+            if isinstance(algorithm, ReplayingAlgorithm):
+                algorithm.forget()
+        self.recall(fragments)
 
     def _filter(self, item: Fragment) -> None:
         for policy_id, filtered in self.filters.items():

@@ -8,7 +8,7 @@ from typing import TypeVar
 import redis
 
 from stagecoach.shared.base import world
-from stagecoach.shared.base.errors import Fenced, ShardUnavailable
+from stagecoach.shared.base.errors import Fenced, ShardUnavailable, StoreError, StoreUnavailable
 from stagecoach.shared.base.failure import Failure, RoleEnd, RunEnd, reason_in_words
 from stagecoach.shared.experience.counters import PhaseCounters
 from stagecoach.shared.experience.log_entry import LogEntry
@@ -49,9 +49,10 @@ class Incarnation:
         self.role.emit_event(kind, text)
 
     def with_store(self, call: Callable[[], T]) -> T:
-        """Returns the result of `call`; retries, as a named wait, while the store is away."""
+        """Returns the result of `call`; retries, as a named wait, while the store (or a Redis shard) is away."""
+        passing = StoreError, StoreUnavailable, ShardUnavailable
         with self.heartbeat.waiting("the store", self.outage_seconds, outage=True) as wait:
-            return retry_until_deadline(wait, call)
+            return retry_until_deadline(wait, call, passing)
 
     def read_log(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Reads as `ExperienceLog.read` does; retries, as a named wait, while a shard is away.

@@ -13,7 +13,8 @@ What happens between a `kill -9` of the trainer and its next update, in the orde
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Self
 
 import redis
@@ -31,7 +32,7 @@ from stagecoach.shared.base.errors import (
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
+from stagecoach.shared.experience.log_entry import LogEntry, before, id_order
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.ledger import Forward, Ledger, fast_forward
@@ -81,7 +82,7 @@ class Recovery:
         if checkpoint is None:
             _refuse_lost_checkpoints(role)
         else:
-            rolled, how = _continuation(role, checkpoint, incarnation.epoch)
+            rolled, how = incarnation.with_store(partial(_continuation, role, checkpoint, incarnation.epoch))
             checkpoint = rolled.checkpoint if rolled else checkpoint
         writer = _start_writer(incarnation, accounting, checkpoint)
         recovery = cls(incarnation, accounting, TrainerState(incarnation, description, accounting, learner, writer))
@@ -104,7 +105,13 @@ class Recovery:
     def _restore(self, checkpoint: Checkpoint, text: str) -> None:
         """Continues from a checkpoint; a Redis that knows less is fast-forwarded to it."""
         state, archive = self.state, self._role.archive()
-        restored = self.incarnation.with_store(lambda: restore_learner(state.learner, checkpoint, archive, self._log))
+        try:
+            restored = self.incarnation.with_store(
+                lambda: restore_learner(state.learner, checkpoint, archive, self._log)
+            )
+        except ArchiveIncomplete as error:
+            self._restore_what_is_left(checkpoint, error)
+            return
         state.version, state.lineage = restored.version, restored.lineage
         state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
@@ -116,10 +123,30 @@ class Recovery:
             self.publish(0)
         state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
 
+    def _restore_what_is_left(self, checkpoint: Checkpoint, error: ArchiveIncomplete) -> None:
+        """Continues as a new version, without what replay buffers held and is nowhere any more.
+
+        Redis or a shard lost it after it was learned, and before it was archived. So the log does not lead to the same
+        weights as before.
+        """
+        archive, log = self._role.archive(), self._log
+
+        def forget(learner: Learner) -> None:
+            learner.remember_only(readable(learner, archive, log))
+            learner.recall_anew(held(learner, archive, log))
+
+        taken = self._roll_back(checkpoint, forget)
+        checkpoint = self.state.save_durably("version", taken).checkpoint
+        self._restore(checkpoint, f"{error}: continues without it as version {checkpoint.manifest.version}")
+
+    def _roll_back(self, checkpoint: Checkpoint, change: Callable[[Learner], None] = lambda learner: None) -> Snapshot:
+        role, epoch = self._role, self.incarnation.epoch
+        return self.incarnation.with_store(lambda: rolled_back(role, checkpoint, epoch, change))
+
     def continue_without(self, error: BodyLost | VersionsDiverged) -> None:
         """Continues as a new version, durable before any worker acts with it, as the log does not lead to Redis's."""
         reached = self.state.snapshot()
-        taken = rolled_back(self._role, reached.checkpoint, self.incarnation.epoch)
+        taken = self._roll_back(reached.checkpoint)
         checkpoint = self.state.save_durably("version", taken).checkpoint
         self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")
 
@@ -178,14 +205,11 @@ class Recovery:
             return
         state.lineage = Lineage(state.version, state.consumer.committed.position)
         learner, archive = state.learner, self._role.archive()
-        remembered = len(learner.remembered)
-        archived = max((segment.through for segment in archive.segments()), key=id_order, default=START)
-        kept = [position for position in learner.remembered if id_order(position) <= id_order(archived)]
-        learner.remembered.clear()
-        learner.remembered.extend(kept)
+        fewer = learner.remember_only(self.incarnation.with_store(lambda: readable(learner, archive)))
+        if fewer:  # a replay buffer forgets what the next trainer cannot read again
+            self.incarnation.with_store(lambda: learner.recall_anew(held(learner, archive)))
         taken = state.save_durably("version", state.snapshot_of_lineage())
-        if len(kept) < remembered:  # a replay buffer forgets what the next trainer cannot read again
-            self.incarnation.with_store(lambda: restore_learner(learner, taken.checkpoint, archive))
+        if fewer:
             self.incarnation.ranks.begin(taken, state.description, held(learner, archive))
 
     def _forward(self, mode: Forward) -> bool:
@@ -293,6 +317,15 @@ def held(learner: Learner, archive: Archive, log: ExperienceLog | None = None) -
                 f"more; resume from a newer checkpoint, or train with archive=all"
             )
         yield fragment.decode(found)
+
+
+def readable(learner: Learner, archive: Archive, log: ExperienceLog | None = None) -> set[str]:
+    """Returns the log positions of replay buffers' contents that are in the archive or, if given, the log."""
+    wanted = {*learner.remembered}
+    if not wanted:
+        return wanted
+    there = _entries(list(learner.remembered), archive, log)
+    return wanted & {entry.id for entry in there if entry.fragment is not None}
 
 
 def _entries(positions: Sequence[str], archive: Archive, log: ExperienceLog | None) -> Iterator[LogEntry]:

@@ -6,7 +6,7 @@ trainer that starts then finds it as it finds any other.
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, ConfigError
@@ -35,10 +35,16 @@ _SCALE = "v_min", "v_max", "prior_scale", "rescaled"
 """Settings of a Q network that change its values without changing a weight."""
 
 
-def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapshot:
-    """The learner of `checkpoint` (of this run) as the newest version, behind everything that is committed."""
+def rolled_back(
+    role: RunContext, checkpoint: Checkpoint, epoch: int, change: Callable[[Learner], None] = lambda learner: None
+) -> Snapshot:
+    """The learner of `checkpoint` (of this run) as the newest version, behind everything that is committed.
+
+    `change` may change the learner before the snapshot is taken.
+    """
     learner = make_learner(role.config, role.description())
     restored, state = snapshot.restore(learner, checkpoint), role.flow.read()
+    change(learner)
     committed = Committed(state.committed_id, read_ledger(role.redis, role.run_id).as_json(), {})
     newest = max([state.version, *(checkpoint_version(name) or 0 for name in role.checkpoints.names())])
     with contextlib.suppress(CheckpointError):

@@ -264,6 +264,9 @@ class OffPolicy(PolicyLearner):
         for item in experience:
             self.replay_buffer.add(item.source, item.columns)
 
+    def forget(self) -> None:
+        self.replay_buffer.forget()
+
     def state(self) -> Columns:
         """Returns the gradient steps so far, the replay buffer's state without its contents, and all `parts`."""
         replay = {_BUFFER + name: array for name, array in self.replay_buffer.state().items()}

@@ -184,6 +184,9 @@ class ReplayingAlgorithm(Protocol):
     def remember(self, experience: Sequence[Experience]) -> None:
         """Puts back fragments that the replay buffer held, oldest first, after `load_state`."""
 
+    def forget(self) -> None:
+        """Empties the replay buffer, some of whose contents are lost; what is remembered next is new to it."""
+
 
 @runtime_checkable
 class EstimatingAlgorithm(Protocol):

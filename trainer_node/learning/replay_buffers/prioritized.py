@@ -52,6 +52,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         powers = self._tree.numbers[:held].astype(np.float32)
         return super().state() | {"powers": powers, "largest": np.array(self._largest)}
 
+    def _emptied(self) -> Columns:
+        return super()._emptied() | {"powers": np.zeros(0, np.float32)}
+
     def load_state(self, arrays: Columns) -> None:
         super().load_state(arrays)
         self._largest = float(arrays["largest"])

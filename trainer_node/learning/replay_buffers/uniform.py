@@ -188,6 +188,14 @@ class ReplayBuffer:
         self._to_come = self.ring.resume(int(arrays["added"]), int(arrays["finals"]))
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
 
+    def forget(self) -> None:
+        """Empties it; fragments that are added from now on are new to it."""
+        self.load_state(self.state() | self._emptied())
+
+    def _emptied(self) -> Columns:
+        """Returns the fields of `state` that describe held fragments, for an empty buffer."""
+        return {"added": np.array(0), "finals": np.array(0)}
+
     def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         """Draws rows of `count` transitions and their loss weights (float32), both `[B]`.
 

@@ -109,6 +109,21 @@ def test_replay_buffer_is_restored_bit_by_bit(
         assert_same(goes_on(again, number), goes_on(memory, number))
 
 
+@every_kind
+def test_buffer_that_forgets_equals_a_new_one(kind: str) -> None:
+    """But for the largest priority so far; and it is restored as one that never held more."""
+    stream = stream_for(kind, 3, 4, 2)
+    memory, new = made_by(kind, stream, 4), made_by(kind, stream, 4)
+    fill(memory, stream.fragments(9))
+    memory.forget()
+    for each in (memory, new):
+        fill(each, stream.made[-2:])
+    assert_same(contents(memory), contents(new))
+    again = restored(memory, made_by(kind, stream, 4), stream.made[-2:])
+    assert_same(contents(again), contents(memory))
+    assert len(again.sample(8, np.random.default_rng(0), gamma=0.9).row) == 8
+
+
 def long_episode() -> Stream:
     stream = Stream(1, PLAIN, 4, 2)
     stream.ends = stream.absent = stream.lost = 0.0
