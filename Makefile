@@ -9,14 +9,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 REPORTS := .pytest_cache/reports
 BIOME := @biomejs/biome@2.3.8
 
-.PHONY: help demo test test-rest test-all test-nightly nightly durations soak walks learning bench bench-check check format lint types tests docs lock clean
+.PHONY: help demo test test-rest test-all test-nightly nightly durations soak simulate learning bench bench-check check format lint types tests docs lock clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
 	@echo "make test    install what the tests need and run the quick part of them, in three processes: some 6 minutes"
 	@echo "make test-all  run all tests that gate a change, some 30 minutes; test-rest: those that make test leaves out"
-	@echo "make nightly  run what takes longer: test-nightly (benchmarks, learning, long searches), walks and soak"
-	@echo "make walks   take random walks over the protocol for 30 minutes (WALKS=\"--minutes 5 --first-seed 1\")"
+	@echo "make nightly  run what takes longer: test-nightly (benchmarks, learning, long searches), ten minutes of simulation, and soak"
+	@echo "make simulate  simulate whole runs with faults in virtual time, from a seed on (SEED=1 SECONDS=60)"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make durations  write tests/durations.json anew from the reports of the last make test, test-rest and test-nightly"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
@@ -60,13 +60,16 @@ test-all:
 tests: test
 
 nightly:
-	@$(MAKE) --keep-going test-nightly walks soak
+	@$(MAKE) --keep-going test-nightly simulate soak SECONDS=600 SEED=$$(date +%s)
 
 durations: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.support.suite.durations
 
-walks: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.support.protocol.random_walks $(WALKS)
+SEED ?= 1
+SECONDS ?= 60
+
+simulate: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.simulation.walk --seed $(SEED) --seconds $(SECONDS)
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.chaos.soak $(SOAK)

@@ -38,6 +38,7 @@ BOUNDS = {
     "tests/learning": (0, 0, 0, 0, 0),
     "tests/rollout_worker": (0, 0, 0, 0, 0),
     "tests/shared": (0, 0, 0, 0, 0),
+    "tests/simulation": (0, 0, 0, 0, 0),
     "tests/trainer_node": (0, 0, 0, 0, 0),
 }
 

@@ -13,7 +13,6 @@ from stagecoach.coordinator.services.memory_folder import MemoryFolder
 from stagecoach.shared.protocol import payload_shards, scripts
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.support.protocol.random_walks import Server, walk
 from tests.support.protocol.search import EveryWorldsMemory, Search, Violation
 from tests.support.runs.builders import in_memory
 from tests.support.runs.small_run import small_config
@@ -92,36 +91,3 @@ def test_search_detects_fault_in_script(make_role: MakeRole, monkeypatch: pytest
     search = Search(make_role(small_config(1, 0)))
     with pytest.raises(Violation, match=", after: "):
         search.run(4, search.follow(3, way))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with closing(Server(tmp_path)) as found:
-        yield found
-
-
-@pytest.mark.parametrize("first", range(1, 11, 5))
-def test_random_walk_breaks_nothing(server: Server, first: int) -> None:
-    """`make walks` takes more of them: tests/support/protocol/random_walks.py."""
-    for seed in range(first, first + 5):
-        walk(seed, server.role)
-
-
-def test_random_walk_behind_another_trainers_trim(server: Server) -> None:
-    """An old trainer, whose successor Redis forgot, published, and trimmed what the successor had not read."""
-    walk(5791, server.role)
-
-
-def test_random_walk_finds_a_lost_fragment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the fast-forward's comparison of the log with what was learned is left out."""
-    source, right = scripts.source, "local same = table.concat(held, '\\n') == args.taken"
-    assert source("fast_forward").text.count(right) == 1
-    spoilt = replace(source("fast_forward"), text=source("fast_forward").text.replace(right, "local same = true"))
-    monkeypatch.setattr(scripts, "source", lambda name: spoilt if name == "fast_forward" else source(name))
-
-    def walks() -> None:
-        for seed in range(1060, 1120):
-            walk(seed, server.role, steps=40)
-
-    with pytest.raises(Violation, match="was learned and is in no log any more"):
-        walks()

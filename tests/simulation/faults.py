@@ -1,0 +1,298 @@
+"""What happens to a simulated run: drawn by its seed, one after the other, until the run is left in peace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.trainer_node.checkpointing.verification import promote
+from tests.simulation.network import Delays
+from tests.simulation.redis_model import Keys
+from tests.simulation.run import Setting, SimulatedRun
+from tests.simulation.scheduler import Process
+
+_LOADING = "LOADING Redis is loading the dataset in memory"
+_BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
+_DELAYS = "redis back", "redis back", "pause", "cut", "slow"
+"""One of these is in each walk."""
+_BREAKS = 0.004
+"""How often an answer is lost, as long as anything happens."""
+_READ_ONLY = "READONLY You can't write against a read only replica."
+
+
+@dataclass(frozen=True)
+class Fault:
+    """When something happens, what kind of thing, and the seed of its details."""
+
+    at: float
+    kind: str
+    seed: int
+
+
+def planned(draw: random.Random, setting: Setting, seconds: float, mean_seconds: float) -> tuple[Fault, ...]:
+    """Some faults of a few kinds: a few at a time find more than all together."""
+    missing = {"shard"} if not setting.shards else set[str]()
+    missing |= {"memory"} if not setting.shared_memory else set[str]()
+    kinds = [kind for kind in Faults.KINDS if kind.partition(" ")[0] not in missing]
+    kinds = [draw.choice(("kill", "kill often")), draw.choice(_DELAYS), *draw.sample(kinds, draw.randint(1, 6))]
+    found, now = list[Fault](), draw.expovariate(1 / mean_seconds)
+    while now < seconds:
+        found.append(Fault(round(now, 3), draw.choice(kinds), draw.getrandbits(32)))
+        now += draw.expovariate(1 / mean_seconds)
+    return tuple(found)
+
+
+class Faults:
+    """Carries out what is planned; `told` is what has been done so far."""
+
+    KINDS: ClassVar[dict[str, str]] = {
+        "kill": "_kill", "kill often": "_kill_often", "pause": "_pause", "clock": "_jump", "scale": "_scale",
+        "actor": "_kill_actor", "coordinator": "_kill_coordinator",
+        "second trainer": "_second_trainer", "stop": "_stop", "promote": "_promote", "order": "_order",
+        "redis away": "_redis_away", "redis refuses": "_redis_refuses", "redis back": "_redis_back",
+        "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "garble": "_garble",
+        "garbage": "_garbage", "shard away": "_shard_away", "shard empty": "_shard_empty",
+        "memory full": "_memory_full", "memory empty": "_memory_empty",
+        "store away": "_store_away", "store fails": "_store_fails", "store full": "_store_full",
+        "no deletion": "_no_deletion",
+    }  # fmt: skip
+    """Kind → the method that does it, and says what it did."""
+
+    def __init__(self, run: SimulatedRun, plan: Sequence[Fault]) -> None:
+        self.run, self._draw = run, random.Random(0)
+        self.told: list[str] = []
+        self._ends: dict[int, Callable[[], None]] = {}
+        """What ends the outages that last."""
+        self._others: list[Process] = []
+        """Trainers that are not the fleet's."""
+        run.server.breaks = _BREAKS
+        for fault in plan:
+            run.scheduler.after(fault.at, partial(self._happens, fault))
+
+    def _happens(self, fault: Fault) -> None:
+        if self.run.over:
+            return
+        self._draw = random.Random(fault.seed)
+        self.told.append(f"{fault.at:9.3f} s  {getattr(self, self.KINDS[fault.kind])()}")
+
+    def stop(self) -> None:
+        """Leaves the run in peace, with everything mended and all workers wanted."""
+        for number in list(self._ends):
+            self._end(number)
+        for server in (self.run.server, *self.run.shards.values()):
+            server.delays.often = server.breaks = 0.0
+        for process in (*self.run.processes.values(), *self._others):
+            process.paused_until = 0.0
+        for process in self._others:
+            process.kill()
+
+        def wanted(context: RunContext) -> None:
+            context.flow.set_desired_workers(self.run.setting.workers)
+
+        for seconds in (0.0, 4.0, 9.0):  # an earlier order may still be on its way
+            self.run.scheduler.after(seconds, lambda: self.run.from_outside(wanted))
+
+    def _for_a_while(self, longest: float, end: Callable[[], None]) -> float:
+        seconds, number = self._draw.uniform(0.1, longest), len(self.told)
+        self._ends[number] = end
+        self.run.scheduler.after(seconds, partial(self._end, number))
+        return seconds
+
+    def _end(self, number: int) -> None:
+        if (end := self._ends.pop(number, None)) is not None:
+            end()
+
+    def _role(self) -> str:
+        return self._draw.choice(sorted({*self.run.processes} - {"coordinator"}))
+
+    # Processes
+
+    def _kill(self) -> str:
+        role = self._role()
+        self.run.processes[role].kill()
+        return f"{role} is killed"
+
+    def _kill_often(self) -> str:
+        role, times = self._role(), self._draw.randint(2, 5)
+        for number in range(times):
+            self.run.scheduler.after(self._draw.uniform(0.0, 3.0) * number, lambda: self.run.processes[role].kill())
+        return f"{role} is killed {times} times"
+
+    def _kill_actor(self) -> str:
+        actors = [actor for actor in self.run.ray.actors if actor.alive]
+        if not actors:
+            return "there is no actor"
+        actor = self._draw.choice(actors)
+        actor.kill()
+        return f"the actor of {actor.name} is killed"
+
+    def _kill_coordinator(self) -> str:
+        self.run.processes["coordinator"].kill()
+        return "the coordinator is killed"
+
+    def _pause(self) -> str:
+        role, seconds = self._draw.choice(sorted(self.run.processes)), self._draw.choice((0.3, 2.0, 12.0, 30.0))
+        self.run.processes[role].paused_until = self.run.scheduler.now + seconds
+        return f"{role} stands still for {seconds} s"
+
+    def _jump(self) -> str:
+        role, seconds = self._draw.choice([*sorted(self.run.processes), "redis"]), self._draw.choice((86400, -3600, -2))
+        if role == "redis":
+            self.run.clock_offset += seconds
+        else:
+            self.run.processes[role].clock_offset += seconds
+        return f"the clock of {role} jumps by {seconds} s"
+
+    def _second_trainer(self) -> str:
+        """Somebody starts a trainer while the fleet's is at work, and may be slow."""
+        ours = self.run.processes["trainer"]
+        other = self.run.start("trainer")
+        self._others.append(other)
+        self.run.processes["trainer"] = ours
+        self.run.scheduler.after(self._draw.uniform(1.0, 60.0), other.kill)
+        if self._draw.random() < 0.5:
+            ours.paused_until = self.run.scheduler.now + self._draw.uniform(0.0, 10.0)
+        return "another trainer is started beside the one that is at work"
+
+    def _scale(self) -> str:
+        workers = self._draw.randint(1, self.run.setting.workers)
+        self.run.from_outside(lambda context: context.flow.set_desired_workers(workers))
+        return f"{workers} of {self.run.setting.workers} workers are wanted"
+
+    def _stop(self) -> str:
+        if self.run.stop_ordered:
+            return "the run is stopped already"
+        self.run.stop()
+        return "the run is stopped, and then resumed"
+
+    def _order(self) -> str:
+        self.run.from_outside(lambda context: context.flow.order_checkpoint())
+        return "a checkpoint is ordered"
+
+    def _promote(self) -> str:
+        names = sorted({key.split("/")[1] for key in self.run.bucket.objects if key.startswith("checkpoints/")})
+        if not names:
+            return "there is nothing to promote"
+        name = self._draw.choice(names)
+
+        self.run.from_outside(lambda context: promote(context.checkpoints, name, live=True))
+        return f"{name} is promoted"
+
+    # Redis
+
+    def _garble(self) -> str:
+        self.run.server.garbles = 0.02
+        seconds = self._for_a_while(5.0, partial(setattr, self.run.server, "garbles", 0.0))
+        return f"some answers of Redis are garbled for {seconds:.1f} s"
+
+    def _shard_away(self) -> str:
+        name = self._draw.choice(sorted(self.run.shards))
+        shard = self.run.shards[name]
+        shard.stop()
+        return f"{name} is away for {self._for_a_while(10.0, partial(setattr, shard, 'up', True)):.1f} s"
+
+    def _shard_empty(self) -> str:
+        name = self._draw.choice(sorted(self.run.shards))
+        self.run.bodies_lost = True
+        self.run.shards[name].stop()
+        self.run.shards[name].model.restart(Keys(), "another")
+        self.run.shards[name].up = True
+        return f"{name} has lost all that it had"
+
+    def _redis_away(self) -> str:
+        self.run.server.stop()
+
+        def back() -> None:
+            self.run.restart_redis(self.run.model.keys.copy())
+
+        return f"Redis is away for {self._for_a_while(20.0, back):.1f} s"
+
+    def _redis_back(self) -> str:
+        """It restarts from its file, or a replica takes its place: what came last is lost."""
+        if not self.run.images:
+            return "Redis has no file yet"
+        when, keys = self._draw.choice(self.run.images)
+        lost = self.run.scheduler.now - when
+        self.run.server.stop()
+        keys = keys.copy()
+
+        def back() -> None:
+            self.run.restart_redis(keys)
+
+        return f"Redis loses the last {lost:.2f} s, and is away for {self._for_a_while(3.0, back):.1f} s"
+
+    def _redis_refuses(self) -> str:
+        text = self._draw.choice((_LOADING, _BUSY, _READ_ONLY))
+        self.run.server.refuses = text
+
+        def end() -> None:
+            self.run.server.refuses = ""
+
+        return f"Redis answers {text.split()[0]} for {self._for_a_while(8.0, end):.1f} s"
+
+    def _redis_full(self) -> str:
+        self.run.model.memory_full = True
+
+        def end() -> None:
+            self.run.model.memory_full = False
+
+        return f"Redis has no memory for {self._for_a_while(15.0, end):.1f} s"
+
+    def _cut(self) -> str:
+        count = 0
+        for wire in list(self.run.server.wires):
+            if self._draw.random() < 0.5:
+                wire.break_off()
+                count += 1
+        return f"{count} connections are cut"
+
+    def _slow_network(self) -> str:
+        delays = self.run.server.delays
+        delays.often, delays.longest = self._draw.choice(((0.5, 0.5), (0.1, 8.0)))
+
+        def end() -> None:
+            delays.often, delays.longest = Delays.often, Delays.longest
+
+        return f"the network is slow for {self._for_a_while(20.0, end):.1f} s"
+
+    def _garbage(self) -> str:
+        place = self._draw.choice(("log", "events"))
+        key = f"stagecoach:{{{self.run.run_id}}}:{place}".encode()
+        entry = [b"worker", b"worker-0", b"seq", b"0", b"fragment", b"garbage"]
+        self.run.server.execute([b"XADD", key, b"*", *entry])
+        return f"garbage is put into the {place}"
+
+    def _memory_full(self) -> str:
+        self.run.memory.full = True
+        seconds = self._for_a_while(10.0, partial(setattr, self.run.memory, "full", False))
+        return f"the shared memory is full for {seconds:.1f} s"
+
+    def _memory_empty(self) -> str:
+        self.run.memory.files.clear()
+        self.run.bodies_lost = True
+        return "the shared memory has lost all that it had"
+
+    # The store
+
+    def _store_away(self) -> str:
+        self.run.bucket.up = False
+        return f"the store is away for {self._for_a_while(30.0, partial(setattr, self.run.bucket, 'up', True)):.1f} s"
+
+    def _store_fails(self) -> str:
+        self.run.bucket.fails = self._draw.choice((0.05, 0.3))
+        return f"the store fails for {self._for_a_while(30.0, partial(setattr, self.run.bucket, 'fails', 0.0)):.1f} s"
+
+    def _store_full(self) -> str:
+        self.run.bucket.full = True
+        return (
+            f"the store is full for {self._for_a_while(20.0, partial(setattr, self.run.bucket, 'full', False)):.1f} s"
+        )
+
+    def _no_deletion(self) -> str:
+        self.run.bucket.deletes = False
+        seconds = self._for_a_while(60.0, partial(setattr, self.run.bucket, "deletes", True))
+        return f"the store deletes nothing for {seconds:.1f} s"

@@ -1,0 +1,303 @@
+"""What must hold in a simulated run after each step, and at its end: counted here anew, from what server and store saw.
+
+`Watched` is the product's trainer, which also shows what each version was learned from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagecoach.shared.base.errors import ArchiveIncomplete, CheckpointError
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.shared.experience.log_entry import STRANGERS, BodyPlace, id_order
+from stagecoach.shared.protocol.scripts import NAMES, source
+from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore
+from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.trainer_node.replay import BEGINNING, replay
+from stagecoach.trainer_node.state.snapshot import read_state
+from stagecoach.trainer_node.trainer import Trainer
+from tests.simulation.run import SimulatedRun
+from tests.simulation.scheduler import Task
+from tests.simulation.store import Store
+
+PROGRESS_SECONDS = 30.0
+
+
+class Violation(AssertionError):
+    """What must hold does not."""
+
+
+Name = tuple[str, int, int]
+"""Worker, incarnation, number."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A version, and the fragments that it was learned from, after its parent's."""
+
+    version: int
+    history: str
+    parent: Learned | None
+    names: tuple[Name, ...]
+    bodies: tuple[str, ...]
+
+
+@dataclass
+class Oracles:
+    """Watches one run."""
+
+    run: SimulatedRun
+    versions: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(version, history) → digest of what was published."""
+    learned: dict[tuple[int, str], Learned] = field(default_factory=dict)
+    pushed: Counter[str] = field(default_factory=Counter)
+    """Worker → fragments that the server has taken into its log."""
+    published: int = -1
+    violation: str = ""
+    replayed: int = 0
+    """Versions that a replay has learned again."""
+    progress_at: float = 0.0
+    """When the newest version was published."""
+
+    def __post_init__(self) -> None:
+        self._names = {source(name).sha: name for name in NAMES}
+        self.run.model.executed = self._executed
+        self.run.bucket.changed = self._stored
+        self.run.trainer_class = watched(self)
+        self.run.scheduler.after_step = self.check
+        self.run.scheduler.long_wait = self._long_wait
+
+    # The server
+
+    def _executed(self, sha: str, keys: list[bytes], args: list[bytes], reply: Any) -> None:
+        name = self._names.get(sha, "")
+        if name == "publish" and reply[0] in (b"published", b"known"):
+            given = dict(zip(source("publish").args, args, strict=False))
+            self._published(given, reply[0] == b"published")
+        elif name == "push" and reply == b"pushed":
+            self.pushed[args[0].decode()] += 1
+        elif name == "trim" and isinstance(reply, int) and reply > 0:
+            self._trimmed(self.run.model.keys[self._key("flow")][b"trimmed_id"].decode())
+        if name in ("publish", "push", "claim", "drop", "trim", "fast_forward", "release", "register"):
+            self._check_flow()
+
+    def _published(self, given: dict[str, bytes], new: bool) -> None:
+        version, history = int(given["version"]), given["history"].decode()
+        blob = given["blob"]
+        if place := BodyPlace.decode(given["place"]):
+            blob = self.run.memory.files.get(f"policy:{place.field}", b"")
+        digest = hashlib.sha256(blob).hexdigest()
+        if blob and self.versions.setdefault((version, history), digest) != digest:
+            self.violate(f"version {version} of history {history} has other weights than before")
+        if new:
+            self.published, self.progress_at = max(self.published, version), self.run.scheduler.now
+
+    def _trimmed(self, through: str) -> None:
+        """The log is a write-ahead log: a checkpoint in the store covers what leaves it."""
+        objects, covered = self.run.bucket.objects, (0, 0)
+        for key, data in list(objects.items()):
+            if key.startswith("checkpoints/") and key.endswith("/manifest.json"):
+                with suppress(ValueError):  # half of it
+                    covered = max(covered, id_order(json.loads(data)["log_position"]))
+        if id_order(through) > covered:
+            self.violate(f"the log is trimmed through {through}, and no checkpoint covers more than {covered}")
+
+    def _check_flow(self) -> None:
+        keys = self.run.model.keys
+        flow = keys.get(self._key("flow"))
+        if flow is None:
+            return
+        claimed, consumed = int(flow[b"claimed"]), int(flow[b"consumed"])
+        window = self.run.setting.window
+        if self.run.redis_restarts:  # then the log may hold more than the window, until it is read
+            window += len(self._in_log())
+        if claimed - consumed > window:
+            self.violate(f"{claimed - consumed} fragments are in flight, and the window is {window}")
+        if claimed < consumed:
+            self.violate(f"{claimed} fragments were claimed, and {consumed} consumed")
+
+    def _in_log(self) -> list[dict[bytes, bytes]]:
+        """The entries that no published version has learned from or dropped."""
+        keys = self.run.model.keys
+        committed = id_order(keys[self._key("flow")].get(b"committed_id", b"0-0").decode())
+        log = keys.get(self._key("pushes"))
+        if log is None:
+            return []
+        pairs = zip(log.ids, log.fields, strict=True)
+        return [dict(zip(fields[::2], fields[1::2], strict=True)) for id_, fields in pairs if id_ > committed]
+
+    def check_ledger(self) -> None:
+        """Per worker: what was produced was consumed, dropped, or lies in the log."""
+        keys, waiting = self.run.model.keys, Counter[str]()
+        for entry in self._in_log():
+            waiting[entry[b"worker"].decode()] += 1 + int(entry[b"lost"])
+        ledger = keys.get(self._key("ledger"), {})
+        produced = keys.get(self._key("produced"), {})
+        workers = {name.rpartition(b":")[0] for name in produced if name.endswith(b":fragments")}
+        for worker in sorted(workers - {STRANGERS.encode()}):
+            account = json.loads(ledger.get(worker, b'{"consumed":{"fragments":0},"dropped":{}}'))
+            name, made = worker.decode(), int(produced[worker + b":fragments"])
+            stale = int(produced.get(worker + b":fragments:stale", 0))
+            consumed = account["consumed"]["fragments"]
+            dropped = sum(count["fragments"] for count in account["dropped"].values())
+            if made - stale != consumed + dropped + waiting[name]:
+                self.violate(
+                    f"{name} has produced {made} fragments; {consumed} were consumed, {dropped} dropped, "
+                    f"{stale} refused, {waiting[name]} wait"
+                )
+            if not self.run.redis_restarts and made - stale != self.pushed[name]:
+                self.violate(f"{name} has produced {made - stale} fragments, and the server took {self.pushed[name]}")
+
+    def _key(self, name: str) -> bytes:
+        return f"stagecoach:{{{self.run.run_id}}}:{name}".encode()
+
+    # The trainer
+
+    def learns(self, trainer: Trainer, fragments: Sequence[Fragment]) -> None:
+        """A trainer has learned its present version from these."""
+        version, lag = trainer.version, self.run.setting.max_policy_lag
+        for item in fragments:
+            behind = version - 1 - item.header.version
+            if not 0 <= behind <= lag:
+                self.violate(f"version {version} learned from version {item.header.version}; the lag is {lag}")
+        positions = [id_order(item.position) for item in fragments]
+        if positions != sorted(set(positions)):
+            self.violate(f"version {version} learned out of order: {[item.position for item in fragments]}")
+        if len(fragments) != self.run.setting.fragments_per_update:
+            self.violate(f"version {version} learned from {len(fragments)} fragments")
+
+    def learned_from(self, trainer: Trainer, fragments: Sequence[Fragment]) -> None:
+        """The same, once the consumer has named its history: nothing may be in one history twice."""
+        version, consumer = trainer.version, trainer.consumer
+        history = consumer.history(version)
+        parent = self.learned.get((version - 1, consumer.history(version - 1)))
+        names = tuple((item.header.worker_id, item.header.incarnation, item.header.seq) for item in fragments)
+        bodies = tuple(f"{item.header.life} {item.header.policy_versions}" for item in fragments)
+        node = Learned(version, history, parent, names, bodies)
+        before = self.learned.setdefault((version, history), node)
+        if before.names != names:
+            self.violate(f"version {version} of history {history} was learned from {before.names}, and {names}")
+        seen = set(names)
+        if len(seen) < len(names):
+            self.violate(f"version {version} learned twice from one of {names}")
+        while parent is not None:
+            if both := seen & {*parent.names}:
+                self.violate(f"version {version} learned again from {both}, as version {parent.version} had")
+            parent = parent.parent
+
+    # The store
+
+    def _stored(self, key: str) -> None:
+        objects = self.run.bucket.objects
+        if key != ".checkpoint" and not key.startswith("checkpoints/"):
+            return
+        if ".checkpoint" not in objects:
+            return
+        try:
+            pointer = json.loads(objects[".checkpoint"])
+        except ValueError:  # half of it, which readers read again
+            return
+        for mark in ("latest", "best", "final"):
+            if name := pointer.get(mark):
+                self._check_checkpoint(mark, name, pointer["manifest_sha256"] if mark == "latest" else None)
+
+    def _check_checkpoint(self, mark: str, name: str, sha256: str | None) -> None:
+        objects, root, wrong = self.run.bucket.objects, f"checkpoints/{name}/", "it has no manifest"
+        for key, manifest in list(objects.items()):
+            if not (key.startswith(root) and key.endswith("/manifest.json")):
+                continue
+            if sha256 in (None, hashlib.sha256(manifest).hexdigest()):
+                folder = key.removesuffix("manifest.json")
+                wrong = self._incomplete(folder, json.loads(manifest)["objects"])
+                if not wrong:
+                    return
+        self.violate(f"the pointer says {mark} is {name}, and {wrong}")
+
+    def _incomplete(self, folder: str, listed: dict[str, Any]) -> str:
+        for path, told in listed.items():
+            data = self.run.bucket.objects.get(folder + path)
+            if data is None:
+                return f"its object {path} is not there"
+            if hashlib.sha256(data).hexdigest() != told["sha256"]:
+                return f"its object {path} has other bytes than its manifest says"
+        return ""
+
+    # The whole
+
+    def violate(self, text: str) -> None:
+        """Notes what is wrong, which ends the walk after this step; raised here, the product could handle it."""
+        self.violation = self.violation or text
+
+    def check(self) -> None:
+        """After each step."""
+        if self.violation:
+            raise Violation(self.violation)
+        if self.run.failed is not None:
+            raise Violation(f"{self._last()} ended, which no fault explains") from self.run.failed
+
+    def _long_wait(self, task: Task, seconds: float) -> None:
+        self.violate(f"{task.process.name} has waited for {seconds:.0f} s, and has not said for what")
+
+    def _last(self) -> str:
+        return next((name for name, how in self.run.ended if how is self.run.failed), "a process")
+
+    def check_progress(self) -> None:
+        """After some time without faults: new versions are published."""
+        allowed = PROGRESS_SECONDS + 4 * self.run.setting.update_seconds
+        if not self.run.over and self.run.scheduler.now - self.progress_at > allowed:
+            why = f" ({self.run.resume_error!r})" if self.run.resume_error else ""
+            self.violate(
+                f"no version since {self.progress_at:.1f} s (version {self.published}); it is "
+                f"{self.run.scheduler.now:.1f} s, and for {allowed:g} s nothing has happened to the run{why}"
+            )
+        self.check()
+
+    def check_replay(self) -> None:
+        """The newest checkpoint comes out of the archive again, from the oldest one of its lineage."""
+        run = self.run
+        if not run.setting.archive:
+            return
+        checkpoints = CheckpointStore(Store(run.bucket), run.run_id)
+        ends = [segment.through for segment in Archive(checkpoints.store, run.run_id).segments()]
+        whole = list[Checkpoint]()
+        for name in checkpoints.names():
+            with suppress(CheckpointError):
+                loaded = checkpoints.load(name)
+                if ends and id_order(loaded.manifest.log_position) <= max(map(id_order, ends)):  # it follows soon
+                    whole.append(loaded)
+        if not whole:
+            return
+        lineage, name = read_state(whole[-1]).lineage, whole[-1].manifest.name
+        later = [each.manifest.name for each in whole if each.manifest.version >= lineage.version]
+        start = later[0] if lineage.version else BEGINNING
+        try:
+            found = replay(checkpoints, run.config, checkpoints.description(), start, name)
+        except ArchiveIncomplete as error:
+            if not (run.redis_restarts or run.bodies_lost):  # else that is a hole, which the error names
+                self.violate(str(error))
+            return
+        if not found.equal:
+            self.violate(f"a replay from {start} to {name} comes to other bytes in {found.different}")
+        self.replayed = found.versions
+
+
+def watched(oracles: Oracles) -> type[Trainer]:
+    """The trainer, which tells the oracles what it learns."""
+
+    class Watched(Trainer):
+        def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
+            oracles.learns(self, fragments)
+            self._fragments = fragments
+            super()._record(fragments, metrics)
+
+        def _checkpoint_if_due(self, published: Any) -> None:
+            oracles.learned_from(self, self._fragments)
+            super()._checkpoint_if_due(published)
+
+    return Watched
