@@ -1,4 +1,4 @@
-"""What happens to a simulated run: drawn by its seed, one after the other, until the run is left in peace."""
+"""Faults of a simulated run, and orders to it: drawn by its seed, one after another, until the run is left in peace."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or S
 _DELAYS = "redis back", "redis back", "pause", "cut", "slow"
 """One of these is in each walk."""
 _BREAKS = 0.004
-"""How often an answer is lost, as long as anything happens."""
+"""Probability that an answer is lost, until the faults stop."""
 _READ_ONLY = "READONLY You can't write against a read only replica."
 
 
 @dataclass(frozen=True)
 class Fault:
-    """When something happens, what kind of thing, and the seed of its details."""
+    """One fault: its time, its kind, and the seed of its details."""
 
     at: float
     kind: str
@@ -66,7 +66,7 @@ class Faults:
         self.run, self._draw = run, random.Random(0)
         self.told: list[str] = []
         self._ends: dict[int, Callable[[], None]] = {}
-        """What ends the outages that last."""
+        """Calls that end the present outages, by number."""
         self._others: list[Process] = []
         """Trainers that are not the fleet's."""
         run.server.breaks = _BREAKS
@@ -156,7 +156,7 @@ class Faults:
         self.run.scheduler.after(self._draw.uniform(1.0, 60.0), other.kill)
         if self._draw.random() < 0.5:
             ours.paused_until = self.run.scheduler.now + self._draw.uniform(0.0, 10.0)
-        return "another trainer is started beside the one that is at work"
+        return "a second trainer is started while the first is running"
 
     def _scale(self) -> str:
         workers = self._draw.randint(1, self.run.setting.workers)
@@ -288,9 +288,8 @@ class Faults:
 
     def _store_full(self) -> str:
         self.run.bucket.full = True
-        return (
-            f"the store is full for {self._for_a_while(20.0, partial(setattr, self.run.bucket, 'full', False)):.1f} s"
-        )
+        seconds = self._for_a_while(20.0, partial(setattr, self.run.bucket, "full", False))
+        return f"the store is full for {seconds:.1f} s"
 
     def _no_deletion(self) -> str:
         self.run.bucket.deletes = False

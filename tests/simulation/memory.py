@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+
+import pytest
 
 from stagecoach.shared.protocol import payload_shards, policy_board
 from stagecoach.shared.protocol.shared_memory import SharedMemory
@@ -54,12 +55,7 @@ class Memory(SharedMemory):
 @contextmanager
 def for_all_bodies() -> Iterator[None]:
     """Takes small bodies and policy versions into shared memory, too, while it lasts."""
-    modules: Any = payload_shards, policy_board
-    before = [module.AT_LEAST for module in modules]
-    for module in modules:
-        module.AT_LEAST = 1
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (payload_shards, policy_board):
+            patch.setattr(module, "AT_LEAST", 1)
         yield
-    finally:
-        for module, bound in zip(modules, before, strict=True):
-            module.AT_LEAST = bound

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import hiredis
+import pytest
 import redis._parsers.hiredis
 import redis.connection
 
@@ -59,9 +60,9 @@ class Server:
     refuses: str = ""
     """An error with which it answers everything, such as `LOADING …`."""
     garbles: float = 0.0
-    """How often an answer arrives with other bytes."""
+    """Probability that an answer arrives with other bytes."""
     breaks: float = 0.0
-    """How often a connection breaks before an answer arrives."""
+    """Probability that a connection breaks before an answer arrives."""
     wires: list[Wire] = field(default_factory=list)
     blocked: list[Wire] = field(default_factory=list)
 
@@ -256,24 +257,16 @@ def connected(servers: Mapping[str, Server]) -> Iterator[None]:
     real = {kind: kind._connect for kind in kinds}
     parser: Any = redis._parsers.hiredis
     can_read, is_closed = parser._socket_can_read, parser._socket_is_closed
-    patched: list[tuple[Any, str, Any]] = [
-        (redis.connection.UnixDomainSocketConnection, "_connect", connect),
-        (redis.connection.Connection, "_connect", connect),
-        (
-            parser,
-            "_socket_can_read",
-            lambda to, timeout: to.readable if isinstance(to, Wire) else can_read(to, timeout),
-        ),
-        (parser, "_socket_is_closed", lambda to: not to.open if isinstance(to, Wire) else is_closed(to)),
-    ]
-    before = [getattr(where, name) for where, name, _ in patched]
-    for where, name, value in patched:
-        setattr(where, name, value)
-    try:
+
+    def readable(to: Any, timeout: float) -> bool:
+        return bool(to.readable if isinstance(to, Wire) else can_read(to, timeout))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds:
+            patch.setattr(kind, "_connect", connect)
+        patch.setattr(parser, "_socket_can_read", readable)
+        patch.setattr(parser, "_socket_is_closed", lambda to: not to.open if isinstance(to, Wire) else is_closed(to))
         yield
-    finally:
-        for (where, name, _), value in zip(patched, before, strict=True):
-            setattr(where, name, value)
 
 
 assert socket.timeout is TimeoutError

@@ -45,7 +45,6 @@ class Learned:
     history: str
     parent: Learned | None
     names: tuple[Name, ...]
-    bodies: tuple[str, ...]
 
 
 @dataclass
@@ -178,8 +177,7 @@ class Oracles:
         history = consumer.history(version)
         parent = self.learned.get((version - 1, consumer.history(version - 1)))
         names = tuple((item.header.worker_id, item.header.incarnation, item.header.seq) for item in fragments)
-        bodies = tuple(f"{item.header.life} {item.header.policy_versions}" for item in fragments)
-        node = Learned(version, history, parent, names, bodies)
+        node = Learned(version, history, parent, names)
         before = self.learned.setdefault((version, history), node)
         if before.names != names:
             self.violate(f"version {version} of history {history} was learned from {before.names}, and {names}")

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray.exceptions
 
 from stagecoach.coordinator.fleet import capacity, fleet, managed_actor, worker_pool
@@ -146,15 +147,9 @@ def _kill_here(actor: Actor) -> None:
 @contextmanager
 def simulated_ray(model: RayModel) -> Iterator[None]:
     """Gives the fleet this Ray while it lasts."""
-    patched: list[tuple[Any, str, Any]] = [
-        (fleet, "RoleActor", model), (fleet, "kill_here", _kill_here),
-        *((module, "ray", model) for module in (fleet, managed_actor, worker_pool, capacity)),
-    ]  # fmt: skip
-    before = [getattr(where, name) for where, name, _ in patched]
-    for where, name, value in patched:
-        setattr(where, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "RoleActor", model)
+        patch.setattr(fleet, "kill_here", _kill_here)
+        for module in (fleet, managed_actor, worker_pool, capacity):
+            patch.setattr(module, "ray", model)
         yield
-    finally:
-        for (where, name, _), value in zip(patched, before, strict=True):
-            setattr(where, name, value)

@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 
 from stagecoach.coordinator.fleet.fleet import Fleet
 from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_resume
@@ -83,13 +84,8 @@ class Counting(gymnasium.Env[Any, Any]):
         if self._pace:
             world.sleep(self._pace)
         over = self._steps >= self._length
-        return (
-            self._shown(),
-            float(action) + self._start,
-            over,
-            False,
-            {"is_success": self._start < 0.7} if over else {},
-        )
+        told = {"is_success": self._start < 0.7} if over else {}
+        return self._shown(), float(action) + self._start, over, False, told
 
     def _shown(self) -> Any:
         return np.array([self._steps / _EPISODE, self._start], np.float32)
@@ -296,8 +292,7 @@ class SimulatedRun:
 
     def kill_all(self) -> None:
         self.over = True
-        for process in self.processes.values():
-            process.kill()
+        self.kill_roles()
 
 
 @cache
@@ -324,13 +319,11 @@ def simulated(seed: int, setting: Setting) -> Iterator[SimulatedRun]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No logs, and no watchdog: a hang is found by the scheduler."""
-    before: Any = Watchdog.start
     disabled = logging.root.manager.disable
     logging.disable()
-    nothing: Any = lambda self: None  # noqa: E731
-    Watchdog.start = nothing  # type: ignore[method-assign]
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Watchdog, "start", lambda self: None)
+            yield
     finally:
-        Watchdog.start = before  # type: ignore[method-assign]
         logging.disable(disabled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import queue
 import random
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import greenlet
+import pytest
 import torch
 
 from stagecoach.shared.base import world
@@ -94,7 +96,7 @@ class Task:
     """One thread of a process."""
 
     def __init__(self, process: Process, target: Callable[[], Any], name: str) -> None:
-        self.process, self.name, self.ticket, self.woken = process, name, 0, False
+        self.process, self.name, self.ticket = process, name, 0
         self.greenlet = greenlet.greenlet(partial(self._run, target), parent=process.scheduler.hub)
         self.done = False
         self.inference, self.grad = False, True
@@ -178,25 +180,22 @@ class Scheduler:
 
     def wake(self, task: Task) -> None:
         """Lets a waiting thread go on, soon."""
-        task.woken = True
         self.after(0.0, partial(self._resume, task, task.ticket))
 
-    def block(self, seconds: float | None = None) -> bool:
-        """Suspends this thread until it is woken, or so many seconds have passed; returns whether it was woken."""
+    def block(self, seconds: float | None = None) -> None:
+        """Suspends this thread until it is woken, or so many seconds have passed."""
         task = self.current
         if task is None:
             raise AssertionError("only a simulated thread waits")
         if not task.process.alive:
             raise Killed
         task.ticket += 1
-        task.woken = False
         if seconds is not None:
             self.after(max(0.0, seconds), partial(self._resume, task, task.ticket))
         task.inference, task.grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.hub.switch()
         if not task.process.alive:
             raise Killed
-        return task.woken
 
     def wait_until(self, waiters: deque[Task] | list[Task], done: Callable[[], bool], seconds: float | None) -> bool:
         """Waits until `done()`, which is looked at whenever one of `waiters` is woken; returns whether it is."""
@@ -391,8 +390,6 @@ class Queue:
 
     def put_nowait(self, item: Any) -> None:
         if 0 < self.maxsize <= len(self._items):
-            import queue
-
             raise queue.Full
         self._items.append(item)
         for task in self._waiters:
@@ -404,9 +401,6 @@ class Queue:
 
     def qsize(self) -> int:
         return len(self._items)
-
-    def __class_getitem__(cls, _: object) -> type[Queue]:
-        return cls
 
 
 _installed: list[Scheduler] = []
@@ -442,16 +436,14 @@ def installed(scheduler: Scheduler) -> Iterator[Scheduler]:
         "get_ident": lambda: id(scheduler.current), "token_hex": scheduler.token_hex,
         "uniform": scheduler.random.uniform,
     }  # fmt: skip
-    before = {name: getattr(world, name) for name in names}
     state = random.getstate()
     random.seed(scheduler.random.random())  # redis-py draws the jitter of its pauses from there
     _installed.append(scheduler)
-    for name, value in names.items():
-        setattr(world, name, _in_this_thread(value, before[name]))
     try:
-        yield scheduler
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in names.items():
+                patch.setattr(world, name, _in_this_thread(value, getattr(world, name)))
+            yield scheduler
     finally:
-        for name, value in before.items():
-            setattr(world, name, value)
         _installed.pop()
         random.setstate(state)

@@ -13,7 +13,6 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
@@ -117,7 +116,7 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}; at {where}"
 
 
-def shrink(found: Walked, tell: Callable[[Walked], None] = lambda walked: None) -> Walked:
+def shrink(found: Walked) -> Walked:
     """Leaves out faults, many at first, as long as the same kind of thing is violated."""
     kind, size, left = _kind(found), len(found.plan.faults), _SHRINKING
     while size >= 1:
@@ -127,7 +126,6 @@ def shrink(found: Walked, tell: Callable[[Walked], None] = lambda walked: None) 
             tried = walk(replace(found.plan, faults=faults[:start] + faults[start + size :]))
             if _kind(tried) == kind:
                 found = tried
-                tell(found)
             else:
                 start += size
         size //= 2
