@@ -5,7 +5,7 @@ import signal
 import redis
 
 from stagecoach.shared.base.errors import Fenced
-from stagecoach.shared.base.failure import RoleEnd
+from stagecoach.shared.base.failure import Failure, FailureKind, RoleEnd
 from stagecoach.shared.base.process import keep_freed_memory
 from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
 from stagecoach.shared.runtime.restarts import RestartBound, learning_progress
@@ -70,5 +70,8 @@ def run_trainer(incarnation: Incarnation, kind: type[Trainer] = Trainer) -> str:
     except Exception as error:
         if isinstance(error, redis.RedisError) and incarnation.shutdown_requested:
             return incarnation.preempted(f"while Redis is away ({error})")  # the next trainer waits for it, too
-        incarnation.fail(error)
+        if (failure := Failure.of(error)).kind is FailureKind.RESOURCES:  # neither the run nor its data is to blame
+            incarnation.preempted(f"for lack of memory or files ({failure})")
+        else:
+            incarnation.fail(error)
         raise

@@ -238,7 +238,7 @@ class Fleet:
             self._workers.remove(member)
 
     def _handle_failure(self, member: ManagedActor, failure: Failure, fenced: bool) -> None:
-        if member is not self._trainer:
+        if member is not self._trainer or failure.kind is FailureKind.RESOURCES:
             self._restart_after_failure(member, failure)
             return
         member.call = None

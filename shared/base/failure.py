@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,6 +13,8 @@ from stagecoach.shared.base.errors import EnvironmentFailure, EnvironmentUnusabl
 class FailureKind(StrEnum):
     ENVIRONMENT = "environment"
     """The user's environment cannot be created, raised, hangs, ended its process, or returned unusable values."""
+    RESOURCES = "resources"
+    """The process got no memory, file or thread: the next one may get it."""
     OTHER = "other"
 
 
@@ -35,11 +39,28 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        environment = isinstance(error, (EnvironmentFailure, EnvironmentUnusable))
-        return cls(FailureKind.ENVIRONMENT if environment else FailureKind.OTHER, headline(error))
+        kind = FailureKind.OTHER
+        if isinstance(error, (EnvironmentFailure, EnvironmentUnusable)):
+            kind = FailureKind.ENVIRONMENT
+        elif any(map(_lacks_resources, _with_causes(error))):
+            kind = FailureKind.RESOURCES
+        return cls(kind, headline(error))
 
     def __str__(self) -> str:
         return f"environment: {self.detail}" if self.kind is FailureKind.ENVIRONMENT else self.detail
+
+
+def _lacks_resources(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError):  # PyTorch's, and that of a thread
+        return any(text in str(error) for text in ("can't allocate memory", "can't start new thread"))
+    codes = errno.EMFILE, errno.ENFILE, errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in codes)
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class EndReason(StrEnum):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import redis
 
 from stagecoach.shared.base.errors import Fenced, StagecoachError, UserCodeError, UserError, place
+from stagecoach.shared.base.failure import Failure, FailureKind
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.keys import RunKeys
@@ -88,7 +89,7 @@ def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
             error.add_note(where.strip(" ()"))
         if isinstance(error, UserCodeError) or (where and not isinstance(error, StagecoachError)):
             error.add_note(f"correct that code; then `stagecoach resume {run_id}` continues")
-        else:
+        elif Failure.of(error).kind is not FailureKind.RESOURCES:
             error.add_note(_way_out(run_id, _range(f"{first} {last}")))
         raise
 

@@ -75,6 +75,10 @@ def source(name: str) -> Source:
     return Source(text, tuple(keys), tuple(args), many)
 
 
+for _name in NAMES:  # all now: later this process may open no file more
+    source(_name)
+
+
 class Script:
     def __init__(self, client: redis.Redis, keys: RunKeys, name: str) -> None:
         self.client, self._keys, self._source = client, keys, source(name)

@@ -11,6 +11,7 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol import payload_shards
 from tests.conftest import RedisServer
 from tests.support.runs.fault_run import FaultRun
+from tests.support.runs.network import Network, network_in
 from tests.support.runs.store_fault_run import MakeSite, StoreFaultRun, short_run
 
 
@@ -37,6 +38,13 @@ def outside(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     found = FaultRun(tmp_path, shards=0 if in_memory else 2, memory=in_memory)
     yield found
     found.close()
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    """A run whose roles the test starts, each behind links of its own."""
+    with network_in(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""One real run that loses all it has, one thing after the other: each part killed and stopped, in a seed's order.
+"""One real run that loses all it has, one thing after the other: each part killed, stopped, and short of
+files and memory, in a seed's order.
 
 With one worker in lockstep the log is that of a run that nothing happened to, so the weights must be the same.
 """
@@ -15,13 +16,17 @@ from typing import Any
 import pytest
 
 from tests.support.processes.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
-from tests.support.processes.process_faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.support.processes.process_faults import AWAY, Fault, Watched, deny_files, deny_memory, go_on, kill, stop
 from tests.support.runs import lockstep_run
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
 FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "raylet", "coordinator"))]
 STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
+SHORT = [
+    *((deny_files, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")),
+    *((deny_memory, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store")),
+]
 
 
 @pytest.fixture
@@ -69,8 +74,8 @@ def suffer(
         if (way, kind) == (kill, "Redis"):
             terminal.wait_until("Redis to write at once", partial(writes_at_once, watched))
         fault = way(watched, kind, name, pid)
-        if way is stop:
-            time.sleep(chance.uniform(0.5, 2.0))
+        if way is not kill:
+            time.sleep(chance.uniform(0.5, 2.0) if way is stop else 5.0)
             go_on(fault)
         if (way, kind) == (kill, "coordinator"):
             process.wait()
@@ -87,6 +92,7 @@ def suffer(
     [
         pytest.param(ROLES, marks=pytest.mark.essential, id="each role is killed"),
         pytest.param(FAULTS + STOPS, id="everything is killed, and stopped"),
+        pytest.param(SHORT, id="each is short of files and of memory"),
     ],
 )
 def test_kills_and_stops_leave_weights_equal(terminal: CommandLine, faults: list[tuple[Any, str]]) -> None:

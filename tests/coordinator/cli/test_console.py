@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import re
 from pathlib import Path
@@ -165,6 +166,16 @@ def test_accounting_that_do_not_balance_say_so() -> None:
         (EnvironmentUnusable("no mesh"), FailureKind.ENVIRONMENT, "failed: environment: no mesh"),
         (ValueError("environment: odd\nand long"), FailureKind.OTHER, "failed: ValueError: environment: odd"),
         (AssertionError(), FailureKind.OTHER, "failed: AssertionError"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            FailureKind.RESOURCES,
+            "failed: OSError: [Errno 24] Too many open files",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            FailureKind.RESOURCES,
+            "failed: RuntimeError: DefaultCPUAllocator: can't allocate memory",
+        ),
     ],
 )
 def test_role_failure_is_shown_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:

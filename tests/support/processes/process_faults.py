@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -122,10 +124,34 @@ def stop(watched: Watched, kind: str, name: str, pid: int) -> Fault:
     return Fault(kind, "stopped", name, pid, time.monotonic(), version, -1)
 
 
+def deny_files(watched: Watched, kind: str, name: str, pid: int) -> Fault:
+    """It may open no file and no connection more."""
+    version = _asked(watched.version)
+    with contextlib.suppress(OSError):
+        _limit(pid, resource.RLIMIT_NOFILE, len(os.listdir(f"/proc/{pid}/fd")))
+    return Fault(kind, "short of files", name, pid, time.monotonic(), version, -1)
+
+
+def deny_memory(watched: Watched, kind: str, name: str, pid: int) -> Fault:
+    """It gets no memory more."""
+    version = _asked(watched.version)
+    with contextlib.suppress(OSError):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        _limit(pid, resource.RLIMIT_AS, pages * resource.getpagesize())
+    return Fault(kind, "short of memory", name, pid, time.monotonic(), version, -1)
+
+
+def _limit(pid: int, which: int, most: int | None) -> None:
+    hard = resource.prlimit(pid, which)[1]
+    resource.prlimit(pid, which, (hard if most is None else most, hard))
+
+
 def go_on(fault: Fault) -> None:
-    """SIGCONT to what was stopped, where it is still there."""
+    """SIGCONT to what was stopped, and no limits, where it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(fault.pid, signal.SIGCONT)
+        _limit(fault.pid, resource.RLIMIT_NOFILE, None)
+        _limit(fault.pid, resource.RLIMIT_AS, None)
     fault.done = time.monotonic()
 
 
