@@ -3,6 +3,9 @@
 Embedded Redis, S3 server and Ray, a trainer, an evaluator and several workers; for so many minutes one of them is
 killed or stopped at a time, chosen by a seed. Then the run is stopped as a user stops it, and its whole log is trained
 again. Ends with code 1 where the run did not come through, the ledger was ever out of balance, or the replay differs.
+
+With `--calm-minutes`, nothing happens for so long after each `--faulty-minutes`: the goodput is the versions a second
+with faults, of those without, both of one run.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ import yaml
 from stagecoach.coordinator.services.embedded import process_stat
 from tests.support.processes.command_line import CommandLine
 from tests.support.processes.process_faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.support.runs import lockstep_run
 
 RUN = "soak"
 KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "raylet", "GCS", "coordinator")
@@ -49,12 +54,17 @@ class Soak:
     per_minute: float
     random: random.Random
     watched: Watched
+    faulty_minutes: float = 0.0
+    calm_minutes: float = 0.0
     detached: bool = False
     coordinator: int = 0
     """Process id of a detached coordinator."""
     faults: list[Fault] = field(default_factory=list)
     stopped: list[tuple[float, Fault]] = field(default_factory=list)
-    peaks: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """Kind → (when, KiB of resident memory of the largest of these processes)."""
+    windows: list[tuple[float, int]] = field(default_factory=list)
+    """When faults begin or, after the last of them is over, end, in turns; and the version then."""
     looks: int = 0
     imbalances: list[str] = field(default_factory=list)
     resumes: int = 0
@@ -63,20 +73,33 @@ class Soak:
 
     def run(self) -> None:
         """Faults for so many minutes, then until the last of them is over."""
-        end = time.monotonic() + 60 * self.minutes
-        due, look = self._next(), time.monotonic()
+        began = time.monotonic()
+        end, due, look = began + 60 * self.minutes, self._next(), began
         while time.monotonic() < end or self.unrecovered():
             now = time.monotonic()
             self._end_stops(now)
             self.resume_if_killed()
-            if due <= now < end:
+            faulty = now < end and self._faulty(now - began)
+            if faulty and due <= now:
                 self._strike()
                 due = self._next()
             if look <= now:
                 self.look()
                 look = now + 1.0
             self.watch_recovery()
+            self._note_window(faulty)
             time.sleep(_POLL_SECONDS)
+        self._note_window(len(self.windows) % 2 == 0)
+
+    def _faulty(self, seconds: float) -> bool:
+        cycle = 60 * (self.faulty_minutes + self.calm_minutes)
+        return not self.calm_minutes or seconds % cycle < 60 * self.faulty_minutes
+
+    def _note_window(self, faulty: bool) -> None:
+        """Notes when a part with faults begins or is over, once the run can say its version."""
+        if faulty == (len(self.windows) % 2 == 0) and (faulty or not self.unrecovered()):
+            with contextlib.suppress(*AWAY):
+                self.windows.append((time.monotonic(), self.watched.version()))
 
     def finish(self) -> dict[str, Any]:
         """Stops the run as a user does; answers `.finished`."""
@@ -170,24 +193,31 @@ class Soak:
                 raise NotThrough(f"{fault.label} ({fault.name}): not well again after {RECOVERY_SECONDS:g} s")
 
     def look(self) -> None:
-        """Peak memory of each kind of process, and the accounting."""
+        """Memory of each kind of process, and the accounting."""
         for kind, found in self.watched.processes().items():
-            for _, pid in found:
-                with contextlib.suppress(OSError):
-                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                    peak = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
-                    self.peaks[kind] = max(peak, self.peaks.get(kind, 0))
+            size = max(_resident_kib(pid) for _, pid in found)
+            self.sizes.setdefault(kind, []).append((time.monotonic(), size))
         with contextlib.suppress(*AWAY):
             accounting = self.watched.accounting()
             self.looks += 1
             self.imbalances += [f"{name}: {line.as_dict()}" for name, line in accounting.items() if not line.balances]
 
 
-def config_of(folder: Path, workers: int) -> Path:
-    """CartPole at full speed: all of the log is archived, and dying often is no reason to give up."""
+def _resident_kib(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1])
+    return 0
+
+
+def config_of(folder: Path, workers: int, step_seconds: float) -> Path:
+    """CartPole: all of the log is archived, and dying often is no reason to give up."""
+    (folder / "slow.py").write_text(lockstep_run.ENVIRONMENT)
+    wrappers = [{"path": "slow:Slow", "kwargs": {"seconds": step_seconds}}] if step_seconds else []
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({
-        "environment": {"id": "CartPole-v1", "num_envs": 8},
+        "environment": {"id": "CartPole-v1", "num_envs": 8, "wrappers": wrappers},
         "rollout": {
             "workers": workers, "fragment_steps": 64, "fragments_per_update": 4, "max_policy_lag": 1,
             "restarts_allowed": 1_000_000, "lease_seconds": 5.0,
@@ -201,19 +231,21 @@ def config_of(folder: Path, workers: int) -> Path:
     return path
 
 
-def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Path, detached: bool) -> bool:
+def soak(given: argparse.Namespace, folder: Path) -> bool:
     """Runs one; prints its table; answers whether nothing was lost."""
     terminal = CommandLine(folder)
-    watched = Watched(terminal, RUN)
-    work = Soak(terminal, minutes, per_minute, random.Random(seed), watched, detached)
+    work = Soak(
+        terminal, given.minutes, given.kills_per_minute, random.Random(given.seed), Watched(terminal, RUN),
+        given.faulty_minutes, given.calm_minutes, given.detach,
+    )  # fmt: skip
     try:
-        work.launch("train", config_of(folder, workers), "--run-id", RUN)
+        work.launch("train", config_of(folder, given.workers, given.step_seconds), "--run-id", RUN)
         terminal.until(RUN, "training", lambda status: status.version > 1)
         last_error = ""
         try:
             work.run()
             finished = work.finish()
-            replayed = json.loads(terminal.run("replay", RUN, "--json", seconds=3600).out)
+            replayed = json.loads(terminal.run("replay", RUN, "--json", seconds=10_000).out)
         except NotThrough as error:
             last_error, finished, replayed = str(error), {}, {}
         report(work, finished, replayed)
@@ -250,9 +282,9 @@ def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> No
         for reason, count in sorted((dropped | Counter()).items()):
             print(f"| {'lost' if reason == 'lost' else f'dropped as {reason}'} | {count:,} |")
         print(f"| in flight at the end | {total['in_flight']['transitions']:,} |")
-    print("\n| process | peak resident memory (MiB) |\n|---|---|")
-    for kind, peak in sorted(work.peaks.items()):
-        print(f"| {kind} | {peak // 1024} |")
+    _report_trend(work)
+    if work.calm_minutes:
+        _report_goodput(work.windows)
     print(f"\nledger: {work.looks} looks, {len(work.imbalances)} imbalanced{' ' if work.imbalances else ''}", end="")
     print("; ".join(work.imbalances[:3]))
     print(
@@ -260,6 +292,35 @@ def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> No
         end="",
     )
     print(f"; trained again: {replayed.get('versions')} versions, {replayed.get('env_steps')} env steps")
+
+
+def _report_trend(work: Soak) -> None:
+    """The same in each quarter: recovery does not get longer, and memory does not grow."""
+    looks = [when for sizes in work.sizes.values() for when, _ in sizes]
+    if not looks:
+        return
+    began, quarter = min(looks), (max(looks) - min(looks)) / 4 + 1e-9
+    print("\n| in each quarter | 1 | 2 | 3 | 4 |\n|---|---|---|---|---|")
+    for kind, sizes in sorted(work.sizes.items()):
+        parts = [[size for when, size in sizes if int((when - began) / quarter) == number] for number in range(4)]
+        print(f"| {kind}: peak resident memory (MiB) |", *(f"{max(part, default=0) // 1024} |" for part in parts))
+    for label in ("trainer killed", "worker killed"):
+        alone = [fault for fault in work.faults if fault.label == label and fault.alone and fault.recovered is not None]
+        times = [
+            sorted(fault.recovered or 0.0 for fault in alone if min(3, int((fault.done - began) / quarter)) == number)
+            for number in range(4)
+        ]
+        print(f"| {label}: recovery p50 (s) |", *(f"{_at(part, 0.5)} |" for part in times))
+
+
+def _report_goodput(windows: list[tuple[float, int]]) -> None:
+    parts = [(later[0] - when, later[1] - version) for (when, version), later in pairwise(windows)]
+    rates = list[float]()
+    for name, some in (("with faults", parts[::2]), ("calm", parts[1::2])):
+        seconds, versions = sum(part[0] for part in some), sum(part[1] for part in some)
+        rates.append(versions / seconds if seconds else 0.0)
+        print(f"\n{name}: {versions:,} versions in {seconds:.0f} s, {rates[-1]:.2f} a second", end="")
+    print(f"\ngoodput: {rates[0] / rates[1]:.3f}" if rates[1] else "")
 
 
 def _at(seconds: list[float], share: float) -> str:
@@ -275,10 +336,13 @@ def main() -> int:
     parser.add_argument(
         "--detach", action="store_true", help="the run has no terminal: its coordinator's parent is gone"
     )
+    parser.add_argument("--faulty-minutes", type=float, default=10.0, help="how long faults are made between calms")
+    parser.add_argument("--calm-minutes", type=float, default=0.0, help="how long none is made between them")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step of each environment takes")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"{given}; everything is in {folder}, and stays there if anything is wrong", flush=True)
-    if not soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder, given.detach):
+    if not soak(given, folder):
         return 1
     shutil.rmtree(folder)
     return 0
