@@ -17,7 +17,7 @@ from tests.simulation.scheduler import Process
 
 _LOADING = "LOADING Redis is loading the dataset in memory"
 _BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
-_DELAYS = "redis back", "redis back", "pause", "cut", "slow"
+_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late"
 """One of these is in each walk."""
 _BREAKS = 0.004
 """Probability that an answer is lost, until the faults stop."""
@@ -52,9 +52,10 @@ class Faults:
     KINDS: ClassVar[dict[str, str]] = {
         "kill": "_kill", "kill often": "_kill_often", "pause": "_pause", "clock": "_jump", "scale": "_scale",
         "actor": "_kill_actor", "coordinator": "_kill_coordinator",
-        "second trainer": "_second_trainer", "stop": "_stop", "promote": "_promote", "order": "_order",
+        "second trainer": "_second_trainer", "second worker": "_second_worker",
+        "stop": "_stop", "promote": "_promote", "order": "_order",
         "redis away": "_redis_away", "redis refuses": "_redis_refuses", "redis back": "_redis_back",
-        "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "garble": "_garble",
+        "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "late": "_late", "garble": "_garble",
         "garbage": "_garbage", "shard away": "_shard_away", "shard empty": "_shard_empty",
         "memory full": "_memory_full", "memory empty": "_memory_empty",
         "store away": "_store_away", "store fails": "_store_fails", "store full": "_store_full",
@@ -68,7 +69,7 @@ class Faults:
         self._ends: dict[int, Callable[[], None]] = {}
         """Calls that end the present outages, by number."""
         self._others: list[Process] = []
-        """Trainers that are not the fleet's."""
+        """Trainers and workers that are not the fleet's."""
         run.server.breaks = _BREAKS
         for fault in plan:
             run.scheduler.after(fault.at, partial(self._happens, fault))
@@ -148,15 +149,21 @@ class Faults:
         return f"the clock of {role} jumps by {seconds} s"
 
     def _second_trainer(self) -> str:
-        """Somebody starts a trainer while the fleet's is at work, and may be slow."""
-        ours = self.run.processes["trainer"]
-        other = self.run.start("trainer")
+        return self._second("trainer")
+
+    def _second_worker(self) -> str:
+        return self._second(self._draw.choice([role for role in sorted(self.run.processes) if "worker" in role]))
+
+    def _second(self, role: str) -> str:
+        """Somebody starts one while the fleet's is at work, and may be slow."""
+        ours = self.run.processes[role]
+        other = self.run.start(role)
         self._others.append(other)
-        self.run.processes["trainer"] = ours
+        self.run.processes[role] = ours
         self.run.scheduler.after(self._draw.uniform(1.0, 60.0), other.kill)
         if self._draw.random() < 0.5:
             ours.paused_until = self.run.scheduler.now + self._draw.uniform(0.0, 10.0)
-        return "a second trainer is started while the first is running"
+        return f"another {role} is started while the first is running"
 
     def _scale(self) -> str:
         workers = self._draw.randint(1, self.run.setting.workers)
@@ -258,6 +265,25 @@ class Faults:
             delays.often, delays.longest = Delays.often, Delays.longest
 
         return f"the network is slow for {self._for_a_while(20.0, end):.1f} s"
+
+    def _late(self) -> str:
+        """What a process has sent is still on its way when its connections end, and arrives after what comes next."""
+        role = self._role()
+        process = self.run.processes[role]
+        process.late, killed = self._draw.choice((0.5, 3.0, 12.0)), self._draw.random() < 0.5
+        seconds = self._draw.choice((0.05, 0.5, 2.0))
+
+        def end() -> None:
+            for server in (self.run.server, *self.run.shards.values()):
+                for wire in [wire for wire in server.wires if wire.process is process]:
+                    wire.break_off()
+            if killed:
+                process.kill()
+
+        self.run.scheduler.after(seconds, end)
+        self.run.scheduler.after(seconds, partial(setattr, process, "late", 0.0))
+        then = "and it is killed" if killed else "and its connections are cut"
+        return f"what {role} sends in {seconds} s comes {process.late} s late, {then}"
 
     def _garbage(self) -> str:
         place = self._draw.choice(("log", "events"))

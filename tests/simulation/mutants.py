@@ -56,6 +56,7 @@ def _plant_script(name: str, spoilt: str) -> None:
             return spoilt if self._below == name else str(self._path.read_text())
 
     scripts._LUA = Folder(scripts._LUA)  # type: ignore[assignment]
+    scripts.source.cache_clear()
 
 
 def hunt(name: str, seconds: float, first_seed: int = 1) -> tuple[bool, float, str]:

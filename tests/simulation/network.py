@@ -108,8 +108,9 @@ class Wire:
         """When what was sent last arrives, and the last answer."""
         self._deadline: float | None = None
         server.wires.append(self)
-        if self.scheduler.current is not None:
-            self.scheduler.current.process.connections.append(self.close)
+        self.process = self.scheduler.current.process if self.scheduler.current is not None else None
+        if self.process is not None:
+            self.process.connections.append(self.close)
 
     # The client's side
 
@@ -118,8 +119,9 @@ class Wire:
         if not self.open:
             raise ConnectionResetError("Connection reset by peer")
         self._reader.feed(bytes(data))
+        late = self.process.late if self.process is not None else 0.0
         while (command := self._reader.gets()) is not False:
-            self._arrives = max(self._arrives, self.scheduler.now + self.server.delay())
+            self._arrives = max(self._arrives, self.scheduler.now + late + self.server.delay())
             self.scheduler.at(self._arrives, partial(self._arrived, command))
 
     send = sendall

@@ -27,6 +27,8 @@ from tests.simulation.scheduler import Task
 from tests.simulation.store import Store
 
 PROGRESS_SECONDS = 30.0
+_FENCED = "publish", "drop", "trim", "fast_forward"
+_REFUSALS = b"fenced", -1, 0
 
 
 class Violation(AssertionError):
@@ -57,6 +59,9 @@ class Oracles:
     learned: dict[tuple[int, str], Learned] = field(default_factory=dict)
     pushed: Counter[str] = field(default_factory=Counter)
     """Worker → fragments that the server has taken into its log."""
+    _taken: dict[Name, bytes] = field(default_factory=dict)
+    """Fragment → digest of what the log has taken."""
+    _refused: set[tuple[Name, bytes]] = field(default_factory=set)
     published: int = -1
     violation: str = ""
     replayed: int = 0
@@ -79,12 +84,40 @@ class Oracles:
         if name == "publish" and reply[0] in (b"published", b"known"):
             given = dict(zip(source("publish").args, args, strict=False))
             self._published(given, reply[0] == b"published")
-        elif name == "push" and reply == b"pushed":
-            self.pushed[args[0].decode()] += 1
+        elif name == "push":
+            self._pushed(dict(zip(source("push").args, args, strict=False)), reply)
         elif name == "trim" and isinstance(reply, int) and reply > 0:
             self._trimmed(self.run.model.keys[self._key("flow")][b"trimmed_id"].decode())
+        if name in _FENCED:
+            self._check_fence(name, int(args[source(name).args.index("epoch")]), reply)
         if name in ("publish", "push", "claim", "drop", "trim", "fast_forward", "release", "register"):
             self._check_flow()
+
+    def _pushed(self, given: dict[str, bytes], reply: bytes) -> None:
+        """A number has one fragment, and what was refused stays so."""
+        name = given["worker"].decode(), int(given["incarnation"]), int(given["seq"])
+        if reply == b"pushed":
+            self.pushed[name[0]] += 1
+        if given["field"] != b"fragment":  # the place of one: each try may have another
+            return
+        digest = hashlib.sha256(given["value"]).digest()
+        if reply == b"stale":
+            self._refused.add((name, digest))
+        elif reply == b"pushed":
+            if (name, digest) in self._refused:
+                self.violate(f"{name} is in the log, after it was refused")
+            self._taken[name] = digest
+        elif reply == b"duplicate" and self._taken.get(name, digest) != digest:
+            self.violate(
+                f"{name} was acted, but another fragment has this number: it is neither in the log nor counted"
+            )
+
+    def _check_fence(self, name: str, epoch: int, reply: Any) -> None:
+        """A trainer whose successor has taken over changes nothing."""
+        now = int(self.run.model.keys.get(self._key("flow"), {}).get(b"epoch", b"0"))
+        first = reply[0] if isinstance(reply, list) else reply
+        if epoch < now and first not in _REFUSALS:
+            self.violate(f"{name} of epoch {epoch} is answered {first!r}, and the epoch is {now}")
 
     def _published(self, given: dict[str, bytes], new: bool) -> None:
         version, history = int(given["version"]), given["history"].decode()

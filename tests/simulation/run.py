@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from stagecoach.coordinator.fleet.fleet import Fleet
+from stagecoach.coordinator.fleet import fleet
 from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.evaluator import Evaluator
@@ -113,7 +113,7 @@ class Setting:
     @classmethod
     def drawn(cls, draw: random.Random) -> Setting:
         return cls(
-            workers=draw.randint(1, 5), fragments_per_update=draw.choice((1, 1, 2, 3, 4, 8)),
+            workers=draw.choice((1, 1, 2, 2, 3, 5)), fragments_per_update=draw.choice((1, 1, 2, 3, 4, 8)),
             max_policy_lag=draw.randint(0, 3), algorithm=draw.choice(("impala", "impala", "dqn")),
             archive=draw.random() < 0.6, evaluator=draw.random() < 0.3, shards=draw.choice((0, 0, 0, 1, 2)),
             shared_memory=draw.random() < 0.3, curriculum=draw.random() < 0.2,
@@ -212,7 +212,7 @@ class SimulatedRun:
             context = self.context("coordinator")
             prepare(context)
             self.stop_ordered = False
-            return Fleet(context, _LAUNCH, _HEAD, 0.0).run(world.Event())
+            return fleet.Fleet(context, _LAUNCH, _HEAD, 0.0).run(world.Event())
 
         process.start(main)
 
@@ -318,12 +318,13 @@ def simulated(seed: int, setting: Setting) -> Iterator[SimulatedRun]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No logs, and no watchdog: a hang is found by the scheduler."""
+    """No logs, no watchdog (a hang is found by the scheduler), and a fleet that looks less often."""
     disabled = logging.root.manager.disable
     logging.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Watchdog, "start", lambda self: None)
+            patch.setattr(fleet, "POLL_SECONDS", 0.5)
             yield
     finally:
         logging.disable(disabled)

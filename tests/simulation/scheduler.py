@@ -47,6 +47,8 @@ class Process:
         self.tasks: list[Task] = []
         self.clock_offset = 0.0
         self.paused_until = 0.0
+        self.late = 0.0
+        """Seconds by which all that it sends now arrives later than usual, even after its end."""
         self.names_wait: Callable[[], bool] = lambda: True
         """Whether its main thread says what it waits for."""
         self.result: Any = None
@@ -212,6 +214,7 @@ class Scheduler:
                 self.block(None if until is None else until - self.now)
             finally:
                 waiters.remove(task)
+        began = max(began, task.process.paused_until)
         if unnamed and self.now - began > LONG_SECONDS:
             self.long_wait(task, self.now - began)
         return True
