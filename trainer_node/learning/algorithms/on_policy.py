@@ -177,8 +177,8 @@ class OnPolicy(BatchLearner):
         if (scale := self.policy.value_scale) is not None:  # the value was predicted in the units before this update
             mean, deviation = self._units
             value = scale.normalized(value * deviation + mean)
-        spread = target.var()
-        unexplained = (target - value).var() / spread if len(target) > 1 and spread > 0 else torch.nan
+        spread = target.var(correction=0) if len(target) else torch.zeros(())
+        unexplained = (target - value).var(correction=0) / spread if spread > 0 else torch.nan
         explained = {"train/explained_variance": 1.0 - float(unexplained)}
         return explained | batch.metrics | self.signals.learn(counters)
 
