@@ -17,7 +17,7 @@ from tests.simulation.scheduler import Process
 
 _LOADING = "LOADING Redis is loading the dataset in memory"
 _BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
-_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late"
+_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late start"
 """One of these is in each walk."""
 _BREAKS = 0.004
 """Probability that an answer is lost, until the faults stop."""
@@ -53,10 +53,11 @@ class Faults:
         "kill": "_kill", "kill often": "_kill_often", "pause": "_pause", "clock": "_jump", "scale": "_scale",
         "actor": "_kill_actor", "coordinator": "_kill_coordinator",
         "second trainer": "_second_trainer", "second worker": "_second_worker",
-        "stop": "_stop", "promote": "_promote", "order": "_order",
+        "stop": "_stop", "prune": "_prune", "promote": "_promote", "order": "_order",
         "redis away": "_redis_away", "redis refuses": "_redis_refuses", "redis back": "_redis_back",
-        "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "late": "_late", "garble": "_garble",
-        "garbage": "_garbage", "shard away": "_shard_away", "shard empty": "_shard_empty",
+        "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "late": "_late",
+        "late start": "_late_start", "garble": "_garble", "garbage": "_garbage",
+        "shard away": "_shard_away", "shard empty": "_shard_empty",
         "memory full": "_memory_full", "memory empty": "_memory_empty",
         "store away": "_store_away", "store fails": "_store_fails", "store full": "_store_full",
         "no deletion": "_no_deletion",
@@ -176,6 +177,10 @@ class Faults:
         self.run.stop()
         return "the run is stopped, and then resumed"
 
+    def _prune(self) -> str:
+        self.run.prunes = True
+        return f"{self._stop()}; all checkpoints but the last are pruned then"
+
     def _order(self) -> str:
         self.run.from_outside(lambda context: context.flow.order_checkpoint())
         return "a checkpoint is ordered"
@@ -220,9 +225,10 @@ class Faults:
 
     def _redis_back(self) -> str:
         """It restarts from its file, or a replica takes its place: what came last is lost."""
-        if not self.run.images:
-            return "Redis has no file yet"
-        when, keys = self._draw.choice(self.run.images)
+        images = [image for image in self.run.images if any(b":flow" in key for key in image[1])]
+        if not images:
+            return "Redis has no file with the run yet"
+        when, keys = self._draw.choice(images)
         lost = self.run.scheduler.now - when
         self.run.server.stop()
         keys = keys.copy()
@@ -269,11 +275,20 @@ class Faults:
     def _late(self) -> str:
         """What a process has sent is still on its way when its connections end, and arrives after what comes next."""
         role = self._role()
-        process = self.run.processes[role]
+        return f"what {role} sends {self._send_late(self.run.processes[role])}"
+
+    def _late_start(self) -> str:
+        role = self._role()
+        self.run.when_started[role] = self._send_late
+        self.run.processes[role].kill()
+        return f"{role} is killed, and what its successor sends first comes late"
+
+    def _send_late(self, process: Process) -> str:
         process.late, killed = self._draw.choice((0.5, 3.0, 12.0)), self._draw.random() < 0.5
         seconds = self._draw.choice((0.05, 0.5, 2.0))
 
         def end() -> None:
+            process.late = 0.0
             for server in (self.run.server, *self.run.shards.values()):
                 for wire in [wire for wire in server.wires if wire.process is process]:
                     wire.break_off()
@@ -281,9 +296,8 @@ class Faults:
                 process.kill()
 
         self.run.scheduler.after(seconds, end)
-        self.run.scheduler.after(seconds, partial(setattr, process, "late", 0.0))
         then = "and it is killed" if killed else "and its connections are cut"
-        return f"what {role} sends in {seconds} s comes {process.late} s late, {then}"
+        return f"in {seconds} s comes {process.late} s late, {then}"
 
     def _garbage(self) -> str:
         place = self._draw.choice(("log", "events"))

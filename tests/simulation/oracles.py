@@ -47,6 +47,8 @@ class Learned:
     history: str
     parent: Learned | None
     names: tuple[Name, ...]
+    acted: frozenset[bytes]
+    """Digests of what was acted: a successor repeats what its predecessor has acted, under other names."""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Oracles:
     _taken: dict[Name, bytes] = field(default_factory=dict)
     """Fragment → digest of what the log has taken."""
     _refused: set[tuple[Name, bytes]] = field(default_factory=set)
+    _at_publish: tuple[tuple[int, str], int, frozenset[Name]] | None = None
+    """The newest version, what the pointer named then, and which fragments were in the log."""
     published: int = -1
     violation: str = ""
     replayed: int = 0
@@ -128,7 +132,21 @@ class Oracles:
         if blob and self.versions.setdefault((version, history), digest) != digest:
             self.violate(f"version {version} of history {history} has other weights than before")
         if new:
+            self._at_publish = (version, history), self._pointed(), self._logged()
             self.published, self.progress_at = max(self.published, version), self.run.scheduler.now
+
+    def _pointed(self) -> int:
+        """The version of the checkpoint from which the next trainer would continue."""
+        with suppress(ValueError):  # there is no pointer, or half of one
+            return int(json.loads(self.run.bucket.objects.get(".checkpoint", b""))["latest"].partition("_")[0])
+        return -1
+
+    def _logged(self) -> frozenset[Name]:
+        log = self.run.model.keys.get(self._key("pushes"))
+        entries = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in log.fields) if log else ()
+        return frozenset(
+            (entry[b"worker"].decode(), int(entry[b"incarnation"]), int(entry[b"seq"])) for entry in entries
+        )
 
     def _trimmed(self, through: str) -> None:
         """The log is a write-ahead log: a checkpoint in the store covers what leaves it."""
@@ -210,17 +228,39 @@ class Oracles:
         history = consumer.history(version)
         parent = self.learned.get((version - 1, consumer.history(version - 1)))
         names = tuple((item.header.worker_id, item.header.incarnation, item.header.seq) for item in fragments)
-        node = Learned(version, history, parent, names)
+        acted = frozenset(map(_acted, fragments))
+        node = Learned(version, history, parent, names, acted)
         before = self.learned.setdefault((version, history), node)
         if before.names != names:
             self.violate(f"version {version} of history {history} was learned from {before.names}, and {names}")
         seen = set(names)
-        if len(seen) < len(names):
+        if len(seen) < len(names) or len(acted) < len(names):
             self.violate(f"version {version} learned twice from one of {names}")
+        self._check_kept(node)
+        acted_by = {item.header.version: item.header.history for item in fragments}
         while parent is not None:
+            if acted_by.get(parent.version, parent.history) != parent.history:
+                self.violate(f"version {version} learned what another version {parent.version} acted, which is lost")
             if both := seen & {*parent.names}:
                 self.violate(f"version {version} learned again from {both}, as version {parent.version} had")
+            if acted & parent.acted and not self.run.redis_restarts:  # an older Redis has an older action trace
+                self.violate(
+                    f"version {version} learned from {names} what version {parent.version} learned from {parent.names}"
+                )
             parent = parent.parent
+
+    def _check_kept(self, node: Learned | None) -> None:
+        """When a version is published, all that it was learned from is in a checkpoint or in the log."""
+        if node is None or self._at_publish is None or self._at_publish[0] != (node.version, node.history):
+            return
+        (version, _), pointed, logged = self._at_publish
+        while node is not None and node.version > pointed:
+            if lost := {*node.names} - logged:
+                self.violate(
+                    f"version {version} is published, and {lost}, from which version {node.version} was learned, is "
+                    f"neither in the log nor in a checkpoint (the newest is of version {pointed})"
+                )
+            node = node.parent
 
     # The store
 
@@ -316,6 +356,13 @@ class Oracles:
         if not found.equal:
             self.violate(f"a replay from {start} to {name} comes to other bytes in {found.different}")
         self.replayed = found.versions
+
+
+def _acted(fragment: Fragment) -> bytes:
+    columns = [
+        array for its in fragment.columns.values() for name, array in sorted(its.items()) if name[:3] in ("obs", "act")
+    ]
+    return hashlib.sha256(fragment.header.worker_id.encode() + b"".join(array.tobytes() for array in columns)).digest()
 
 
 def watched(oracles: Oracles) -> type[Trainer]:

@@ -18,6 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from stagecoach.coordinator.catalog.checkpoint_operations import prune_checkpoints
 from stagecoach.coordinator.fleet import fleet
 from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from stagecoach.rollout_worker.environments.description import describe_environment
@@ -45,6 +46,7 @@ from tests.simulation.ray_model import RayModel, simulated_ray
 from tests.simulation.redis_model import Keys, RedisModel
 from tests.simulation.scheduler import BEGAN, Killed, Process, Scheduler, installed
 from tests.simulation.store import Bucket, Store
+from tests.support.environments.small import CHASE_POLICIES, Chase
 
 RUN = "simulated"
 _PATH = "/simulated"
@@ -94,6 +96,31 @@ class Counting(gymnasium.Env[Any, Any]):
 gymnasium.register("Counting-v0", "tests.simulation.run:Counting")
 
 
+class PacedChase(Chase):
+    """A game of two, for leagues."""
+
+    def __init__(self, pace: float = 0.0) -> None:
+        super().__init__(cat_steps=3, mouse_steps=5, counts=False)
+        self._pace = pace
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        if self._pace:
+            world.sleep(self._pace)
+        return super().step(actions)
+
+
+_LEAGUE: dict[str, Any] = {
+    "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},
+    "snapshot": {"every": "6 episodes", "min_games": 3}, "players": 4,
+    "opponents": {"latest": 0.5, "past": {"share": 0.5, "choose": "pfsp", "window": 3}},
+}  # fmt: skip
+_REPLAY: dict[str, dict[str, Any]] = {
+    "dqn": {"name": "dqn", "replay_buffer": {"capacity": 64}},
+    "prioritized dqn": {"name": "dqn", "replay_buffer": {"kind": "prioritized", "capacity": 64}},
+}
+_ALGORITHMS = "impala", "impala", "impala", *_REPLAY, "league"
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a run is like."""
@@ -102,6 +129,7 @@ class Setting:
     fragments_per_update: int = 2
     max_policy_lag: int = 1
     algorithm: str = "impala"
+    """Or one of `_REPLAY`, or `league`: IMPALA for two that play against each other."""
     archive: bool = True
     evaluator: bool = False
     shards: int = 0
@@ -112,12 +140,13 @@ class Setting:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Setting:
+        batch = draw.choice((1, 1, 1, 2, 2, 3, 4, 8))
         return cls(
-            workers=draw.choice((1, 1, 2, 2, 3, 5)), fragments_per_update=draw.choice((1, 1, 2, 3, 4, 8)),
-            max_policy_lag=draw.randint(0, 3), algorithm=draw.choice(("impala", "impala", "dqn")),
+            workers=draw.choice((1, 1, 2, 2, 3, 5)), fragments_per_update=batch,
+            max_policy_lag=draw.randint(0, 3), algorithm=draw.choice(_ALGORITHMS),
             archive=draw.random() < 0.6, evaluator=draw.random() < 0.3, shards=draw.choice((0, 0, 0, 1, 2)),
             shared_memory=draw.random() < 0.3, curriculum=draw.random() < 0.2,
-            pace=draw.choice((0.1, 0.5, 2.0)),
+            pace=draw.choice((0.1, 0.1, 0.5, 2.0)) if batch < 3 else 0.1,
         )  # fmt: skip
 
     @property
@@ -130,31 +159,37 @@ class Setting:
         return (self.max_policy_lag + 1) * self.fragments_per_update
 
     def config(self) -> Config:
-        algorithm: dict[str, Any] = {"name": self.algorithm}
-        if self.algorithm == "dqn":
-            algorithm |= {
-                "replay_buffer": {"capacity": 64}, "minibatch_size": 4, "gradient_steps_per_env_step": 0.25,
-            }  # fmt: skip
+        algorithm: dict[str, Any] = {"name": "impala"}
+        if self.remembers:
+            algorithm = _REPLAY[self.algorithm] | {"minibatch_size": 4, "gradient_steps_per_env_step": 0.25}
+        environment: dict[str, Any] = {
+            "id": "Counting-v0", "parameters": {"length": {"lessons": _LESSONS}} if self.curriculum else {},
+        }  # fmt: skip
+        others: dict[str, Any] = {"policies": {"default": {"hidden_sizes": [4]}}}
+        if self.algorithm == "league":
+            environment = {"api": "pettingzoo", "id": "tests.simulation.run:PacedChase"}
+            others = CHASE_POLICIES | {"league": _LEAGUE}
         return minimal_config(
-            environment={
-                "id": "Counting-v0", "num_envs": 1, "kwargs": {"pace": self.pace},
-                "parameters": {"length": {"lessons": _LESSONS}} if self.curriculum else {},
-            },
+            environment=environment | {"num_envs": 1, "kwargs": {"pace": self.pace}},
             rollout={
                 "workers": self.workers, "fragment_steps": 2, "fragments_per_update": self.fragments_per_update,
                 "max_policy_lag": self.max_policy_lag, "lease_seconds": 10.0, "silent_seconds": 11.0,
                 "restarts_allowed": 1000,
             },
-            policies={"default": {"hidden_sizes": [4]}},
             algorithm=algorithm,
-            heatup="8 env_steps" if self.algorithm == "dqn" else "0 env_steps",
+            heatup="8 env_steps" if self.remembers else "0 env_steps",
             checkpoint={"every": "3 updates", "keep_last": 2},
             archive="all" if self.archive else "off",
             evaluation={"episodes": 2 if self.evaluator else 0},
             redis={"url": _ADDRESS.redis_url, "shards": [f"redis://{name}:6379/0" for name in self.shard_names]},
             metrics={"writers": []},
             stop_at={"updates": 1_000_000},
+            **others,
         )  # fmt: skip
+
+    @property
+    def remembers(self) -> bool:
+        return self.algorithm in _REPLAY
 
     @property
     def shard_names(self) -> list[str]:
@@ -185,7 +220,10 @@ class SimulatedRun:
         self.over = False
         self.ray = RayModel(scheduler, self.start)
         self.redis_restarts, self.bodies_lost = 0, False
-        self.stop_ordered, self._resumes = False, False
+        self.stop_ordered, self._resumes, self.prunes = False, False, False
+        """The last: whether a person prunes checkpoints before the next resume."""
+        self.when_started: dict[str, Callable[[Process], object]] = {}
+        """Role → what is done to its next process."""
         self.resume_error: BaseException | None = None
         self.images: list[tuple[float, Keys]] = []
         """What the server has written to its disk, or a replica has: when, and the keys."""
@@ -201,7 +239,7 @@ class SimulatedRun:
 
     def begin(self) -> None:
         """A person starts the run."""
-        self._coordinate(lambda context: prepare_new(context, _environment()))
+        self._coordinate(lambda context: prepare_new(context, _environment(self.setting.algorithm)))
         self.scheduler.after(1.0, self._write_image)
 
     def _coordinate(self, prepare: Callable[[RunContext], None]) -> None:
@@ -230,6 +268,10 @@ class SimulatedRun:
 
     def _prepare_resume(self, context: RunContext) -> None:
         """A resume may be refused, while the store is away; then a person tries it again."""
+        if self.prunes:
+            rule = self.config.checkpoint.model_copy(update={"keep_last": 1})
+            prune_checkpoints(context.checkpoints, rule, dry_run=False)
+            self.prunes = False
         prepare_resume(context)
         self._resumes = False
 
@@ -238,6 +280,8 @@ class SimulatedRun:
         process = self.processes[role] = Process(self.scheduler, role)
         process.on_exit = self._ended
         main = {"trainer": self._train, "worker": self._act, "evaluator": self._play}[role.partition("-")[0]]
+        if (call := self.when_started.pop(role, None)) is not None:
+            call(process)
         process.start(partial(main, process))
         return process
 
@@ -296,15 +340,15 @@ class SimulatedRun:
 
 
 @cache
-def _environment() -> EnvironmentDescription:
-    return describe_environment(Setting().config())
+def _environment(algorithm: str) -> EnvironmentDescription:
+    return describe_environment(Setting(algorithm=algorithm).config())
 
 
 @contextmanager
 def simulated(seed: int, setting: Setting) -> Iterator[SimulatedRun]:
     """A run of this seed, which is about to begin; ends all its processes."""
     scheduler = Scheduler(seed)
-    _environment()  # outside: it starts a real one
+    _environment(setting.algorithm)  # outside: it starts a real one
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(installed(scheduler))
