@@ -79,7 +79,7 @@ class Soak:
             now = time.monotonic()
             self._end_stops(now)
             self.resume_if_killed()
-            faulty = now < end and self._faulty(now - began)
+            faulty = now < end and self.faulty(now - began)
             if faulty and due <= now:
                 self._strike()
                 due = self._next()
@@ -87,15 +87,15 @@ class Soak:
                 self.look()
                 look = now + 1.0
             self.watch_recovery()
-            self._note_window(faulty)
+            self.note_window(faulty)
             time.sleep(_POLL_SECONDS)
-        self._note_window(len(self.windows) % 2 == 0)
+        self.note_window(len(self.windows) % 2 == 0)
 
-    def _faulty(self, seconds: float) -> bool:
+    def faulty(self, seconds: float) -> bool:
         cycle = 60 * (self.faulty_minutes + self.calm_minutes)
         return not self.calm_minutes or seconds % cycle < 60 * self.faulty_minutes
 
-    def _note_window(self, faulty: bool) -> None:
+    def note_window(self, faulty: bool) -> None:
         """Notes when a part with faults begins or is over, once the run can say its version."""
         if faulty == (len(self.windows) % 2 == 0) and (faulty or not self.unrecovered()):
             with contextlib.suppress(*AWAY):
@@ -284,7 +284,7 @@ def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> No
         print(f"| in flight at the end | {total['in_flight']['transitions']:,} |")
     _report_trend(work)
     if work.calm_minutes:
-        _report_goodput(work.windows)
+        report_goodput(work.windows)
     print(f"\nledger: {work.looks} looks, {len(work.imbalances)} imbalanced{' ' if work.imbalances else ''}", end="")
     print("; ".join(work.imbalances[:3]))
     print(
@@ -313,7 +313,7 @@ def _report_trend(work: Soak) -> None:
         print(f"| {label}: recovery p50 (s) |", *(f"{_at(part, 0.5)} |" for part in times))
 
 
-def _report_goodput(windows: list[tuple[float, int]]) -> None:
+def report_goodput(windows: list[tuple[float, int]]) -> None:
     parts = [(later[0] - when, later[1] - version) for (when, version), later in pairwise(windows)]
     rates = list[float]()
     for name, some in (("with faults", parts[::2]), ("calm", parts[1::2])):

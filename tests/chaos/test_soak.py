@@ -84,3 +84,18 @@ def test_soak_fails_when_the_run_ends_on_its_own(work: Soak) -> None:
     work.process.wait()
     with pytest.raises(NotThrough, match="ended with code 2"):
         work.resume_if_killed()
+
+
+def test_goodput_is_the_share_of_the_calm_rate(work: Soak, capsys: pytest.CaptureFixture[str]) -> None:
+    work.faulty_minutes, work.calm_minutes = 10.0, 5.0
+    assert [work.faulty(60 * minute) for minute in (0, 9.9, 10.1, 14.9, 15.1)] == [True, True, False, False, True]
+    work.faults.append(fault(version=0))
+    for faulty in (True, False):
+        work.note_window(faulty)
+    assert len(work.windows) == 1, "what is not over yet belongs to the faults"
+    work.faults[0].recovered = 1.0
+    for faulty in (False, False, True):
+        work.note_window(faulty)
+    assert [version for _, version in work.windows] == [0, 0, 0]
+    soak.report_goodput([(0.0, 0), (10.0, 90), (20.0, 190), (30.0, 260)])
+    assert "goodput: 0.800" in capsys.readouterr().out

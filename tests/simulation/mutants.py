@@ -59,27 +59,31 @@ def _plant_script(name: str, spoilt: str) -> None:
     scripts.source.cache_clear()
 
 
-def hunt(name: str, seconds: float, first_seed: int = 1) -> tuple[bool, float, str]:
-    """Walks with the fault planted, in a process of its own; returns whether it is found, after how long, and how."""
+def hunt(name: str, seconds: float = 1e9, walks: int = 1_000_000, first_seed: int = 1) -> tuple[bool, str]:
+    """Walks with the fault planted, in a process of its own, for as long or as often as given.
+
+    Returns whether it is found, and how: the seed, seconds of a processor, and the violation.
+    """
     command = [sys.executable, "-m", "tests.simulation.mutants", "--plant", name, "--seconds", str(seconds)]
-    began = time.monotonic()
-    ended = subprocess.run([*command, "--first-seed", str(first_seed)], cwd=ROOT, capture_output=True, text=True)
+    command += ["--walks", str(walks), "--first-seed", str(first_seed)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = (ended.stdout.strip() or ended.stderr.strip()[-300:]).partition("\n")[0]
-    return ended.returncode == 1 and said.startswith("seed"), time.monotonic() - began, said
+    return ended.returncode == 1 and said.startswith("seed"), said
 
 
-def _walk_with(name: str, seconds: float, first_seed: int) -> int:
+def _walk_with(name: str, seconds: float, walks: int, first_seed: int) -> int:
     plant(name)
     from tests.simulation.walk import Plan, walk
 
-    began, seed = time.process_time(), first_seed
-    while time.process_time() - began < seconds:
-        found = walk(Plan.drawn(seed))
+    began = time.process_time()
+    for seed in range(first_seed, first_seed + walks):
+        found, spent = walk(Plan.drawn(seed)), time.process_time() - began
         if found.violation:
-            print(f"seed {seed}: {found.violation}")
+            print(f"seed {seed}, {spent:.0f} s: {found.violation}")
             return 1
-        seed += 1
-    print(f"not found by {seed - first_seed} walks")
+        if spent > seconds:
+            break
+    print(f"not found by {seed + 1 - first_seed} walks in {spent:.0f} s")
     return 0
 
 
@@ -87,20 +91,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="those with this in their name")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a processor, for each")
+    parser.add_argument("--walks", type=int, default=1_000_000, help="at most, for each")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--plant", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plant:
-        return _walk_with(given.plant, given.seconds, given.first_seed)
+        return _walk_with(given.plant, given.seconds, given.walks, given.first_seed)
     names = [name for name in MUTANTS if given.only in name]
     missed = []
     with ThreadPoolExecutor(given.jobs) as pool:
-        for name, (found, seconds, said) in zip(
-            names, pool.map(lambda name: hunt(name, given.seconds, given.first_seed), names), strict=True
-        ):
+        hunts = pool.map(lambda name: hunt(name, given.seconds, given.walks, given.first_seed), names)
+        for name, (found, said) in zip(names, hunts, strict=True):
             missed += [] if found else [name]
-            print(f"| {name} | {f'{seconds:.0f} s' if found else 'NOT FOUND'} | {said[:150]} |", flush=True)
+            print(f"| {name} | {said[:150]} |", flush=True)
     print(f"{len(names) - len(missed)} of {len(names)} found; not found: {', '.join(missed) or 'none'}")
     return bool(missed)
 

@@ -8,12 +8,15 @@ import pytest
 
 from stagecoach.shared.protocol import scripts
 from tests.simulation.faults import Fault
-from tests.simulation.mutants import hunt
+from tests.simulation.mutants import MUTANTS, hunt
 from tests.simulation.run import Setting
 from tests.simulation.walk import Plan, shrink, walk
+from tests.support.suite.groups import thinned
 
 WALKS = 3
 """Of each test here; `make simulate` takes more of them."""
+_HUNT = 40
+"""Walks that may be needed to find a planted fault."""
 
 
 @pytest.mark.parametrize("first", range(1, 10, WALKS))
@@ -43,9 +46,9 @@ def test_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.Mon
     assert smaller.plan.faults == ()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["push: takes a number again", "push: forgets the number", "push: finishes no claim"])
+@pytest.mark.timeout(900)
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", thinned([*MUTANTS]))
 def test_planted_fault_is_found(name: str) -> None:
-    """Some of the table; `python -m tests.simulation.mutants` plants all of it."""
-    found, _, said = hunt(name, seconds=60)
+    found, said = hunt(name, walks=_HUNT)
     assert found, said
