@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import re
+import statistics
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -380,6 +381,24 @@ def test_protocol_page_names_keys_drop_reasons_and_replies() -> None:
     replies = set(re.findall(r"return '(\w+)'", source("push").text))
     assert "stale" in replies
     assert replies - set(code_spans(page)) == set()
+
+
+def test_readme_has_the_measured_figures() -> None:
+    """Of the pages that it links."""
+
+    def median(page: str, what: str, against: str = "") -> str:
+        measures = json.loads((ROOT / "docs" / "benchmarks" / f"{page}.json").read_text())["measures"]
+        samples = {measure["what"]: measure["samples"] for measure in measures}
+        compared = samples[against] if against else [1.0] * len(samples[what])
+        return f"{statistics.median(a / b for a, b in zip(samples[what], compared, strict=True)):.1f}"
+
+    text = " ".join((ROOT / "README.md").read_text().split())
+    where = "CartPole-v1, SyncVectorEnv: "
+    for way in ("Stagecoach PPO, policy lag 1", "Stagecoach PPO, lockstep"):
+        for peer in ("Stable-Baselines3 PPO", "RLlib PPO"):
+            assert f"**{median('peers', where + way, where + peer)} ×**" in text, (way, peer)
+    for what in ("trainer, p50", "worker-0, p50"):
+        assert f"**{median('recovery', what)} s**" in text, what
 
 
 def test_links_lead_to_files() -> None:

@@ -47,7 +47,7 @@ class Services:
         return redis.Redis.from_url(self.redis_url, password=self.redis_password)
 
     def new_run(
-        self, given: Config | dict[str, Any], endpoint_url: str | None = None, shared_memory: bool = False
+        self, given: Config | dict[str, Any], endpoint_url: str | None = None, shared_memory: bool = True
     ) -> RoleLaunch:
         """A run that is ready for its roles; `endpoint_url` is how these reach the S3 server, if not directly."""
         config = given if isinstance(given, Config) else parse_config(given)

@@ -138,8 +138,9 @@ def _measured(case: Case, cores: Cores, windows: Windows, options: Options) -> F
 
 @contextmanager
 def _acting_alone(case: Case, cores: Cores) -> Iterator[LoneRun]:
-    """A worker at work for a trainer that does not learn."""
-    with LoneRun.open(case.config) as alone:
+    """A worker at work for a trainer that does not learn; a version ahead of it, for else it would wait for it, too."""
+    rollout = case.config.rollout.model_copy(update={"max_policy_lag": max(1, case.config.rollout.max_policy_lag)})
+    with LoneRun.open(case.config.model_copy(update={"rollout": rollout})) as alone:
         alone.spawn(consume, cores.trainer)
         alone.spawn(act, cores.others)
         flow = alone.role.flow
