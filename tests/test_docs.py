@@ -52,7 +52,8 @@ PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SIGNAL = r"(?:rollout|environment|train|time|policy|wait)/"
-COMMAND = typer.main.get_command(app)
+COMMAND: Any = typer.main.get_command(app)
+COMMAND.commands["checkpoints"].commands = typer.main.get_group(checkpoints.app).commands  # which else come when called
 BASE = {"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}}
 """What a config that is a part of one leaves out."""
 
@@ -254,7 +255,7 @@ def test_named_options_exist() -> None:
     for page in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for span in re.findall(r"`stagecoach ([^`]+)`", text):
-            command: Any = COMMAND
+            command = COMMAND
             words = span.split()
             while hasattr(command, "commands") and words and words[0] in command.commands:
                 command = command.commands[words.pop(0)]

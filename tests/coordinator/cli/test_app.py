@@ -95,8 +95,9 @@ def test_init_writes_a_config_that_trains_and_overwrites_none(stagecoach: Stagec
     stagecoach("init", "mine.yaml").ok()
     written = (tmp_path / "mine.yaml").read_text()
     assert 20 <= written.count("\n") <= 30 and written.count("#") > 10
-    ended = stagecoach("train", "mine.yaml", "--run-id", "a", "--inline", "--set=stop_at.updates=1").ok()
-    assert "starting the roles" in ended
+    train = "train", "mine.yaml", "--run-id", "a", "--inline", "--set=stop_at.updates=1", "--runs-dir", "elsewhere"
+    assert "starting the roles" in stagecoach(*train).ok()
+    assert "stop_at" in stagecoach("status", "a", "--runs-dir", "elsewhere").ok()
     check_refused(stagecoach("init", "mine.yaml"), "mine.yaml exists")
     assert (tmp_path / "mine.yaml").read_text() == written
     check_refused(stagecoach("init", "nowhere/mine.yaml"), f"cannot write {tmp_path}/nowhere/mine.yaml: No such file")
