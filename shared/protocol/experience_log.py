@@ -135,10 +135,12 @@ class ExperienceLog:
             return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, 0.0)))
         return self._with_bodies(self._parsed(stream_page(found), {id_ for id_, _ in pushes}))
 
-    def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]], ours: Collection[bytes] = ()) -> list[LogEntry]:
+    def _parsed(
+        self, page: Sequence[tuple[bytes, dict[bytes, bytes]]], ours: Collection[bytes] | None = None
+    ) -> list[LogEntry]:
         """Returns the entries; those without a push are foreign. Quarantine is decided before a trainer reads.
 
-        `ours` are positions that are known to have a push.
+        `ours` are the positions that have a push, if they are known.
         """
         if not page:
             return []
@@ -149,14 +151,11 @@ class ExperienceLog:
             self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
         outside = [id_ for id_, fields in page if b"body" in fields and id_ not in self._quarantined]
         gone = set[bytes]()
-        if outside or any(id_ not in ours for id_, _ in page):
-            pipeline = self._redis.pipeline(transaction=False)  # one round trip for a page, not one for each question
-            pipeline.xrange(self._keys.pushes, page[0][0], page[-1][0])
-            if outside:
-                pipeline.smismember(self._keys.lost_bodies, outside)
-            pushes, *lost = cast(Any, pipeline.execute())
-            ours = {id_ for id_, _ in pushes}
-            gone = {id_ for id_, is_lost in zip(outside, *lost, strict=True) if is_lost}
+        if ours is None:
+            ours = {id_ for id_, _ in cast(Any, self._redis.xrange(self._keys.pushes, page[0][0], page[-1][0]))}
+        if outside:
+            lost = cast(Any, self._redis.smismember(self._keys.lost_bodies, outside))
+            gone = {id_ for id_, is_lost in zip(outside, lost, strict=True) if is_lost}
         return [
             _entry(id_, fields, pushed=id_ in ours, quarantined=id_ in self._quarantined, lost_body=id_ in gone)
             for id_, fields in page
@@ -181,10 +180,19 @@ class ExperienceLog:
         """The entries after one position, through another, a page at a time; raises `ShardUnavailable`."""
         while True:
             page = cast(Any, self._redis.xrange(self._keys.log, f"({after}", through, count=_PAGE))
-            yield from self._with_bodies(self._parsed(page))
+            if not page:
+                return
+            first, last = page[0][0], page[-1][0]
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.xrange(self._keys.pushes, first, last)
+            pipeline.xrange(self._keys.log, first, first)
+            pushes, still = pipeline.execute()
+            if not still:  # trimmed meanwhile, and so were its pushes
+                continue
+            yield from self._with_bodies(self._parsed(page, {id_ for id_, _ in pushes}))
             if len(page) < _PAGE:
                 return
-            after = page[-1][0].decode()
+            after = last.decode()
 
     def trim(self, epoch: int, through: str, process: str = "") -> int:
         """Removes all entries through a position, and the bodies that the log names no more; raises `Fenced`. Only

@@ -21,9 +21,9 @@ class Archiver:
     ) -> None:
         """Archives the log through this position; raises as the store does.
 
-        Stops when the log is no longer the `same` that the trainer reads, since Redis may have lost entries. The log
-        begins after `trimmed`, and so does an archive that was off until now. Replay buffers of checkpoints may need
-        the entries from `replay_from` on.
+        Stops when the log is no longer the `same` that the trainer reads, since Redis may have lost entries or another
+        trainer may have trimmed some. The log begins after `trimmed`, and so does an archive that was off until now.
+        Replay buffers of checkpoints may need the entries from `replay_from` on.
         """
         if self._config.keep == "off" and replay_from is None:
             return

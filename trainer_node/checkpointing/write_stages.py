@@ -212,7 +212,11 @@ class ArchiveStage:
         if self.same_redis():
             oldest = retention.replay_from(self._pointer.inventory.entries, self._role.config.checkpoint.keep_last)
             trimmed = self._role.flow.read().trimmed_id
-            self._archiver.store(snapshot.log_position, trimmed, oldest, self.same_redis)
+
+            def whole() -> bool:  # else a newer trainer has trimmed what was about to be read
+                return self._role.flow.read().trimmed_id == trimmed and self.same_redis()
+
+            self._archiver.store(snapshot.log_position, trimmed, oldest, whole)
 
     def same_redis(self) -> bool:
         """Returns whether Redis is the process that was archived from."""
