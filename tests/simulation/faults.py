@@ -17,7 +17,7 @@ from tests.simulation.scheduler import Process
 
 _LOADING = "LOADING Redis is loading the dataset in memory"
 _BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
-_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late start"
+_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late start", "redis forgets"
 """One of these is in each walk."""
 _BREAKS = 0.004
 """Probability that an answer is lost, until the faults stop."""
@@ -55,6 +55,7 @@ class Faults:
         "second trainer": "_second_trainer", "second worker": "_second_worker",
         "stop": "_stop", "prune": "_prune", "promote": "_promote", "order": "_order",
         "redis away": "_redis_away", "redis refuses": "_redis_refuses", "redis back": "_redis_back",
+        "redis forgets": "_redis_forgets",
         "redis full": "_redis_full", "cut": "_cut", "slow": "_slow_network", "late": "_late",
         "late start": "_late_start", "garble": "_garble", "garbage": "_garbage",
         "shard away": "_shard_away", "shard empty": "_shard_empty",
@@ -137,7 +138,7 @@ class Faults:
         return "the coordinator is killed"
 
     def _pause(self) -> str:
-        role, seconds = self._draw.choice(sorted(self.run.processes)), self._draw.choice((0.3, 2.0, 12.0, 30.0))
+        role, seconds = self._draw.choice(sorted(self.run.processes)), self._draw.choice((0.3, 2.0, 10.5, 12.0, 30.0))
         self.run.processes[role].paused_until = self.run.scheduler.now + seconds
         return f"{role} stands still for {seconds} s"
 
@@ -237,6 +238,25 @@ class Faults:
             self.run.restart_redis(keys)
 
         return f"Redis loses the last {lost:.2f} s, and is away for {self._for_a_while(3.0, back):.1f} s"
+
+    def _redis_forgets(self) -> str:
+        """It comes back without knowing of the present trainer, nor of what workers did for it."""
+        keys, then = self.run.model.keys.copy(), self._draw.uniform(0.0, 3.0)
+        before = self.run.epoch
+        self.run.processes["trainer"].kill()
+
+        def lose() -> None:
+            self.run.server.stop()
+            self.run.scheduler.after(0.5, partial(self.run.restart_redis, keys))
+
+        def look(left: int) -> None:
+            if self.run.epoch > before:
+                self.run.scheduler.after(then, lose)
+            elif left:
+                self.run.scheduler.after(0.5, partial(look, left - 1))
+
+        look(40)
+        return f"the trainer is killed, and {then:.1f} s after the next one takes over Redis forgets all since"
 
     def _redis_refuses(self) -> str:
         text = self._draw.choice((_LOADING, _BUSY, _READ_ONLY))

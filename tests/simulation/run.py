@@ -310,6 +310,11 @@ class SimulatedRun:
         self.stop_ordered = True
         self.from_outside(lambda context: context.flow.order_stop())
 
+    @property
+    def epoch(self) -> int:
+        """That of the newest trainer which Redis knows."""
+        return int(self.model.keys.get(f"stagecoach:{{{RUN}}}:flow".encode(), {}).get(b"epoch", b"0"))
+
     def _write_image(self) -> None:
         """The server writes its file each second; a failover or a restart goes back to one of the last."""
         self.images = [*self.images[-3:], (self.scheduler.now, self.model.keys.copy())]
