@@ -103,7 +103,10 @@ class ActingPolicies:
         """Loads the newest checkpoint; returns False until `.ready` exists."""
         try:
             ready = self._checkpoints.marker(READY) is not None
-            checkpoint = self._checkpoints.load_latest(only="policy.safetensors") if ready else None
+            try:
+                checkpoint = self._checkpoints.load_latest(only="policy.safetensors") if ready else None
+            except CheckpointError:  # a late pointer may name one that is gone, until the next one, which waits for us
+                checkpoint = self._checkpoints.newest_good()[0]
         except CheckpointError as error:
             _LOGGER.warning("cannot start from the newest checkpoint (%s); trying again", error)
             return False

@@ -88,7 +88,7 @@ class WorkerPool:
             beat = beats.get(worker.name)
             if beat is None or not beat.alive or worker.call is None:
                 self.remove(worker)
-            elif worker.name not in self._drained:
+            else:  # each time: Redis may have lost it
                 asked.append(worker.name)
         self._flow.drain(*asked)
         self._drained.update(asked)

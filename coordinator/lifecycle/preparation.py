@@ -131,7 +131,9 @@ def prepare_resume(
     refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
     drop_entries(context.redis, context.run_id, drop)
+    state = None
     if not create_flow(context):
+        state = context.flow.read().state
         rollout = context.config.rollout
         context.check_config(shards_may_change=True)
         context.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, context.bodies.names)
@@ -140,14 +142,15 @@ def prepare_resume(
         keys = RunKeys(context.run_id)
         context.redis.delete(keys.draining, *map(keys.heartbeats, BEATING))
         _forget_action_traces(context)
+    epoch = context.flow.take_over(last_epoch(context.checkpoints))  # what a dead trainer has sent comes too late now
     if checkpoint is not None:
-        taken = rolled_back(context, checkpoint, context.flow.take_over(last_epoch(context.checkpoints))).checkpoint
+        taken = rolled_back(context, checkpoint, epoch).checkpoint
         context.checkpoints.write(taken.manifest, taken.objects)
         text = f"{checkpoint.manifest.name} continues as {taken.manifest.name}, as resume --from {origin} asked"
         emit(context.redis, context.run_id, "trainer", text)
         tell_other_versions(context.redis, checkpoint.manifest)  # the trainer reports it for the newest one
     context.checkpoints.clear_marker(FINISHED)
-    context.flow.set_state(RunState.RUNNING, "")
+    context.flow.set_state(RunState.RUNNING, "", expected=state, epoch=epoch)
 
 
 def _refuse_other_versions(checkpoints: CheckpointStore, checkpoint: Checkpoint | None) -> None:

@@ -36,6 +36,8 @@ class RunLease:
         """Unique name of this coordinator."""
         self.lost: str | None = None
         """Description of the coordinator that has taken the run over."""
+        self._seen = "", ""
+        """Another holder of the lease, and when it was seen last."""
         self._stop = world.Event()
         self._thread = world.Thread(target=self._run, name="run-lease", daemon=True)
 
@@ -79,13 +81,20 @@ class RunLease:
         while not self._stop.wait(BEAT_SECONDS):
             try:
                 holder = self._hold(self._context.redis, self.name)
+                lost = self._is_there(holder)
             except (StagecoachError, redis.RedisError):
                 continue  # retried; the roles' own calls report the error
-            if holder:
+            if lost:
                 self.lost = f"another coordinator ({_in_words(holder)}) has taken the run over"
                 _LOGGER.error("%s while this one was cut off, which ends", self.lost)
                 self._on_lost()
                 return
+
+    def _is_there(self, holder: str) -> bool:
+        """Returns whether another holder of the lease, if there is one, is seen again. One that Redis merely names,
+        since it was rolled back, is not, and loses the lease after a while."""
+        before, self._seen = self._seen, (holder, self._read("coordinator_seen") if holder else "")
+        return bool(holder) and before[0] == holder and before[1] != self._seen[1]
 
     def _hold(self, client: redis.Redis, coordinator: str, ended: str = "") -> str:
         """Takes, renews or releases the lease; returns another holder, or an empty string."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import redis
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import Fenced, UserError, WorkerSuperseded
 from stagecoach.shared.base.failure import FailureKind
 from stagecoach.shared.base.printable import printable
@@ -161,6 +162,8 @@ class Flow:
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self._redis, self._keys = client, RunKeys(run_id)
         self._claim = Script(client, self._keys, "claim")
+        self.owner = ""
+        """Token of the trainer that has taken over with this, if one has."""
 
     def _run(self, name: str, **arguments: Any) -> Any:
         return Script(self._redis, self._keys, name)(**arguments)
@@ -253,9 +256,10 @@ class Flow:
                 one is greater.
             memory: token of the shared memory that the new trainer reads.
         """
+        self.owner = world.token_hex(8)
         while True:  # once more where another trainer has taken over since, or the answer was lost
             seen = self.read().epoch
-            if epoch := int(self._run("take_over", seen=seen, at_least=at_least, memory=memory)):
+            if epoch := int(self._run("take_over", seen=seen, at_least=at_least, memory=memory, owner=self.owner)):
                 return epoch
 
     def process(self) -> str:
@@ -263,9 +267,9 @@ class Flow:
         return str(self._redis.info("server")["run_id"])
 
     def holds(self, epoch: int) -> bool:
-        """Checks whether the trainer of `epoch` may still write: no newer one is known. Restores the epoch in a Redis
-        that was rolled back."""
-        return bool(self._run("check_epoch", epoch=epoch))
+        """Checks whether the trainer of `epoch` may still write: no newer one is known, and none that got the same
+        epoch from a Redis that was rolled back. Restores the epoch in such a Redis."""
+        return bool(self._run("check_epoch", epoch=epoch, owner=self.owner))
 
     def set_state(
         self, state: RunState, reason: str, expected: RunState | None = None, epoch: int | None = None,

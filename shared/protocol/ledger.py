@@ -167,18 +167,19 @@ class Forward(StrEnum):
 
 def fast_forward(
     client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger, taken: Taken | None = None,
-    mode: Forward = Forward.ANYWAY,
+    mode: Forward = Forward.ANYWAY, *, owner: str = "", number: int = 0,
 ) -> bool:  # fmt: skip
     """Brings a Redis that may know less than its trainer (lost, or restored from the past) forward to its accounting.
 
     What the ledger committed must have been produced and pushed, and no claim may stand behind it. Incarnations count
-    on, since the ledger would take the first fragments of an old number for repeats. Returns whether the log holds
-    exactly what was `taken`. Raises `Fenced`.
+    on, since the ledger would take the first fragments of an old number for repeats. `owner` is the trainer's
+    (`Flow.owner`), `number` counts its calls, so that a late one changes nothing. Returns whether the log holds exactly
+    what was `taken`. Raises `Fenced`.
     """
     taken = taken or Taken(position)
     reply = Script(client, RunKeys(run_id), "fast_forward")(
-        epoch=epoch, position=position, taken_after=taken.after, taken="\n".join(taken.entries), mode=mode,
-        accounts=Ledger(ledger.accounts).news(),
+        epoch=epoch, owner=owner, number=number, position=position, taken_after=taken.after,
+        taken="\n".join(taken.entries), mode=mode, accounts=Ledger(ledger.accounts).news(),
     )  # fmt: skip
     if not reply:
         raise Fenced(f"epoch {epoch} may not fast-forward Redis; a newer trainer has taken over")

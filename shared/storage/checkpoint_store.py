@@ -335,12 +335,22 @@ class CheckpointStore:
         A checkpoint beyond the pointer, of an older trainer than the pointer's, came late: its experience may be in no
         log any more. Raises `CheckpointNotFound` without checkpoints, `CheckpointDamaged` if all are damaged.
         """
+        names, problems = list[str](), list[str]()
+        while names != (names := self.names()):  # again where others were written, and these pruned, meanwhile
+            found, problems = self._newest_good(names)
+            if found is not None:
+                return found, problems
+        if problems:
+            raise CheckpointDamaged(f"no usable checkpoint in run {self.run_id}: " + "; ".join(problems))
+        raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+
+    def _newest_good(self, names: list[str]) -> tuple[Checkpoint | None, list[str]]:
         problems: list[str] = []
         epoch, newest = 0, 0
         with contextlib.suppress(CheckpointDamaged):  # the trainer writes it again
             if pointer := self.pointer():
                 epoch, newest = pointer.epoch, checkpoint_version(pointer.latest) or 0
-        for name in reversed(self.names()):
+        for name in reversed(names):
             try:
                 manifest = self.manifest(name)
                 if manifest.epoch < epoch and manifest.version > newest:
@@ -351,9 +361,7 @@ class CheckpointStore:
                 continue  # never completed: it was not a checkpoint yet
             except CheckpointDamaged as error:
                 problems.append(str(error))
-        if problems:
-            raise CheckpointDamaged(f"no usable checkpoint in run {self.run_id}: " + "; ".join(problems))
-        raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+        return None, problems
 
     def delete(self, name: str) -> None:
         """Removes a checkpoint, manifests first, so that no reader takes the rest for a complete one."""

@@ -213,10 +213,10 @@ class ArchiveStage:
             oldest = retention.replay_from(self._pointer.inventory.entries, self._role.config.checkpoint.keep_last)
             trimmed = self._role.flow.read().trimmed_id
 
-            def whole() -> bool:  # else a newer trainer has trimmed what was about to be read
+            def complete() -> bool:  # else a newer trainer has trimmed what was about to be read
                 return self._role.flow.read().trimmed_id == trimmed and self.same_redis()
 
-            self._archiver.store(snapshot.log_position, trimmed, oldest, whole)
+            self._archiver.store(snapshot.log_position, trimmed, oldest, complete)
 
     def same_redis(self) -> bool:
         """Returns whether Redis is the process that was archived from."""

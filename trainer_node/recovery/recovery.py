@@ -60,6 +60,7 @@ class Recovery:
         self.accounting, self.state = accounting, state
         self.redis_checked = 0.0
         """Time at which Redis was last the process that the accounting was matched with."""
+        self._forwards = 0
 
     @classmethod
     def start(cls, incarnation: Incarnation) -> Self:
@@ -218,7 +219,11 @@ class Recovery:
         consumer, epoch = self.state.consumer, self.incarnation.epoch
         position, ledger = consumer.committed.position, Ledger.from_json(consumer.committed.ledger)
         taken = consumer.taken()
-        same = fast_forward(self._role.redis, self._role.run_id, epoch, position, ledger, taken, mode)
+        self._forwards += 1
+        same = fast_forward(
+            self._role.redis, self._role.run_id, epoch, position, ledger, taken, mode,
+            owner=self._role.flow.owner, number=self._forwards,
+        )  # fmt: skip
         if mode is not Forward.COMPARE and (same or mode is Forward.ANYWAY):
             self._log.give_up(self.accounting.given_up)
         if not same and mode is Forward.ANYWAY:

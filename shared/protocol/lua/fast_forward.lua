@@ -1,12 +1,16 @@
 --- @include common, positions, epochs, log_entries, ledger
 --- @keys flow, log, claims, produced, incarnations, pushed, ledger, pushes
---- @args epoch, position, taken_after, taken, mode, accounts...
+--- @args epoch, owner, number, position, taken_after, taken, mode, accounts...
 -- For a Redis that may know less than its trainer, whose ledger through `position` is `accounts`: epoch, ledger, credit
 -- and what was pushed become what the ledger, the log behind its position and the claims that are held say; new entries
 -- of the log come after the position. `taken` are the entries that the trainer took after `taken_after` through
 -- `position`, a line each. `mode`: 'compare' changes nothing; 'if_same' changes nothing if the log holds others there;
--- 'anyway' makes the log begin behind them then. Returns 1, 0 if fenced, or 2 if the log holds others.
-if fenced(args.epoch) then return 0 end
+-- 'anyway' makes the log begin behind them then. `owner` is as in check_epoch. `number` counts the calls of one trainer
+-- (0: not counted): one that arrives late, after it was repeated, changes nothing. Returns 1, 0 if fenced, or 2 if the
+-- log holds others.
+if fenced(args.epoch) or replaced(args.epoch, args.owner) then return 0 end
+local epoch, number, answer = string.match(redis.call('HGET', keys.flow, 'forwarded') or '', '^(%d+):(%d+):(%d)$')
+if epoch == args.epoch and args.number ~= '0' and tonumber(args.number) <= tonumber(number) then return tonumber(answer) end
 begin()
 local held = {}
 if after(args.position, args.taken_after) then
@@ -73,6 +77,7 @@ for worker, total in pairs(totals) do
 end
 local consumed = tonumber(redis.call('HGET', keys.flow, 'consumed') or '0')
 redis.call('HSET', keys.flow, 'claimed', consumed + credit + redis.call('ZCARD', keys.claims),
-  'epoch', args.epoch, 'committed_id', args.position)
+  'epoch', args.epoch, 'owner', owner_or(args.owner), 'committed_id', args.position,
+  'forwarded', args.epoch .. ':' .. args.number .. ':' .. (same and 1 or 2))
 write_ledger(args.accounts)
 return same and 1 or 2

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ import yaml
 
 from stagecoach.coordinator.catalog.fixed_players import find_player
 from stagecoach.coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
+from stagecoach.coordinator.lifecycle import run_lease
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.lifecycle.ray_job import JobServer
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
@@ -32,6 +34,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.runtime.run_context import open_run_context
 from tests.conftest import RedisServer, minimal_config
 from tests.support.processes.command_line import Stagecoach, check_refused
+from tests.support.processes.waiting import eventually
 from tests.support.suite.groups import some_quick
 from tests.support.suite.speed import stretched
 
@@ -211,6 +214,31 @@ def test_two_that_take_a_run_at_once_are_told_apart(far: Run) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(took, leases)) == 1
+
+
+def test_lease_outlasts_redis_that_names_a_former_holder(
+    far: Run, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_lease, "DEAD_AFTER_SECONDS", 2.0)
+    lease, key = _lease(far), RunKeys(far.run_id).flow
+    lease.take()
+    lease.keep()
+    with redis_server.client() as given:
+        client: Any = given
+
+        def names_another(second: int) -> None:
+            seen = client.time()[0] + second
+            client.hset(key, mapping={"coordinator": "other 1 machine 1 token", "coordinator_seen": seen})
+
+        names_another(0)
+        eventually(lambda: client.hget(key, "coordinator") == lease.name.encode())
+        assert lease.lost is None
+        for second in range(5):  # one that is there
+            names_another(second)
+            time.sleep(0.3)
+        assert eventually(lambda: lease.lost)
+    lease.release()
 
 
 _OTHER_MACHINE = """

@@ -11,10 +11,11 @@ import pytest
 import redis
 
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.base.errors import RunNotFound, WorkerSuperseded
+from stagecoach.shared.base.errors import Fenced, RunNotFound, WorkerSuperseded
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import Claim, Flow, KeyDamaged, RunState
 from stagecoach.shared.protocol.keys import BEATING, TYPES, RunKeys, key_type
+from stagecoach.shared.protocol.ledger import Ledger, fast_forward
 from stagecoach.shared.protocol.scripts import NAMES, Script, source
 from stagecoach.shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
@@ -203,10 +204,22 @@ def test_epochs_never_repeat_when_redis_forgets(role: RunContext) -> None:
 
 def test_late_take_over_fences_nobody(role: RunContext) -> None:
     """A trainer repeats its command over a new connection; the first one arrives after that."""
-    late = partial(Script(role.redis, RunKeys(role.run_id), "take_over"), seen=0, at_least=0, memory="")
+    late = partial(Script(role.redis, RunKeys(role.run_id), "take_over"), seen=0, at_least=0, memory="", owner="late")
     epoch = role.flow.take_over()
     assert late() == 0
     assert (epoch, role.flow.read().epoch) == (1, 1)
+
+
+def test_epoch_that_was_given_twice_belongs_to_the_last(role: RunContext) -> None:
+    """A Redis that comes back without an epoch gives it again, while the trainer that had it is cut off."""
+    old, new = Flow(role.redis, role.run_id), Flow(role.redis, role.run_id)
+    assert old.take_over() == 1
+    role.redis.hset(RunKeys(role.run_id).flow, mapping={"epoch": 0, "owner": ""})
+    assert new.take_over() == 1
+    assert (new.holds(1), old.holds(1), role.flow.holds(1)) == (True, False, True)
+    with pytest.raises(Fenced):
+        fast_forward(role.redis, role.run_id, 1, "0-0", Ledger(), owner=old.owner)
+    fast_forward(role.redis, role.run_id, 1, "0-0", Ledger(), owner=new.owner)
 
 
 def consume(role: RunContext) -> SmallTrainer:
@@ -303,7 +316,7 @@ def test_scripts_read_what_they_declare_and_set_no_globals(name: str, redis_clie
 
 def test_script_rejects_missing_and_extra_arguments(redis_client: redis.Redis) -> None:
     take_over = Script(redis_client, RunKeys("run"), "take_over")
-    with pytest.raises(TypeError, match="lacks its argument 'memory'"):
-        take_over(seen=0, at_least=0)
+    with pytest.raises(TypeError, match="lacks its argument 'owner'"):
+        take_over(seen=0, at_least=0, memory="")
     with pytest.raises(TypeError, match="no argument epoch"):
-        take_over(seen=0, at_least=0, memory="", epoch=1)
+        take_over(seen=0, at_least=0, memory="", owner="", epoch=1)

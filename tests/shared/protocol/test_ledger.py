@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -155,6 +156,20 @@ def test_uncovered_claims_and_entries_stay_in_flight(role: RunContext) -> None:
     lines = ledger_lines(role)
     assert lines["worker-0"] == LedgerLine(Count(3, 3 * SIZE), Count(2, 2 * SIZE), {}, Count(1, SIZE))
     assert lines["worker-2"].dropped == {"stale": Count(1, SIZE)}
+
+
+def test_fast_forward_that_arrives_late_changes_nothing(role: RunContext) -> None:
+    """A trainer repeats its command over a new connection, and publishes; the first one arrives after that."""
+    trainer, worker = begin(role), SmallWorker(role)
+    for _ in range(2):
+        worker.work()
+    forward = partial(fast_forward, role.redis, role.run_id, trainer.epoch, "0-0", Ledger(), number=1)
+    assert forward()
+    assert trainer.take() is not None and trainer.take() is not None
+    assert trainer.publish(1).reply == "published"
+    before = in_redis(role)
+    assert forward()
+    assert in_redis(role) == before
 
 
 def test_resumed_accounting_frees_credit_without_version(role: RunContext) -> None:

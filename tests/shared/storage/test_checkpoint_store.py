@@ -194,6 +194,23 @@ def test_half_upload_is_invisible_and_can_be_completed(checkpoints: CheckpointSt
     assert checkpoints.newest_good()[0].manifest.name == half
 
 
+def test_newest_good_is_found_though_what_was_listed_is_pruned(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(checkpoints, 1)
+    listed = checkpoints.names
+
+    def names() -> list[str]:
+        found = listed()
+        if len(found) == 1 and found[0] == checkpoint_name(1, 64):
+            publish(checkpoints, 2)
+            checkpoints.delete(found[0])
+        return found
+
+    monkeypatch.setattr(checkpoints, "names", names)
+    assert checkpoints.newest_good()[0].manifest.version == 2
+
+
 class CutOff(Exception):
     pass
 
