@@ -16,6 +16,7 @@ from stagecoach.shared.base.errors import (
     ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
+    Fenced,
     ObjectMissing,
     RunExists,
     StagecoachError,
@@ -131,9 +132,7 @@ def prepare_resume(
     refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
     drop_entries(context.redis, context.run_id, drop)
-    state = None
     if not create_flow(context):
-        state = context.flow.read().state
         rollout = context.config.rollout
         context.check_config(shards_may_change=True)
         context.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, context.bodies.names)
@@ -150,7 +149,17 @@ def prepare_resume(
         emit(context.redis, context.run_id, "trainer", text)
         tell_other_versions(context.redis, checkpoint.manifest)  # the trainer reports it for the newest one
     context.checkpoints.clear_marker(FINISHED)
-    context.flow.set_state(RunState.RUNNING, "", expected=state, epoch=epoch)
+    while not _set_running(context, epoch):
+        epoch = context.flow.take_over(epoch)
+
+
+def _set_running(context: RunContext, epoch: int) -> bool:
+    """From the state that it has, and as long as no trainer takes over: a late command must not undo an order to stop.
+    Returns whether it runs; else Redis was rolled back meanwhile, or somebody started a trainer."""
+    try:
+        return context.flow.set_state(RunState.RUNNING, "", expected=context.flow.read().state, epoch=epoch)
+    except Fenced:
+        return False
 
 
 def _refuse_other_versions(checkpoints: CheckpointStore, checkpoint: Checkpoint | None) -> None:
