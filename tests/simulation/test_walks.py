@@ -24,14 +24,11 @@ SOON = [
     "push: counts two",
     "claim: counts none",
     "claim: grants one too many",
-    "claim: keeps what has expired",
     "publish: counts a version again",
     "publish: gives no credit back",
     "publish: writes no ledger",
     "fast-forward: gives no credit",
-    "consumer: gives no credit for a gap",
     "fenced: by an equal epoch",
-    "take over: no new epoch",
     "store: manifest without objects",
 ]
 
