@@ -154,8 +154,9 @@ def prepare_resume(
 
 
 def _set_running(context: RunContext, epoch: int) -> bool:
-    """From the state that it has, and as long as no trainer takes over: a late command must not undo an order to stop.
-    Returns whether it runs; else Redis was rolled back meanwhile, or somebody started a trainer."""
+    """Sets the state from the one that it has, and as long as no trainer takes over: a late command must not undo an
+    order to stop. Returns whether the run is running; else Redis was rolled back meanwhile, or a trainer was started.
+    """
     try:
         return context.flow.set_state(RunState.RUNNING, "", expected=context.flow.read().state, epoch=epoch)
     except Fenced:

@@ -133,7 +133,9 @@ class ExperienceLog:
             found, pushes = pipeline.execute()
         except redis.ResponseError:  # alone, the read names a damaged key
             return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, 0.0)))
-        return self._with_bodies(self._parsed(stream_page(found), {id_ for id_, _ in pushes}))
+        page, ours = stream_page(found), {id_ for id_, _ in pushes}
+        known = all(id_ in ours for id_, _ in page)  # else entries are foreign, or some were removed by hand
+        return self._with_bodies(self._parsed(page, ours if known else None))
 
     def _parsed(
         self, page: Sequence[tuple[bytes, dict[bytes, bytes]]], ours: Collection[bytes] | None = None
