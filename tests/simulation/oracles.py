@@ -169,8 +169,19 @@ class Oracles:
             window += len(self._in_log())
         if claimed - consumed > window:
             self.violate(f"{claimed - consumed} fragments are in flight, and the window is {window}")
+        holding = len(keys.get(self._key("claims"), ())) + self._unread(flow)
+        if claimed - consumed != holding and not (self.run.redis_restarts or self.run.bodies_lost):
+            self.violate(f"{claimed - consumed} fragments are in flight, and {holding} claims and entries hold credit")
         if claimed < consumed:
             self.violate(f"{claimed} fragments were claimed, and {consumed} consumed")
+
+    def _unread(self, flow: dict[bytes, bytes]) -> int:
+        """Pushed entries behind the published version that are not dropped: each has credit."""
+        keys = self.run.model.keys
+        published, trimmed = (id_order(flow.get(name, b"0-0").decode()) for name in (b"published_id", b"trimmed_id"))
+        pushes, decided = keys.get(self._key("pushes")), keys.get(self._key("quarantine"), {})
+        after = [id_ for id_ in (pushes.ids if pushes else ()) if id_ > max(published, trimmed)]
+        return sum(not decided.get(b"%d-%d" % id_, b"").startswith(b"dropped") for id_ in after)
 
     def _in_log(self) -> list[dict[bytes, bytes]]:
         """The entries that no published version has learned from or dropped."""
