@@ -8,7 +8,7 @@
 -- 'anyway' makes the log begin behind them then. `owner` is as in check_epoch. `number` counts the calls of one trainer
 -- (0: not counted): one that arrives late, after it was repeated, changes nothing. Returns 1, 0 if fenced, or 2 if the
 -- log holds others.
-if fenced(args.epoch) or replaced(args.epoch, args.owner) then return 0 end
+if fenced(args.epoch, args.owner) then return 0 end
 local epoch, number, answer = string.match(redis.call('HGET', keys.flow, 'forwarded') or '', '^(%d+):(%d+):(%d)$')
 if epoch == args.epoch and args.number ~= '0' and tonumber(args.number) <= tonumber(number) then return tonumber(answer) end
 begin()

@@ -1,11 +1,10 @@
 -- An epoch in Redis that is lower than a trainer's own means that Redis was rolled back.
-local function fenced(epoch)  -- a newer trainer has taken over
-  local found = redis.call('HGET', keys.flow, 'epoch')
-  return not found or tonumber(found) > tonumber(epoch)
-end
-local function replaced(epoch, owner)  -- another trainer has got the same epoch from a Redis that was rolled back
+-- A newer trainer has taken over; or, if an owner is given, another one that got the same epoch from such a Redis.
+local function fenced(epoch, owner)
   local flow = redis.call('HMGET', keys.flow, 'epoch', 'owner')
-  return owner ~= '' and tonumber(flow[1]) == tonumber(epoch) and flow[2] and flow[2] ~= '' and flow[2] ~= owner
+  local found, its = flow[1], flow[2] or ''
+  if not found or tonumber(found) > tonumber(epoch) then return true end
+  return (owner or '') ~= '' and its ~= '' and its ~= owner and tonumber(found) == tonumber(epoch)
 end
 local function owner_or(owner)  -- '' keeps the one that is there
   return owner ~= '' and owner or redis.call('HGET', keys.flow, 'owner') or ''
