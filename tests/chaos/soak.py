@@ -64,7 +64,7 @@ class Soak:
     sizes: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Kind → (when, KiB of resident memory of the largest of these processes)."""
     windows: list[tuple[float, int]] = field(default_factory=list)
-    """When faults begin or, after the last of them is over, end, in turns; and the version then."""
+    """Time and version, in turns, when faults begin and when the run has recovered from the last of them."""
     looks: int = 0
     imbalances: list[str] = field(default_factory=list)
     resumes: int = 0

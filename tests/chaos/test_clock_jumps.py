@@ -52,7 +52,7 @@ extern "C" time_t time(time_t *found) noexcept {
     return found ? *found = now.tv_sec : now.tv_sec;
 }
 """
-"""The time of day of a process, some seconds off; its monotonic clock goes on, as under a kernel whose time is set.
+"""Moves the time of day of a process, and leaves its monotonic clock alone, as a kernel does whose time is set.
 libfaketime 0.9.10 does not allow the latter: CPython's sleep fails under it."""
 
 

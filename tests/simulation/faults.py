@@ -99,6 +99,11 @@ class Faults:
         for seconds in (0.0, 4.0, 9.0):  # an earlier order may still be on its way
             self.run.scheduler.after(seconds, lambda: self.run.from_outside(wanted))
 
+    def _set_for_a_while(self, thing: object, name: str, value: object, usual: object, longest: float) -> float:
+        """Sets an attribute that is `usual` again afterwards; returns for how many seconds."""
+        setattr(thing, name, value)
+        return self._for_a_while(longest, partial(setattr, thing, name, usual))
+
     def _for_a_while(self, longest: float, end: Callable[[], None]) -> float:
         seconds, number = self._draw.uniform(0.1, longest), len(self.told)
         self._ends[number] = end
@@ -198,8 +203,7 @@ class Faults:
     # Redis
 
     def _garble(self) -> str:
-        self.run.server.garbles = 0.02
-        seconds = self._for_a_while(5.0, partial(setattr, self.run.server, "garbles", 0.0))
+        seconds = self._set_for_a_while(self.run.server, "garbles", 0.02, 0.0, 5.0)
         return f"some answers of Redis are garbled for {seconds:.1f} s"
 
     def _shard_away(self) -> str:
@@ -260,20 +264,12 @@ class Faults:
 
     def _redis_refuses(self) -> str:
         text = self._draw.choice((_LOADING, _BUSY, _READ_ONLY))
-        self.run.server.refuses = text
-
-        def end() -> None:
-            self.run.server.refuses = ""
-
-        return f"Redis answers {text.split()[0]} for {self._for_a_while(8.0, end):.1f} s"
+        seconds = self._set_for_a_while(self.run.server, "refuses", text, "", 8.0)
+        return f"Redis answers {text.split()[0]} for {seconds:.1f} s"
 
     def _redis_full(self) -> str:
-        self.run.model.memory_full = True
-
-        def end() -> None:
-            self.run.model.memory_full = False
-
-        return f"Redis has no memory for {self._for_a_while(15.0, end):.1f} s"
+        seconds = self._set_for_a_while(self.run.model, "memory_full", True, False, 15.0)
+        return f"Redis has no memory for {seconds:.1f} s"
 
     def _cut(self) -> str:
         count = 0
@@ -293,7 +289,7 @@ class Faults:
         return f"the network is slow for {self._for_a_while(20.0, end):.1f} s"
 
     def _late(self) -> str:
-        """What a process has sent is still on its way when its connections end, and arrives after what comes next."""
+        """Delays what a process sends; its connections end before that arrives, so it comes after later commands."""
         role = self._role()
         return f"what {role} sends {self._send_late(self.run.processes[role])}"
 
@@ -327,8 +323,7 @@ class Faults:
         return f"garbage is put into the {place}"
 
     def _memory_full(self) -> str:
-        self.run.memory.full = True
-        seconds = self._for_a_while(10.0, partial(setattr, self.run.memory, "full", False))
+        seconds = self._set_for_a_while(self.run.memory, "full", True, False, 10.0)
         return f"the shared memory is full for {seconds:.1f} s"
 
     def _memory_empty(self) -> str:
@@ -339,19 +334,17 @@ class Faults:
     # The store
 
     def _store_away(self) -> str:
-        self.run.bucket.up = False
-        return f"the store is away for {self._for_a_while(30.0, partial(setattr, self.run.bucket, 'up', True)):.1f} s"
+        seconds = self._set_for_a_while(self.run.bucket, "up", False, True, 30.0)
+        return f"the store is away for {seconds:.1f} s"
 
     def _store_fails(self) -> str:
-        self.run.bucket.fails = self._draw.choice((0.05, 0.3))
-        return f"the store fails for {self._for_a_while(30.0, partial(setattr, self.run.bucket, 'fails', 0.0)):.1f} s"
+        seconds = self._set_for_a_while(self.run.bucket, "fails", self._draw.choice((0.05, 0.3)), 0.0, 30.0)
+        return f"the store fails for {seconds:.1f} s"
 
     def _store_full(self) -> str:
-        self.run.bucket.full = True
-        seconds = self._for_a_while(20.0, partial(setattr, self.run.bucket, "full", False))
+        seconds = self._set_for_a_while(self.run.bucket, "full", True, False, 20.0)
         return f"the store is full for {seconds:.1f} s"
 
     def _no_deletion(self) -> str:
-        self.run.bucket.deletes = False
-        seconds = self._for_a_while(60.0, partial(setattr, self.run.bucket, "deletes", True))
+        seconds = self._set_for_a_while(self.run.bucket, "deletes", False, True, 60.0)
         return f"the store deletes nothing for {seconds:.1f} s"

@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MUTANTS: dict[str, dict[str, Any]] = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text())
+MUTANTS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text())
 _LUA = "shared/protocol/lua/"
 
 

@@ -32,7 +32,7 @@ _REFUSALS = b"fenced", -1, 0
 
 
 class Violation(AssertionError):
-    """What must hold does not."""
+    """A condition of an oracle does not hold."""
 
 
 Name = tuple[str, int, int]
@@ -118,7 +118,7 @@ class Oracles:
 
     def _check_fence(self, name: str, epoch: int, reply: Any) -> None:
         """A trainer whose successor has taken over changes nothing."""
-        now = int(self.run.model.keys.get(self._key("flow"), {}).get(b"epoch", b"0"))
+        now = self.run.epoch
         first = reply[0] if isinstance(reply, list) else reply
         if epoch < now and first not in _REFUSALS:
             self.violate(f"{name} of epoch {epoch} is answered {first!r}, and the epoch is {now}")
@@ -142,11 +142,17 @@ class Oracles:
         return -1
 
     def _logged(self) -> frozenset[Name]:
-        log = self.run.model.keys.get(self._key("pushes"))
-        entries = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in log.fields) if log else ()
         return frozenset(
-            (entry[b"worker"].decode(), int(entry[b"incarnation"]), int(entry[b"seq"])) for entry in entries
+            (push[b"worker"].decode(), int(push[b"incarnation"]), int(push[b"seq"])) for _, push in self._pushes()
         )
+
+    def _pushes(self) -> list[tuple[Any, dict[bytes, bytes]]]:
+        """Id and fields of each entry of the log that a worker has pushed."""
+        found = self.run.model.keys.get(self._key("pushes"))
+        if found is None:
+            return []
+        pairs = zip(found.ids, found.fields, strict=True)
+        return [(id_, dict(zip(fields[::2], fields[1::2], strict=True))) for id_, fields in pairs]
 
     def _trimmed(self, through: str) -> None:
         """The log is a write-ahead log: a checkpoint in the store covers what leaves it."""
@@ -177,21 +183,15 @@ class Oracles:
 
     def _unread(self, flow: dict[bytes, bytes]) -> int:
         """Pushed entries behind the published version that are not dropped: each has credit."""
-        keys = self.run.model.keys
-        published, trimmed = (id_order(flow.get(name, b"0-0").decode()) for name in (b"published_id", b"trimmed_id"))
-        pushes, decided = keys.get(self._key("pushes")), keys.get(self._key("quarantine"), {})
-        after = [id_ for id_ in (pushes.ids if pushes else ()) if id_ > max(published, trimmed)]
+        decided = self.run.model.keys.get(self._key("quarantine"), {})
+        read = max(id_order(flow.get(name, b"0-0").decode()) for name in (b"published_id", b"trimmed_id"))
+        after = [id_ for id_, _ in self._pushes() if id_ > read]
         return sum(not decided.get(b"%d-%d" % id_, b"").startswith(b"dropped") for id_ in after)
 
     def _in_log(self) -> list[dict[bytes, bytes]]:
         """The entries that no published version has learned from or dropped."""
-        keys = self.run.model.keys
-        committed = id_order(keys[self._key("flow")].get(b"committed_id", b"0-0").decode())
-        log = keys.get(self._key("pushes"))
-        if log is None:
-            return []
-        pairs = zip(log.ids, log.fields, strict=True)
-        return [dict(zip(fields[::2], fields[1::2], strict=True)) for id_, fields in pairs if id_ > committed]
+        committed = id_order(self.run.model.keys[self._key("flow")].get(b"committed_id", b"0-0").decode())
+        return [push for id_, push in self._pushes() if id_ > committed]
 
     def check_ledger(self) -> None:
         """Per worker: what was produced was consumed, dropped, or lies in the log."""
