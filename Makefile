@@ -76,7 +76,8 @@ soak: $(VENV)/.installed-dev
 
 $(VENV)/.installed-learning: $(VENV)/.installed-dev
 	@echo "installing the environments of the learning table …"
-	@$(PIP) --editable '.[dev,box2d,mujoco,robotics]'
+	@$(PIP) --editable '.[dev,box2d,mujoco,robotics,minatar]' minigrid
+	@$(PIP) --no-deps mpe2
 	@touch $@
 
 learning: $(VENV)/.installed-learning
@@ -96,8 +97,8 @@ format: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-cache
-	@if command -v npx >/dev/null; then npx --yes $(BIOME) lint --error-on-warnings coordinator/page docs/assets; \
-	 else echo "not linted: coordinator/page/static/*.js and docs/assets/playground.js, as npx is missing (Debian: apt-get install nodejs npm)"; fi
+	@if command -v npx >/dev/null; then npx --yes $(BIOME) lint --error-on-warnings coordinator/page docs/assets clients/javascript; \
+	 else echo "not linted: JavaScript, as npx is missing (Debian: apt-get install nodejs npm)"; fi
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy

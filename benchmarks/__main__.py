@@ -44,6 +44,7 @@ NAMES = {
     "native": Page(2),
     "transport": Page(5),
     "adoption": Page(1),
+    "gateway": Page(4),
     "checkpoint": Page(5),
     "recovery": Page(2),
     "memory": Page(5, most_repeats=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -25,6 +26,15 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{name}-dirty" if changed else name
+
+
+@functools.cache
+def in_log(name: str) -> bool:
+    """True if HEAD descends from that commit; False for `-dirty` ones, and without git."""
+    try:
+        return bool(name) and _git("merge-base", "--is-ancestor", name, "HEAD") == ""
+    except (OSError, subprocess.CalledProcessError):
+        return False
 
 
 def commits_since(name: str) -> int | None:

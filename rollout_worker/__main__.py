@@ -20,11 +20,9 @@ from stagecoach.shared.runtime.launch import (
 
 
 def main() -> int:
-    """Joins a run through Redis and the store only; exit code 0 at the end of the run, 2 for a user's mistake.
-
-    SIGTERM and Ctrl-C end it after the current fragment, a second one at once. Exit code 1 requests a new process: its
-    environments hang, or it exceeds its memory limit.
-    """
+    """Joins a run through Redis and the store only. Exit codes: 0 at the end of the run, 2 for a user's mistake, 1 to
+    request a new process (its environments hang, or it exceeds its memory limit). SIGTERM and Ctrl-C end it after the
+    current fragment, a second one at once."""
     parser = role_arguments(
         "stagecoach.rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator."
     )

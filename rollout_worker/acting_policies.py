@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from stagecoach.rollout_worker.exploration import base, discrete, noise
 from stagecoach.rollout_worker.exploration.base import Exploration
@@ -37,14 +38,18 @@ _AT_THE_END = Counters(*[1 << 62] * len(fields(Counters)))
 
 
 def make_exploration(config: ExplorationConfig, counters: Counters) -> Exploration:
-    """Makes an algorithm's exploration at these counters of the trainer; raises `ConfigError` for an unsuitable user
-    class."""
+    """Makes an algorithm's exploration at these counters of the trainer; raises `ConfigError` for a user's class."""
     if isinstance(config, OwnExploration):
         now = {name: schedule.value(counters) for name, schedule in config.schedules.items()}
         return make_own_exploration(config, now)
-    fields = {name: value.value(counters) if isinstance(value, Schedule) else value for name, value in config}
-    del fields["kind"]
-    return _EXPLORATIONS[config.kind](**fields)
+    now = current_fields(config, counters)
+    del now["kind"]
+    return _EXPLORATIONS[config.kind](**now)
+
+
+def current_fields(config: ExplorationConfig, counters: Counters) -> dict[str, Any]:
+    """Returns the section's fields, with current values for schedules."""
+    return {name: value.value(counters) if isinstance(value, Schedule) else value for name, value in config}
 
 
 class ActingPolicies:
@@ -54,10 +59,7 @@ class ActingPolicies:
         self, config: Config, description: EnvironmentDescription, board: PolicyBoard, checkpoints: CheckpointStore,
         heartbeat: Heartbeat, epoch: int, shutdown_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Waits for the first checkpoint, and loads the newest one; `epoch` is the trainer's.
-
-        Raises `KeyboardInterrupt` if shutdown was requested before the wait.
-        """
+        """Waits for the newest checkpoint; `epoch` is the trainer's. Raises `KeyboardInterrupt` before a shutdown."""
         self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
         self._config, device = config, torch_device(config.rollout.device)
@@ -79,11 +81,8 @@ class ActingPolicies:
         return self.header.phase
 
     def update(self, claim: Claim) -> None:
-        """Loads the claim's version or a later one.
-
-        A new trainer may reuse version numbers that were in no checkpoint, so its first version is always fetched. A
-        later version of the same trainer is kept: it was durable before it was published, or Redis lost it.
-        """
+        """Loads the claim's version or a later one of the same trainer. A new trainer's first version is always
+        fetched, since it may reuse version numbers that were in no checkpoint."""
         same = self.version > claim.version or (self.version, self.header.history) == (claim.version, claim.history)
         if same and self._epoch == claim.epoch:
             return
@@ -117,6 +116,13 @@ class ActingPolicies:
         for policy_id, state in version.states.items():
             load_state_arrays(self.policies[policy_id], state)
         return True
+
+    def exploration_fields(self, policy_id: str) -> dict[str, Any]:
+        """Returns `kind` and current numbers of a policy's exploration, for those who act elsewhere."""
+        if self.phase is Phase.HEATUP and self._config.heatup.acting == "random":
+            return {"kind": "random"}
+        trainable = self._config.policies[policy_id].trainable
+        return current_fields(self._explorations[policy_id], self.header.counters.train if trainable else _AT_THE_END)
 
     def exploration(self) -> dict[str, Exploration]:
         """Returns each policy's exploration: random in warm-up (unless `heatup.acting` differs), else its algorithm's

@@ -22,7 +22,7 @@ from stagecoach.shared.base.errors import ShardFull, ShardUnavailable
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.protocol.experience_log import ExperienceLog, PushReply
+from stagecoach.shared.protocol.experience_log import ExperienceLog, PushReply, Settled
 from stagecoach.shared.protocol.flow_control import Claim, ClaimReply, Flow, RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 
@@ -57,10 +57,7 @@ class Claims:
         self.seq, self._stale_pushes, self._ahead = 0, 0, None
 
     def next(self, wait_seconds: float) -> Claim:
-        """Requests the next claim; waits for credit, in sleeps of at most `wait_seconds`, if that is not 0.
-
-        Raises `WorkerSuperseded`.
-        """
+        """Requests the next claim; waits for credit, in sleeps of at most `wait_seconds`. Raises `WorkerSuperseded`."""
         claim, self._ahead = self._ahead, None
         if claim is None or not (claim.granted or claim.waiting):
             claim = self._request()
@@ -77,8 +74,9 @@ class Claims:
         return self._flow.claim(self._worker, self.incarnation, self.seq)
 
     def push(
-        self, claim: Claim, made: Fragment, sample: Sample, traced: ActionTrace | None, wait_seconds: float
-    ) -> PushReply:
+        self, claim: Claim, made: Fragment, sample: Sample, traced: ActionTrace | None, wait_seconds: float,
+        clients: Settled | None = None,
+    ) -> PushReply:  # fmt: skip
         """Pushes the next fragment; returns the log's reply.
 
         Waits for a shard that is unavailable or full. With `wait_seconds` 0 (the one-process mode, in which the trainer
@@ -90,7 +88,10 @@ class Claims:
         # in the one-process mode the trainer takes its turn first, so that the claim is for its next version
         ahead = self._flow.claiming(self._worker, self.incarnation, self.seq + 1) if wait_seconds > 0 else None
         place = self._worker, self.incarnation, self.seq, claim.epoch, sample.transitions
-        push = partial(self._log.push, *place, blob, trace, length, ahead, self._stale_pushes, memory=claim.memory)
+        push = partial(
+            self._log.push, *place, blob, trace, length, ahead, self._stale_pushes, memory=claim.memory,
+            clients=clients,
+        )  # fmt: skip
         try:
             with self._stages.during("push"):
                 reply = push()

@@ -31,7 +31,6 @@ class RunDirectors:
         self._tables: Tables = {}
 
     def make(self, tables: Tables) -> Directors:
-        """Returns new directors, for a new sampler."""
         self._tables, envs = tables, self._config.environment.num_envs
         drawn, seating = _drawn(tables), None
         if self._config.league is not None and _LEAGUE in tables:
@@ -40,7 +39,6 @@ class RunDirectors:
         return Directors(None if drawn is None else EpisodeParameters(drawn, envs), seating)
 
     def update(self, directors: Directors, tables: Tables) -> None:
-        """Decides new episodes by these tables."""
         if tables is self._tables:
             return
         self._tables, drawn = tables, _drawn(tables)

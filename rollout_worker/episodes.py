@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
+from stagecoach.rollout_worker.gateway.environment import ExternalEnvironments
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
@@ -33,23 +34,23 @@ class Episodes:
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
         phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, emit: Callable[[str], None],
-        direct: Callable[[], Directors] = Directors,
+        direct: Callable[[], Directors] = Directors, external: ExternalEnvironments | None = None,
     ) -> None:  # fmt: skip
-        """Starts the environments at the end of the predecessor's last fragment, if they can get there.
-
-        New episodes follow from `lineage`; `direct` makes the directors of a sampler. Fragments are cut from `recorded`
-        experience if there is any, perhaps only in warm-up. `emit` writes an event. Raises `EnvironmentFailure` after
-        more than `environment.failures_allowed` failures in a row.
-        """
+        """Starts the environments at the end of the predecessor's last fragment if they can get there, else new
+        episodes of `lineage`. `recorded` experience replaces them, perhaps only in warm-up. Raises `EnvironmentFailure`
+        after more than `environment.failures_allowed` failures in a row."""
         self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
         self._watchdog, self._stages, self._emit, self._direct = watchdog, stages, emit, direct
+        self._external = external
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
         self._failures.record_progress((0,))
         self.sampler = self._first(lineage)
 
     def _first(self, lineage: SeedLineage) -> AnySampler:
         left = self._log.left(self._worker)
+        if self._external is not None:  # the clients know where their episodes are
+            return self._begin(lineage)
         if left.tries >= action_trace.MOST_TRIES:
             why = f"{left.tries} of its predecessors died in the old episodes"
         elif not left.pushed:  # nothing was pushed yet
@@ -95,6 +96,10 @@ class Episodes:
         if recorded is not None and (trace.digest == recorded.sha256 if trace else self._recorded(self._phase)):
             return DatasetSampler(recorded, self._description, config.num_envs, lineage, trace)
         directors = self._direct()
+        if self._external is not None:
+            self._external.sessions.parameters = directors.parameters
+            device = self._config.rollout.device
+            return Sampler(self._external, self._description, lineage, device, None, self._stages, directors)
         made = partial(make_vector, config, self._description, directors.parameters)
         environment = WatchedEnvironment(made, self._watchdog)
         try:
@@ -126,7 +131,6 @@ class Episodes:
             self._tried = True
 
     def pushed(self) -> None:
-        """Restarts the count of failures after a push."""
         self._fragments += 1
         self._failures.record_progress((self._fragments,))
 

@@ -83,10 +83,8 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
 
 
 def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
-    """Returns the seed of an evaluation, 32 bits; its environments' first episodes get consecutive seeds, modulo 2³¹.
-
-    It depends on the checkpoint and the round; with `evaluation.seed` only on the round.
-    """
+    """Returns the seed of an evaluation, 32 bits, from the round and (without `evaluation.seed`) the checkpoint; its
+    environments' first episodes get consecutive seeds, modulo 2³¹."""
     fixed = config.evaluation.seed
     whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
     return int(np.random.SeedSequence([*whose, evaluation_round]).generate_state(1)[0])
@@ -111,7 +109,6 @@ class Evaluator:
         self._postponed: dict[str, tuple[int, float]] = {}
         """Due evaluation that could not be read → number of tries, and time of the next one."""
         self.postpones = False
-        """True if a due evaluation could not be read yet."""
         self.interrupted: Callable[[], bool] = lambda: False
         """Polled while no episode ends; if it returns True, the evaluation ends."""
         self._told_endless = False
@@ -137,7 +134,6 @@ class Evaluator:
         return end
 
     def start(self) -> None:
-        """Starts the heartbeat, and reads the run's spaces from the store."""
         self._context.check_config()
         self.heartbeat.progress = {"evaluations": 0}
         self.heartbeat.start()
@@ -173,10 +169,7 @@ class Evaluator:
         return self._context.flow.read().state is RunState.FINISHED
 
     def _next(self, wait_seconds: float) -> str | None:
-        """Returns what to play: the oldest due evaluation, else the newest checkpoint; None if that has been played.
-
-        Waits for an unavailable store.
-        """
+        """Returns the oldest due evaluation, else the newest checkpoint; None if it was played. Waits for the store."""
         done = events.read_evaluations(self._context.redis, self._context.run_id)
 
         def ask() -> str | None:
@@ -250,7 +243,6 @@ class Evaluator:
         self.check_solved()
 
     def _stored(self, name: str) -> Checkpoint:
-        """Reads the due evaluation, or else the checkpoint, of this name."""
         checkpoints = self._context.checkpoints
         if self._context.config.evaluation.every is not None:
             with suppress(errors.ObjectMissing):
@@ -298,7 +290,6 @@ class Evaluator:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
 
     def _lineage(self) -> int:
-        """Returns the first version of the newest checkpoint's lineage."""
         pointer = self._context.checkpoints.pointer()
         if pointer is None:
             return 0

@@ -42,8 +42,6 @@ def playable(seats: Sequence[str], own: Collection[str], others: Collection[str]
 
 @dataclass(frozen=True)
 class Played:
-    """Result of one game of a match."""
-
     match: MatchRecord
     returns: tuple[float, ...]
     """Mean return of each side's agents."""
@@ -55,9 +53,7 @@ def play_sides(
     watchdog: Watchdog | None = None,
 ) -> dict[int, tuple[Played, ...]]:  # fmt: skip
     """Plays `games` games of two `players` for each side that the first can take; the other takes all other sides.
-
-    `fits` are the policies whose seats each player can take. Returns the games by side; empty if no side is possible.
-    """
+    `fits` are the policies whose seats each can take. Returns the games by side."""
     sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
     (mine, theirs), table, played = players, MatchTable(sides, seats, {}, dict(players)), {}
     for side in playable(seats, *fits):
@@ -76,11 +72,8 @@ def play_match(
     opponents: Opponents, policies: Mapping[str, Policy], games: int, seeds: tuple[int, int],
     watchdog: Watchdog | None = None,
 ) -> tuple[Played, ...]:  # fmt: skip
-    """Plays `games` games with the players of `lineup`, one per side, from `table.players`.
-
-    `seeds` are for the starts, which are equal for all players, and for actions. `policies` are any with these spaces,
-    by policy id.
-    """
+    """Plays `games` games with the players of `lineup`, one per side, from `table.players`. `seeds` are for the starts,
+    which are equal for all players, and for actions; `policies` are any with these spaces."""
     copies = evaluation_environment(config, games).num_envs
     casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
     generator.manual_seed(seeds[1])
@@ -115,7 +108,6 @@ class FixedPlayers:
     """Evaluates checkpoints against the league's fixed players; without a league all results are empty."""
 
     def __init__(self, config: Config, store: ObjectStore, emit: Callable[[str], None], watchdog: Watchdog) -> None:
-        """`emit` writes an event."""
         self._config, self._league, self._store = config, config.league or LeagueConfig(), store
         self._emit, self._watchdog, self._forfeiting = emit, watchdog, set[str]()
         self.rank_by_return = config.checkpoint.best_by == MEAN_RETURN
@@ -125,9 +117,7 @@ class FixedPlayers:
         policies: Mapping[str, Policy], seed: int,
     ) -> dict[str, dict[str, float]]:  # fmt: skip
         """Returns the win rate and the mean return of each learner against each fixed player, by `LEARNER/PLAYER`.
-
-        `stored` and `policies` are those of the checkpoint, by policy id.
-        """
+        `stored` and `policies` are those of the checkpoint, by policy id."""
         own = {player_hash(data): data for data in stored.values()}
         rates, returns = dict[str, float](), dict[str, float]()
         opponents = Opponents(
@@ -161,8 +151,7 @@ class FixedPlayers:
             self._emit(f"{player} lost {len(why)} of {len(matches)} evaluated matches by forfeit: {why[-1]}")
 
     def ranked(self, ratings: Mapping[str, Any], against: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-        """Returns the ranking of a checkpoint: the rating of `checkpoint.best_by` or of the first learner, or the first
-        learner's mean return against fixed players."""
+        """Returns a checkpoint's ranking: the rating by `checkpoint.best_by`, or the first learner's mean return."""
         learners, best_by = self._config.league_learners, self._config.checkpoint.best_by
         if not learners:
             return {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_vector
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters
 from stagecoach.rollout_worker.environments.seeding import SEEDS
-from stagecoach.rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable_now
+from stagecoach.rollout_worker.environments.vector_env import Step, reject_unusable_now
 from stagecoach.rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from stagecoach.rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from stagecoach.shared.base import world
@@ -34,20 +35,14 @@ def play_episodes(
     judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
     endless: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays whole episodes for a number of episodes or steps, in new environments seeded by `seed`.
-
-    Each environment plays its share, so that short episodes are not favored. Raises `EnvironmentFailure`, also after
-    `evaluation.deadline_seconds`. While no episode ends, `endless` is called now and then, which may raise.
-    """
+    """Plays whole episodes in new environments seeded by `seed`, an equal share each: short episodes are not favored.
+    Raises `EnvironmentFailure`, also after `evaluation.deadline_seconds`. `endless` is called while no episode ends."""
     deadline_seconds = config.evaluation.deadline_seconds
-
     section = evaluation_environment(config, duration.amount)
     table = evaluated_table(config.environment.parameters, config.evaluation.parameters)
     parameters = None if table is None else EpisodeParameters(table, section.num_envs)
 
-    def make() -> VectorEnvironment:
-        return make_vector(section, description, parameters)
-
+    make = partial(make_vector, section, description, parameters)
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)
         copies = range(environment.num_envs)
@@ -91,10 +86,7 @@ def evaluate_policies(
     config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
     episodes: int | None = None, endless: Callable[[], None] = lambda: None, watchdog: Watchdog | None = None,
 ) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays `episodes` episodes (default: as the section `evaluation` says), with all agents acting by their policies.
-
-    Raises `EnvironmentFailure`, also after `evaluation.deadline_seconds`.
-    """
+    """Plays `episodes` episodes (default: as the section `evaluation` says), all agents acting by their policies."""
     evaluation = config.evaluation
     asked = evaluation.asked if episodes is None else Duration(episodes, "episodes")
     exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)

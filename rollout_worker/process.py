@@ -7,14 +7,8 @@ from stagecoach.shared.runtime.launch import RoleLaunch, shutdown_on_signal
 
 
 def run(given: bytes, name: str) -> str:
-    """Plays as `worker-3` or `evaluator` until the run ends, the worker is drained or its machine is preempted.
-
-    Args:
-        given: an encoded `RoleLaunch`.
-
-    Returns:
-        The reason.
-    """
+    """Plays as `worker-3` or `evaluator`, by an encoded `RoleLaunch`, until the run ends, the worker is drained or its
+    machine is preempted; returns the reason."""
     launch = RoleLaunch.decoded(given)
     context = launch.open(name)  # extends the imports, which an environment given as an object may need
     unpack(context.config.environment, launch.environment)

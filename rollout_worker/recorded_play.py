@@ -24,11 +24,9 @@ def record_play(
     config: Config, folder: Path, episodes: int, keys: Mapping[str, int], *,
     idle: int | None = None, wait: bool = False, fps: int | None = None,
 ) -> int:  # fmt: skip
-    """Opens a window, steps the environment by `keys` (name → action) and appends to `folder/played.csv`.
-
-    Without `keys`, the environment's default keys apply, else 0 to 9. While no key is pressed, the action is `idle`
-    (default: the first one), or with `wait` the environment stands still. Returns the number of episodes played.
-    """
+    """Opens a window, steps the environment by `keys` (name → action; default: the environment's, else 0 to 9) and
+    appends to `folder/played.csv`. Without a key pressed, the action is `idle` (default: the first one), or with `wait`
+    the environment stands still. Returns the number of episodes played."""
     try:
         import pygame  # type: ignore[import-untyped, unused-ignore]
         from gymnasium.utils.play import play
@@ -80,7 +78,6 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._seen: Any = None
 
     def _before(self) -> int:
-        """Returns the number of episodes that the file already has."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._path.exists():
             with self._path.open("w", newline="") as file:
@@ -96,7 +93,6 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         return sum(any(row[end] == "1" for end in ends) for row in rows)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode with its own seed."""
         self._rows = []
         self._seen, info = self.env.reset(seed=(self._seed + self.played) % SEEDS, options=options)
         return self._seen, info

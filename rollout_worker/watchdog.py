@@ -48,8 +48,7 @@ OWN_WORK = "its own work"
 
 
 class Watchdog:
-    """Watches the thread that starts it. In the one-process mode it is not started, since a debugger may hold the
-    process, and only bounds `close`."""
+    """Watches the thread that starts it; not started in the one-process mode, where a debugger may hold the process."""
 
     def __init__(
         self, name: str, config: Config, heartbeat: Heartbeat, before_exit: Callable[[Failure], None],
@@ -119,7 +118,6 @@ class Watchdog:
             self._end(Failure(kind, self._describe_hang(doing, self._watched)))
 
     def _describe_hang(self, doing: str, thread: int) -> str:
-        """Returns the location of a thread; logs its whole stack."""
         frame = sys._current_frames().get(thread)
         stack = traceback.extract_stack(frame) if frame else []
         place = f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "an unknown place"

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import partial
 from typing import assert_never
 
+import redis
 import torch
 
 from stagecoach.rollout_worker.acting_policies import ActingPolicies
@@ -18,10 +19,12 @@ from stagecoach.rollout_worker.claims import Claims
 from stagecoach.rollout_worker.directors import RunDirectors
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.episodes import Episodes
+from stagecoach.rollout_worker.gateway.environment import NothingArrived
+from stagecoach.rollout_worker.gateway.gateway import Gateway
 from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.rollout_worker.watchdog import OWN_WORK, Watchdog
 from stagecoach.shared.base.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
-from stagecoach.shared.base.failure import Failure, RoleEnd, reason_in_words
+from stagecoach.shared.base.failure import EndReason, Failure, RoleEnd, reason_in_words
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
@@ -36,6 +39,7 @@ from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.shared_objects import read_shared_object
 
 _LOGGER = logging.getLogger("stagecoach.worker")
+_RUN_ENDED = (RoleEnd.STOPPING, RoleEnd.FINISHED, EndReason.SOLVED, EndReason.EXHAUSTED, EndReason.STOPPED)
 _WAKEUP_SECONDS = 1.0
 """Longest sleep between two claims: no event reports an expired lease."""
 
@@ -65,7 +69,8 @@ class Worker:
         self._gaps = 0
         """Fragments that are missing in the log although their episodes continued; each begins another `life`."""
         self._acting: _Acting | None = None
-        """Set by `start`."""
+        self._gateway: Gateway | None = None
+        """Set by `start`, if the environments are in other programs."""
         self._running = ExitStack()
         """Callbacks that end what `start` has started."""
         self._superseded = self._preempted = False
@@ -87,6 +92,11 @@ class Worker:
             end = result
         except KeyboardInterrupt:
             end = RoleEnd.PREEMPTED if self._preempted else RoleEnd.TERMINATED
+        except redis.RedisError as error:
+            if not self._preempted:
+                raise
+            _LOGGER.warning("%s leaves while Redis is away (%s)", self.id, error)
+            end = RoleEnd.PREEMPTED
         except WorkerSuperseded as error:
             _LOGGER.info("%s", error)
             end, self._superseded = RoleEnd.SUPERSEDED, True
@@ -118,11 +128,17 @@ class Worker:
                 return self._push(*self.held, wait_seconds)
             claim = self.claim(wait_seconds)
             if not claim.granted:
+                if self._gateway is not None:
+                    self._gateway.environment.hold()
                 return self._not_granted(claim.reply)
             self.policies.update(claim)
             try:
                 self.episodes.enter(self.policies.phase)
                 sample = self.act()
+            except NothingArrived:
+                self._settle()
+                self.claims.release()
+                return StepResult.WAITED
             except EnvironmentFailure as error:
                 self.episodes.restart(error)
                 return StepResult.FAILED
@@ -132,6 +148,8 @@ class Worker:
         """Releases what it holds and reports why it ends, as far as possible."""
         registered = self.claims.incarnation >= 0
         try:
+            if self._gateway is not None:
+                self._gateway.run_ended = reason in _RUN_ENDED
             self._running.close()
             if registered:
                 if reason == RoleEnd.DRAINED:  # it may never come back, and its action trace would stay
@@ -160,8 +178,18 @@ class Worker:
         """Acts one fragment, or cuts it from recorded experience; raises `EnvironmentFailure`."""
         self.episodes.try_acting()
         policies, sampler = self.policies, self.episodes.sampler
+        if self._gateway is not None:
+            self._gateway.publish(policies.header, policies.policies, policies.exploration_fields)
+            self.heartbeat.progress = self.heartbeat.progress | self._gateway.summary()
         self._started.directors.update(sampler.directors, policies.header.folds)
         return sampler.sample(policies.policies, policies.exploration(), self._config.rollout.fragment_steps)
+
+    def _settle(self) -> None:
+        """Counts and acknowledges turns that came too late for any fragment, where no fragment follows them."""
+        assert self._gateway is not None
+        if (environment := self._gateway.environment).unsettled:
+            self._log.settle(self.id, self.incarnation, environment.settled)
+            environment.pushed()
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:
         sampler, config, policies = self.episodes.sampler, self._config, self.policies
@@ -173,9 +201,10 @@ class Worker:
             life=f"{sampler.lineage}+{self._gaps}" if self._gaps else str(sampler.lineage),
             history=policies.header.history,
         )  # fmt: skip
+        settled = None if self._gateway is None else self._gateway.environment.settled
         try:
             made = Fragment(header, sample.columns)
-            reply = self.claims.push(claim, made, sample, sampler.traced(sample), wait_seconds)
+            reply = self.claims.push(claim, made, sample, sampler.traced(sample), wait_seconds, settled)
         except ShardFull:
             self.held = claim, sample
             return StepResult.WAITED
@@ -194,6 +223,9 @@ class Worker:
                 assert_never(reply)
         self.episodes.pushed()
         done = self.heartbeat.progress
+        if self._gateway is not None:
+            self._gateway.environment.pushed()
+            done = done | self._gateway.summary()
         more = {"fragments": done["fragments"] + 1, "transitions": done["transitions"] + sample.transitions}
         self.heartbeat.progress = done | more | {"version": header.version, "incarnation": header.incarnation}
         return StepResult.PUSHED
@@ -234,7 +266,6 @@ class Worker:
         return self._acting
 
     def _open(self) -> "_Acting":
-        """Loads the first policy and starts the environments."""
         config, context, dataset, recordings = self._config, self.context, self._config.dataset, None
         with self.heartbeat.waiting("the store", config.store.retry_seconds, outage=True) as wait:
             description = retry_until_deadline(wait, context.description)
@@ -251,7 +282,6 @@ class Worker:
         return _Acting(policies, self.open_episodes(description, recordings, policies, directors), directors)
 
     def open_policies(self, description: EnvironmentDescription) -> ActingPolicies:
-        """Waits for the first checkpoint."""
         context = self.context
         board = PolicyBoard(context.redis, context.run_id, context.bodies.memory)
         return ActingPolicies(
@@ -263,12 +293,19 @@ class Worker:
         self, description: EnvironmentDescription, recordings: Recordings | None, policies: ActingPolicies,
         directors: RunDirectors,
     ) -> Episodes:  # fmt: skip
-        """Starts the environments."""
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
+        if self._config.environment.api == "external":
+            self._gateway = Gateway(
+                self._config, description, self._log, self.heartbeat, self.context.checkpoints.store,
+                self.context.run_id, self._index,
+            )  # fmt: skip
+            self._running.callback(self._gateway.close)
+            self.context.emit_event("worker", f"the gateway of {self.id} listens at {self._gateway.url}")
         return Episodes(
             self._config, description, self._log, lineage, phase=policies.phase, recorded=recordings,
             watchdog=self._watchdog, stages=self._stages, emit=partial(self.context.emit_event, "environment"),
             direct=lambda: directors.make(policies.header.folds),
+            external=self._gateway.environment if self._gateway is not None else None,
         )  # fmt: skip
 
     def _before_exit(self, failure: Failure) -> None:

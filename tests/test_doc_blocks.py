@@ -76,7 +76,11 @@ def test_blocks_run(name: str, tmp_path: Path) -> None:
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", "tests.support.suite.pages", str(ROOT / name)]
-    environ = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    environ = os.environ | {
+        "PATH": programs,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients/python'}",
+        "MPLBACKEND": "Agg",
+    }
     with open(tmp_path / "output", "w+") as output:
         process = subprocess.Popen(
             command, cwd=tmp_path, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

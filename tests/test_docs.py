@@ -25,9 +25,10 @@ from pydantic import TypeAdapter
 
 from docs.build_site import AT_ROOT, DOCS, GENERATED, pages_of, site_nav
 from docs.config_reference import config_markdown
-from stagecoach.coordinator.cli import checkpoints
+from stagecoach.coordinator.cli import checkpoints, gateway
 from stagecoach.coordinator.cli.app import app
 from stagecoach.coordinator.cli.commented_config import commented_config
+from stagecoach.coordinator.studies.study_config import StudyConfig
 from stagecoach.shared.base.errors import DropReason
 from stagecoach.shared.base.user_code import import_object
 from stagecoach.shared.config.algorithms.exploration import ExplorationConfig, ExplorationField
@@ -50,7 +51,7 @@ from tests.support.suite.pages import SHELL, Block, blocks
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.yaml") if path.stem != "tune")  # that is a study
 SIGNAL = r"(?:rollout|environment|train|time|policy|wait)/"
 COMMAND: Any = typer.main.get_command(app)
 COMMAND.commands["checkpoints"].commands = typer.main.get_group(checkpoints.app).commands  # which else come when called
@@ -105,15 +106,18 @@ def commands(of: typer.Typer) -> set[str]:
     return groups | {str(item.name or item.callback.__name__) for item in of.registered_commands if item.callback}
 
 
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @functools.cache
 def definitions(path: Path) -> set[str]:
     """Functions, classes, methods and module-level names of a module, methods as `Class.method`."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, _FUNCTIONS | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+            found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, _FUNCTIONS)}
         if isinstance(node, ast.Assign):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return found
@@ -172,7 +176,9 @@ def check_shell(block: Block) -> None:
 
 def check_yaml(block: Block) -> None:
     data = parse_yaml(block.text, block.place)
-    if not block.not_run:
+    if "space" in data:
+        StudyConfig.model_validate(data)
+    elif not block.not_run:
         parse_config(BASE | data)
 
 
@@ -282,13 +288,14 @@ def test_commented_config_holds_the_defaults(tmp_path: Path) -> None:
 
 def test_commands_page_names_every_command() -> None:
     page = text_of("docs/reference/commands.md")
-    assert commands(app) - set(re.findall(r"`stagecoach ([a-z]+)[ `]", page)) == set()
+    assert commands(app) - set(re.findall(r"`stagecoach ([a-z-]+)[ `]", page)) == set()
     assert commands(checkpoints.app) - set(re.findall(r"`stagecoach checkpoints ([a-z]+) RUN", page)) == {"list"}
+    assert commands(gateway.app) == set(re.findall(r"`stagecoach gateway ([a-z]+)", page))
 
 
 def test_named_commands_and_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
-    command, target = r"(?:`|^\s*(?:\$ )?|/bin/)stagecoach ([a-z]+)\b", r"(?:`|^)make ([a-z-]+)"
+    command, target = r"(?:`|^\s*(?:\$ )?|/bin/)stagecoach ([a-z][a-z-]*)\b", r"(?:`|^)make ([a-z-]+)"
     assert offenders(lambda _, text: set(re.findall(command, text, re.MULTILINE)) - commands(app)) == []
     assert offenders(lambda _, text: set(re.findall(target, text, re.MULTILINE)) - targets) == []
 

@@ -22,8 +22,8 @@ MAX_MODULE_LINES = 500
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 KEYS_MODULE = Path("shared/protocol/keys.py")
 FOLDERS_OF_TESTS = (
-    "benchmarks", "chaos", "cluster", "coordinator", "deploy", "end_to_end", "learning", "rollout_worker", "shared",
-    "support",
+    "benchmarks", "chaos", "clients", "cluster", "coordinator", "deploy", "end_to_end", "learning", "rollout_worker",
+    "shared", "support",
 )  # fmt: skip
 USE_PUBLIC_NAMES_ONLY = ("chaos", "cluster", "end_to_end", "learning", "shared")
 """Folders that use public names only; ruff's SLF001 checks attributes."""

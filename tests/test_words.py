@@ -31,6 +31,7 @@ BOUNDS = {
     "tests": (0, 0, 0, 0, 0),
     "tests/benchmarks": (0, 0, 0, 0, 0),
     "tests/chaos": (0, 0, 0, 0, 0),
+    "tests/clients": (0, 0, 0, 0, 0),
     "tests/cluster": (0, 0, 0, 0, 0),
     "tests/coordinator": (0, 0, 0, 0, 0),
     "tests/deploy": (0, 0, 0, 0, 0),

@@ -13,10 +13,8 @@ from stagecoach.trainer_node.process import run_rank
 
 
 def main() -> int:
-    """Takes over a run as its trainer; exit code 0 at the end of the run, 2 for the user's mistakes.
-
-    SIGTERM and Ctrl-C make it leave with a checkpoint, a second one at once; the run stays open for another trainer.
-    """
+    """Takes over a run as its trainer; exit code 0 at the end of the run, 2 for the user's mistakes. SIGTERM and Ctrl-C
+    make it leave with a checkpoint, a second one at once; the run stays open for another trainer."""
     parser = role_arguments(
         "stagecoach.trainer_node", "Takes over a run as its trainer; one that is at work is fenced off."
     )

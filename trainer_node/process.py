@@ -22,11 +22,8 @@ def run(given: bytes, name: str) -> str:
 
 
 def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> str:
-    """Runs the trainer (rank 0) until the run ends, or another rank until the trainer has finished.
-
-    Returns the reason, or `preempted`. If the group of the ranks breaks, the next incarnation resumes in this same
-    process, as long as there is progress.
-    """
+    """Runs the trainer (rank 0) until the run ends, or another rank until the trainer has finished; returns the reason,
+    or `preempted`. If the group of ranks breaks, the next incarnation resumes here, if there is progress."""
     keep_freed_memory()
     if rank:
         follower = Follower(launch.open(rank_id(rank)), rank)

@@ -137,7 +137,6 @@ class Trainer:
             self.state.checkpoint()
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
-        """Records the metrics of one update."""
         self._metrics.take(fragments, metrics, self.version)
         if self._config.metrics.episodes:
             for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):
@@ -187,7 +186,10 @@ class Trainer:
 
     def _wait_for_experience(self, poll_seconds: float) -> Fragment | None:
         self.recovery.accounting.taking()
-        with self._heartbeat.waiting("experience", self._config.rollout.wait_deadline_seconds) as wait:
+        config = self._config
+        external = config.environment.api == "external"  # whose clients may be off for a weekend
+        seconds = config.gateway.idle_seconds if external else config.rollout.wait_deadline_seconds
+        with self._heartbeat.waiting("experience", seconds) as wait:
             while True:
                 taken = self.consumer.take(self.version, self.state.phase, poll_seconds)
                 if taken or self.incarnation.shutdown_requested or self.poll().state is not RunState.RUNNING:
@@ -249,7 +251,7 @@ class Trainer:
         with self._heartbeat.waiting("the store to take the end of the run", seconds, outage=True) as wait:
             retry_until_deadline(wait, lambda: writer.finish(last))
             self._flow.set_state(RunState.FINISHED, reason, epoch=self.incarnation.epoch)
-            self.incarnation.counters = self._counted()
+            self.incarnation.version, self.incarnation.counters = self.version, self._counted()
             retry_until_deadline(wait, lambda: self.incarnation.write_finished(reason, last))
             retry_until_deadline(wait, self.recorder.store)
             writer.tidy()

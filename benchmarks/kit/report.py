@@ -25,7 +25,8 @@ and a ratio is the median of such pairs, so it may differ from that of two media
 whether it came out. Trust ratios more than single figures: machines differ, and so do days. `make bench-check` measures
 again and compares ratios. A page is marked as old 300 commits after its own.
 
-Measured by other programs: [learner kernels](kernels.md), [rehearsal with 200 workers](rehearsal.md), [soak](soak.md).
+Measured by other programs: [learner kernels](kernels.md), [rehearsal with 200 workers](rehearsal.md), [soak](soak.md),
+[what a gateway loses](gateway-losses.md), [tuned settings](tuned-settings.md).
 No longer measured: [history](history.md).
 
 | benchmark | measured | commit | repeats | aims reached | |
@@ -138,6 +139,10 @@ def made_with(result: Result) -> str:
     )
 
 
+_LINEAR = 20
+"""Ratios that differ by more are on a logarithmic axis."""
+
+
 def _draw(result: Result, folder: Path) -> list[str]:
     """Names of the pictures: bars of all that is compared, and the curves."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,10 +163,10 @@ def _draw(result: Result, folder: Path) -> list[str]:
 def _bars(result: Result, measures: Sequence[Measure], path: Path) -> None:
     """Ratios with their spread, and the aims as marks."""
     picture = Figure(figsize=(8.0, 0.9 + 0.34 * len(measures)), layout="constrained")
-    axes = picture.subplots()
+    axes, medians = picture.subplots(), list[float]()
     for place, measure in enumerate(measures):
         ratios = result.ratios(measure)
-        median = statistics.median(ratios)
+        medians.append(median := statistics.median(ratios))
         spread = [[median - min(ratios)], [max(ratios) - median]]
         axes.barh(place, median, xerr=spread, color="tab:blue", ecolor="tab:gray", capsize=2)
         if measure.aim is not None:
@@ -169,7 +174,9 @@ def _bars(result: Result, measures: Sequence[Measure], path: Path) -> None:
     axes.set_yticks(range(len(measures)), [f"{one.what}\n÷ {one.against}" for one in measures], fontsize="x-small")
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linewidth=1, linestyle="--")
-    axes.set_xlabel("ratio: median, spread; red: aim")
+    if max(medians) > _LINEAR * min(medians):
+        axes.set_xscale("log")
+    axes.set_xlabel("ratio: median, spread" + ("; red: aim" if any(one.aim is not None for one in measures) else ""))
     axes.set_title(result.benchmark, fontsize="medium")
     picture.savefig(path, format="png", metadata={"Software": None})
 

@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,5 +74,7 @@ def _serve(pipe: Connection, make: Callable[..., object], arguments: Sequence[An
             pipe.send((True, getattr(thing, method)(*given)))
     except EOFError:
         return
-    except Exception:
-        pipe.send((False, traceback.format_exc()))
+    except Exception as error:
+        said = str(error) if isinstance(error, ConnectionError) else traceback.format_exc()
+        with suppress(OSError):  # the reader has ended
+            pipe.send((False, said))

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.learning.report import write_report
-from benchmarks.learning.results import DATA, place, read, write
+from benchmarks.learning.results import DATA, is_current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
-from benchmarks.learning.tasks import MODES, Mode, Task, load_tasks
-from benchmarks.provenance import ROOT
+from benchmarks.learning.tasks import MODES, PEERS, Mode, Task, load_tasks
+from benchmarks.provenance import ROOT, commit
 
 
 def plan(tasks: Sequence[Task], modes: Sequence[Mode], seeds: int | None, data: Path, *, again: bool) -> list[Job]:
@@ -27,7 +27,7 @@ def plan(tasks: Sequence[Task], modes: Sequence[Mode], seeds: int | None, data: 
         Job(task, mode, seed)
         for mode in modes
         for task in tasks
-        if mode in task.modes and not task.missing
+        if mode in (*task.modes, *(PEERS if task.sb3 else ())) and not task.missing
         for seed in range(1, (seeds or task.seeds) + 1)
     ]
     return [job for job in wanted if again or not _done(job, data)]
@@ -35,7 +35,7 @@ def plan(tasks: Sequence[Task], modes: Sequence[Mode], seeds: int | None, data: 
 
 def _done(job: Job, data: Path) -> bool:
     found = read(place(data, job.task.name, job.mode, job.seed))
-    return found is not None and found.digest == job.task.digest
+    return found is not None and is_current(found, job.task)
 
 
 def work(jobs: Sequence[Job], budget_minutes: float, data: Path, runs_dir: Path) -> int:
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, in this order")
     parser.add_argument("--seeds", type=int, help="seeds 1 to this; by default what the table says")
     parser.add_argument("--mode", choices=[*MODES, "both"], default="both")
+    parser.add_argument("--beside", choices=PEERS, help="run this library instead, for tasks that have its settings")
     parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="begin nothing that takes longer")
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--report", action="store_true", help="run nothing, only write the report anew")
@@ -91,10 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if task.missing:
             print(f"{task.name}: left out, {', '.join(task.missing)} is not installed", flush=True)
     modes: Sequence[Mode] = MODES if given.mode == "both" else (given.mode,)
+    if given.beside:
+        modes = (given.beside,)
     jobs = [] if given.report else plan(tasks, modes, given.seeds, given.data, again=given.again)
     if given.list:
         print("\n".join(f"{job.run_id}: about {job.task.minutes:g} min" for job in jobs))
         return 0
+    if jobs and commit().endswith("-dirty"):
+        print("Warning: the code is not as committed, so what runs now does not count", file=sys.stderr)
     lost = work(jobs, given.budget_minutes, given.data, given.runs_dir)
     write_report(list(load_tasks().values()), given.data)
     return 1 if lost else 0

@@ -1,4 +1,4 @@
-"""Learning curves as PNG: the interquartile mean over seeds for each mode, with its 95 % interval at each point."""
+"""Learning curves as one PNG: the interquartile mean over seeds for each mode, with its 95 % interval at each point."""
 
 from __future__ import annotations
 
@@ -6,37 +6,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 
-from benchmarks.learning.intervals import Array, iqm, iqm_interval
 from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
+from stagecoach.coordinator.run_access.seed_statistics import iqm, iqm_interval
+from stagecoach.shared.experience.spaces import Array
 
-_COLORS: dict[Mode, str] = {"inline": "tab:blue", "distributed": "tab:orange"}
+_COLORS: dict[Mode, str] = {"inline": "tab:blue", "distributed": "tab:orange", "sb3": "tab:gray"}
+_NAMES: dict[Mode, str] = {"inline": "inline", "distributed": "distributed", "sb3": "Stable-Baselines3"}
+_COLUMNS = 6
 _POINTS = 100
 
 
-def draw(task: Task, results: Mapping[Mode, Sequence[Result]], path: Path) -> None:
-    """Writes the picture; a mode without results is left out."""
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
+def draw_grid(rows: Sequence[tuple[Task, Mapping[Mode, Sequence[Result]]]], path: Path) -> None:
+    """Writes one picture with a panel for each row; a mode without results is left out."""
+    lines = max(1, -(-len(rows) // _COLUMNS))
+    figure = Figure(figsize=(2.5 * _COLUMNS, 1.9 * lines), layout="constrained")
+    panels = figure.subplots(lines, _COLUMNS, squeeze=False).ravel()
+    for axes, (task, results) in zip(panels, rows, strict=False):
+        _draw(axes, task, results)
+    for axes in panels[len(rows) :]:
+        axes.set_axis_off()
+    labels = [Line2D([], [], color=color, label=_NAMES[mode]) for mode, color in _COLORS.items()]
+    figure.legend(handles=labels, loc="outside upper center", ncols=len(labels), fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # without the software's version in it the same data make the same bytes
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _draw(axes: Axes, task: Task, results: Mapping[Mode, Sequence[Result]]) -> None:
     for mode, found in results.items():
         if found:
             grid, scores = on_grid(found)
             low, high = iqm_interval(scores)
-            axes.plot(grid, iqm(scores), color=_COLORS[mode], label=f"{mode}, {len(found)} seeds")
+            axes.plot(grid, iqm(scores), color=_COLORS[mode], linewidth=1)
             axes.fill_between(grid, low, high, color=_COLORS[mode], alpha=0.2, linewidth=0)
-    axes.axhline(task.reach, color="gray", linestyle="--", linewidth=1, label=f"gate, {task.reach:g}")
-    axes.set_title(f"{task.environment}: {task.algorithm}", fontsize="medium")
-    axes.set_xlabel("env steps")
-    how = "greedy" if task.settings["evaluation"].get("greedy", True) else "as drawn"
-    played = f"{'success rate' if task.measure == 'success_rate' else 'return'}, {how}"
-    axes.set_ylabel("its judge's score" if task.judge else played)
-    axes.legend(fontsize="small")
+    axes.axhline(task.reach, color="gray", linestyle="--", linewidth=1)
+    axes.set_title(task.name, fontsize=7)
+    axes.tick_params(labelsize=6)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # without the software's version in it the same data make the same bytes
-    figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def on_grid(results: Sequence[Result]) -> tuple[Array, Array]:

@@ -47,6 +47,24 @@ def minatar(game: str) -> gym.Env[Any, Any]:
     return gym.wrappers.TimeLimit(seen, 5000)
 
 
+def minigrid(id: str) -> gym.Env[Any, Any]:
+    """A maze of MiniGrid (Chevalier-Boisvert et al. 2023) as 7 × 7 cells in sight, three numbers each, one-hot; with
+    the actions that move."""
+    from minigrid.wrappers import ImgObsWrapper
+
+    counts = (11, 6, 4)  # objects, colors and states that there are
+    env: gym.Env[Any, Any] = ImgObsWrapper(gym.make(id))
+    space = gym.spaces.Box(0, 1, (7 * 7 * sum(counts),), np.float32)
+
+    def seen(cells: Any) -> Any:
+        return np.concatenate(
+            [np.eye(count)[cells[..., i]].ravel() for i, count in enumerate(counts)], dtype=np.float32
+        )
+
+    moving = gym.wrappers.TransformAction(env, lambda action: action, gym.spaces.Discrete(3))
+    return gym.wrappers.TransformObservation(moving, seen, space)
+
+
 def shuffled_rewards(id: str, shuffled: bool = True) -> gym.Env[Any, Any]:
     """A registered environment with its rewards shuffled; without, it is as it is (for the evaluation)."""
     environment = gym.make(id)

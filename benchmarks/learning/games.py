@@ -24,7 +24,20 @@ def told(gain: float) -> dict[str, float]:
     return {"outcome": float(np.sign(gain)) / 2 + 0.5}
 
 
-class Poker(AECEnv):  # type: ignore[misc]
+class Alike:
+    """Gives all agents the same spaces."""
+
+    _space: spaces.Space[Any]
+    _choices: spaces.Discrete
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self._space
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self._choices
+
+
+class Poker(Alike, AECEnv):  # type: ignore[misc]
     """Limit poker for two with one card each, and a public one where there is a second round.
 
     A player observes, as ones and zeros: its seat, its card's rank, the public card's rank, and every action so far by
@@ -50,12 +63,6 @@ class Poker(AECEnv):  # type: ignore[misc]
         )
         self._choices = spaces.Discrete(choices)
         self._draw = np.random.default_rng()
-
-    def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return self._space
-
-    def action_space(self, agent: str) -> spaces.Space[Any]:
-        return self._choices
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         if seed is not None:
@@ -179,7 +186,7 @@ def connect_four() -> Unmirrored:
     return Unmirrored(raw_env())
 
 
-class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
+class RockPaperScissors(Alike, ParallelEnv):  # type: ignore[misc]
     """One throw, both unseen: action a beats action a - 1 (of three)."""
 
     metadata = {"name": "rock_paper_scissors"}
@@ -188,12 +195,6 @@ class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._space, self._choices = spaces.Box(1, 1, (1,), np.float32), spaces.Discrete(3)
-
-    def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return self._space
-
-    def action_space(self, agent: str) -> spaces.Space[Any]:
-        return self._choices
 
     def _seen(self) -> dict[str, Any]:
         return {agent: np.ones(1, np.float32) for agent in PLAYERS}
@@ -246,3 +247,43 @@ class Foraging(ParallelEnv):  # type: ignore[misc]
 
     def close(self) -> None:
         self._env.close()
+
+
+class TwoStepGame(Alike, ParallelEnv):  # type: ignore[misc]
+    """The two-step game (Rashid et al. 2018, section 5). The first agent's first action chooses the payoffs of the
+    second step: 7 whatever they do, or 8 if both choose 1, 0 if both choose 0, else 1. Each agent is paid half.
+
+    An agent observes, as ones and zeros, the step's state (0 the first, 1 and 2 the second) and its own number.
+    """
+
+    metadata = {"name": "two_step_game"}
+    possible_agents = PLAYERS
+    render_mode = None
+    state_space = spaces.Box(0, 1, (3,), np.float32)
+    _PAYOFFS = (((7, 7), (7, 7)), ((0, 1), (1, 8)))
+
+    def __init__(self) -> None:
+        self._space, self._choices = spaces.Box(0, 1, (5,), np.float32), spaces.Discrete(2)
+
+    def state(self) -> Any:
+        return np.eye(3, dtype=np.float32)[self._state]
+
+    def _seen(self) -> dict[str, Any]:
+        numbers = np.eye(2, dtype=np.float32)
+        return {agent: np.append(self.state(), number) for agent, number in zip(PLAYERS, numbers, strict=True)}
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents, self._state = list(PLAYERS), 0
+        return self._seen(), {agent: {} for agent in PLAYERS}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        first, second = (int(actions[agent]) for agent in PLAYERS)
+        paid, ended = 0.0, self._state > 0
+        if ended:
+            paid = self._PAYOFFS[self._state - 1][first][second]
+            self.agents = []
+        else:
+            self._state = 1 + first
+        rewards = dict.fromkeys(PLAYERS, paid / 2)
+        infos: dict[str, dict[str, Any]] = {agent: {} for agent in PLAYERS}
+        return self._seen(), rewards, dict.fromkeys(PLAYERS, ended), dict.fromkeys(PLAYERS, False), infos

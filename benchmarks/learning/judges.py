@@ -249,19 +249,40 @@ def _four(disks: int) -> bool:
     return any((pairs := disks & disks >> by) & pairs >> 2 * by for by in (1, 6, 7, 8))
 
 
+def _worth(mine: int, theirs: int, plies: int) -> int:
+    """1 if whose turn it is wins within so many plies, whatever the other side does, -1 if it loses, else 0."""
+    legal = _drops(mine | theirs)
+    if any(_four(mine | bit) for bit in legal.values()):
+        return 1
+    if plies == 1 or not legal:
+        return 0
+    worst = 1
+    for bit in legal.values():
+        worst = min(worst, _worth(theirs, mine | bit, plies - 1))
+        if worst < 0:
+            break
+    return -worst
+
+
+def _minimax(observation: Any, random: np.random.Generator, plies: int) -> int:
+    mine, theirs = (int(_SQUARES[observation["observation"][..., plane] > 0].sum()) for plane in (0, 1))
+    legal = _drops(mine | theirs)
+    worth = {
+        column: 1 if _four(mine | bit) else -_worth(theirs, mine | bit, plies - 1) for column, bit in legal.items()
+    }
+    best = max(worth.values())
+    return int(random.choice([column for column, found in worth.items() if found == best]))
+
+
 def minimax(observation: Any, random: np.random.Generator) -> int:
     """Connect four, two plies deep: wins if it can, else does not let the other side win with its next move; draws
     among equals. A scripted player for `league.fixed`."""
-    mine, theirs = (int(_SQUARES[observation["observation"][..., plane] > 0].sum()) for plane in (0, 1))
-    legal = _drops(mine | theirs)
-    if winning := [column for column, bit in legal.items() if _four(mine | bit)]:
-        return int(random.choice(winning))
-    safe = [
-        column
-        for column, bit in legal.items()
-        if not any(_four(theirs | reply) for reply in _drops(mine | theirs | bit).values())
-    ]
-    return int(random.choice(safe or list(legal)))
+    return _minimax(observation, random, 2)
+
+
+def minimax_of_four_plies(observation: Any, random: np.random.Generator) -> int:
+    """Plays like `minimax`, four plies deep, so it also makes and stops double threats."""
+    return _minimax(observation, random, 4)
 
 
 def careless(observation: Any, random: np.random.Generator) -> int:

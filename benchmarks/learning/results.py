@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.tasks import Mode, Task
-from benchmarks.provenance import ROOT
+from benchmarks.provenance import ROOT, in_log
 from stagecoach.shared.base.local_disk import replacing
 
 DATA = ROOT / "docs" / "learning" / "data"
-FORMAT = 1
+FORMAT = 2
 HELD = 3
-"""So many evaluations in a row have to be at the gate, as `stop_at.evaluations` has it."""
+"""So many evaluations in a row say when the gate was reached, as `stop_at.evaluations` has it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Result:
     mode: Mode
     seed: int
     digest: str
-    """Of the task's settings when it ran."""
+    """`Task.digest` when it ran."""
     reason: str
     """Why the run ended: exhausted, solved, failed: …"""
     env_steps: int
@@ -34,29 +34,32 @@ class Result:
     seconds: float
     """Wall clock from the command to its end: start of the services and evaluation are in it."""
     evaluations: list[tuple[int, float]]
-    """(env steps, the task's measure), one for each checkpoint."""
+    """(env steps, the task's measure), one for each checkpoint; that of the last is `episodes` long."""
+    episodes: int
+    """In the evaluation of the last checkpoint; 0 where a judge says what it is worth."""
     training: list[tuple[int, float]]
     """(env steps, mean return of the last hundred training episodes)."""
     config: dict[str, Any]
     """The task's settings."""
     config_hash: str
+    """Of the run's config; empty for a peer's run."""
     machine: dict[str, Any]
     commit: str
+    day: str
+    """When it ended, as 2026-01-31."""
     versions: dict[str, str]
     format: int = FORMAT
 
     def reached_at(self, task: Task) -> float:
-        """Env steps by which the gate was reached and held; infinite where it was not.
+        """Env steps by which the gate was reached; infinite where the last checkpoint is not at the gate.
 
-        That is the last of the first `HELD` evaluations in a row that were at the gate, else the last checkpoint if it
-        is. All checkpoints count, also those that warm-up or the last update puts beyond the task's bound: a run's
-        final policy is the one that its user gets.
+        That is the last of the first `HELD` evaluations in a row that were at the gate, else the last checkpoint.
         """
+        if self.score < task.reach:
+            return float("inf")
         there = [score >= task.reach for _, score in self.evaluations]
-        for turn in range(HELD, len(there) + 1):
-            if all(there[turn - HELD : turn]):
-                return self.evaluations[turn - 1][0]
-        return self.evaluations[-1][0] if there[-1] else float("inf")
+        turns = (turn for turn in range(HELD, len(there) + 1) if all(there[turn - HELD : turn]))
+        return self.evaluations[next(turns, len(there)) - 1][0]
 
     @property
     def score(self) -> float:
@@ -96,7 +99,12 @@ def read(path: Path) -> Result | None:
     return Result(**data)
 
 
+def is_current(result: Result, task: Task) -> bool:
+    """False where the row, a default that decides learning or the log of commits is not what it was."""
+    return result.digest == task.digest(result.mode, result.seed) and in_log(result.commit)
+
+
 def current(folder: Path, task: Task, mode: Mode) -> list[Result]:
-    """The runs of a task that were made with the settings it has now, by seed."""
+    """The runs of a task that count today, by seed."""
     found = (read(path) for path in (folder / task.name).glob(f"{mode}-*.json"))
-    return sorted((one for one in found if one and one.digest == task.digest), key=lambda one: one.seed)
+    return sorted((one for one in found if one and is_current(one, task)), key=lambda one: one.seed)

@@ -14,7 +14,7 @@ from benchmarks.learning import games, judges
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy
 
 Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
-_PAIRS = 250
+_PAIRS = 100
 
 
 def tic_tac_toe(policy: DeployedPolicy, snapshots: Snapshots) -> float:
@@ -32,6 +32,11 @@ def _later(snapshots: Snapshots, part: float = 0.5) -> list[judges.Strategy]:
 def kuhn_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     """Less the exploitability of the mean strategy of the newer half of the snapshots."""
     return -judges.exploitability("kuhn_poker", *_later(snapshots))
+
+
+def kuhn_poker_policy(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """Less the exploitability of the policy alone."""
+    return -judges.exploitability("kuhn_poker", judges.strategy(policy))
 
 
 def leduc_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
@@ -53,10 +58,7 @@ def rock_paper_scissors_cycle(policy: DeployedPolicy, snapshots: Snapshots) -> f
 
 
 def connect_four(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """The share of games that it wins in both seats, as a part of what is asked: 0.9 against minimax of two plies, 0.99
-    against random play; the smaller one."""
-    parts = []
-    for other, asked in ((judges.minimax, 0.9), (judges.random_player, 0.99)):
-        won, _, _ = judges.match(games.connect_four, judges.greedy_player(policy), other, _PAIRS)
-        parts.append(won / (2 * _PAIRS) / asked)
-    return min(parts)
+    """The share of games that it wins, half of them in each seat, against minimax of four plies."""
+    player = judges.greedy_player(policy)
+    won, _, _ = judges.match(games.connect_four, player, judges.minimax_of_four_plies, _PAIRS)
+    return won / (2 * _PAIRS)

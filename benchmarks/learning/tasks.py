@@ -21,9 +21,25 @@ from stagecoach.shared.config.loading import parse_config, parse_yaml
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.schema.section import Section
 
-Mode = Literal["inline", "distributed"]
+Mode = Literal["inline", "distributed", "sb3"]
 MODES: tuple[Mode, ...] = ("inline", "distributed")
+PEERS: tuple[Mode, ...] = ("sb3",)
+"""Stable-Baselines3, with the same settings."""
 TABLE = Path(__file__).parent / "table"
+
+
+class PeerSettings(Section):
+    """What Stable-Baselines3 is given: `benchmarks.learning.peer` trains with it."""
+
+    algorithm: Literal["DQN", "PPO", "SAC", "TD3"]
+    num_envs: int = Field(1, ge=1)
+    normalize: bool = False
+    """Whether VecNormalize is around the environments."""
+    arguments: dict[str, Any] = {}
+    """Of its class; a value `[linear, start]` falls to 0 at the end."""
+    policy_kwargs: dict[str, Any] = {}
+    every: int = Field(ge=1)
+    """Env steps between two evaluations."""
 
 
 class Task(Section):
@@ -31,13 +47,14 @@ class Task(Section):
 
     name: str
     """What `--only` asks for; it names the folder of its data."""
+    family: str = ""
+    """The name of its file in the table."""
     algorithm: str
     """As the report shows it."""
     environment: str
     """As the report shows it."""
     reach: float
-    """The gate: the mean over a checkpoint's episodes, at the last checkpoint or at three in a row. Greedy ones, where
-    `config` does not say otherwise."""
+    """The gate: the mean over the last checkpoint's episodes. Greedy ones, where `config` does not say otherwise."""
     measure: Literal["mean_return", "success_rate"] = "mean_return"
     """What of an evaluation counts."""
     judge: str = ""
@@ -53,6 +70,8 @@ class Task(Section):
     """What others reach."""
     source: str
     """Who says so."""
+    note: str = ""
+    """Why it does not reach its gate, as far as that is known."""
     minutes: float = Field(gt=0)
     """What a run takes on two cores, about; short ones come first, and a budget is planned with it."""
     seeds: int = Field(5, ge=1)
@@ -69,6 +88,8 @@ class Task(Section):
     """The config of another run, made first (inline, same seed): all that it went through is this run's `taught_by`."""
     taught_by: Literal["dataset", "demonstrations"] = "dataset"
     """The section of the config that names the teacher's experience."""
+    sb3: PeerSettings | None = None
+    """The same for Stable-Baselines3, which is run as often (`--beside sb3`)."""
 
     @property
     def missing(self) -> list[str]:
@@ -92,9 +113,16 @@ class Task(Section):
         )
 
     @property
-    def digest(self) -> str:
-        """Of the settings: data that were made with others do not count any more."""
-        decisive = self.settings if self.teacher is None else {"teacher": self.teacher, "taught": self.settings}
+    def last_episodes(self) -> int:
+        """In the evaluation of the last checkpoint, on starts of its own: a score is that of the policy alone."""
+        return max(100, int(self.settings["evaluation"]["episodes"]))
+
+    def digest(self, mode: Mode, seed: int) -> str:
+        """Of all that decides what a run shows, defaults included: a result that was made otherwise does not count."""
+        decisive: list[Any] = [self.within, self.measure, self.judge, self.policy]
+        decisive += [self.peer_data(seed)] if mode in PEERS else [self.settings, self.parse(seed).hash()]
+        if self.teacher is not None:
+            decisive += [self.teacher, parse_config(self.teacher_data(seed, Path("runs"))).hash()]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def data(self, seed: int, runs_dir: Path, *, until_reached: bool = False) -> dict[str, Any]:
@@ -104,6 +132,16 @@ class Task(Section):
             teacher = self.teacher_id(seed)
             more[self.taught_by] = {"path": str(runs_dir / teacher / "s3" / "stagecoach" / teacher)}
         return {"seed": seed, "runs_dir": str(runs_dir)} | _merged(self.settings, more)
+
+    def peer_data(self, seed: int) -> dict[str, Any] | None:
+        """All that `benchmarks.learning.peer` is given for one run, as plain data; None without `sb3`."""
+        if self.sb3 is None:
+            return None
+        environment, evaluation = (self.settings[section] for section in ("environment", "evaluation"))
+        return self.sb3.model_dump(mode="json") | {
+            "environment": environment["id"], "kwargs": environment.get("kwargs", {}), "seed": seed,
+            "env_steps": self.within, "episodes": evaluation["episodes"], "at_the_end": self.last_episodes,
+        }  # fmt: skip
 
     def teacher_id(self, seed: int) -> str:
         """Name of the teacher's run in the folder of runs."""
@@ -125,7 +163,7 @@ def load_tasks(folder: Path = TABLE) -> dict[str, Task]:
         for name, entry in parse_yaml(path.read_text(), str(path)).items():
             if name in found:
                 raise ValueError(f"{path}: there is a task {name!r} already")
-            found[name] = Task.model_validate({"name": name, **entry})
+            found[name] = Task.model_validate({"name": name, "family": path.stem, **entry})
     return dict(sorted(found.items(), key=lambda item: (item[1].minutes, item[0])))
 
 

@@ -38,12 +38,14 @@ from stagecoach.shared.config.sections import EvaluationConfig
 from stagecoach.shared.config.services import StoreConfig
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.league.table import kind_of
+from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.policies.serialization import decode_policy
 from stagecoach.shared.runtime.launch import RESOLVED_CONFIG
-from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, CheckpointStore
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, MARKS, Checkpoint, CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore, access_at, open_folder
 
+POLICY_OBJECT = "policy.safetensors"
 _PLAYED = {"environment": True, "evaluation": True, "policies": True, "algorithm": True, "league": {"fixed": True}}
 _GIVEN = "environment.kwargs.", "evaluation.kwargs.", "environment.parameters.", "evaluation.parameters."
 _PLAYER = re.compile(r"league\.fixed\.[^.]+\.source")
@@ -188,8 +190,8 @@ def evaluate(
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
     import_policies(config.policies, config.algorithm)
-    checkpoint = found.store.load(name, only="policy.safetensors")
-    policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+    checkpoint = found.store.load(name, only=POLICY_OBJECT)
+    policies = policies_of(checkpoint)
     description = describe_environment(config)
     changes: dict[str, Any] = {"episodes": episodes or config.evaluation.episodes or EvaluationConfig().episodes}
     changes |= {"env_steps": None} if episodes else {}
@@ -213,6 +215,12 @@ def evaluate(
     *files, begun = (video / f"{name}-episode-{index}.mp4" for index in range(int(scores["episodes"]) + 1))
     begun.unlink(missing_ok=True)  # one episode started after the last that counts
     return Evaluation(name, scores, tuple(path for path in files if path.exists()))
+
+
+def policies_of(checkpoint: Checkpoint) -> dict[str, Policy]:
+    """Returns the policies of a checkpoint, of which these objects at least were loaded, by id."""
+    objects = checkpoint.objects.items()
+    return {key.partition("/")[0]: decode_policy(data)[0] for key, data in objects if key.endswith(POLICY_OBJECT)}
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:

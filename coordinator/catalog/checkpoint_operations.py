@@ -13,33 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagecoach.shared.base.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    ExportFailed,
-    UserError,
-)
+from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, ExportFailed, UserError
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.storage import checkpoint_store as stored
-from stagecoach.shared.storage.checkpoint_store import (
-    MANIFEST,
-    MARKS,
-    STATUS,
-    CheckpointStore,
-)
+from stagecoach.shared.storage.checkpoint_store import MANIFEST, MARKS, STATUS, CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.shared.storage.shared_objects import read_shared_object, write_shared_object
-from stagecoach.trainer_node.checkpointing.retention import (
-    announce,
-    remove,
-    take_inventory,
-    to_prune,
-    unless_damaged,
-)
+from stagecoach.trainer_node.checkpointing.retention import announce, remove, take_inventory, to_prune, unless_damaged
 from stagecoach.trainer_node.checkpointing.verification import State, verify
-from stagecoach.trainer_node.export.checkpoint_export import RECORD, Export, export_policies
+from stagecoach.trainer_node.export import RECORD, Export, export_policies
 
 _POLICY = "/policy.safetensors"
 _LOGGER = logging.getLogger("stagecoach.coordinator")

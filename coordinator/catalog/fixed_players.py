@@ -61,8 +61,7 @@ def with_fixed_players(
             )
         if player.sha256 not in ("", ref.sha256):
             raise ConfigError(_changed(name, player.source, player.sha256))
-        update = {"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats}
-        fixed[name] = player.model_copy(update=update)
+        fixed[name] = player.model_copy(update={"kind": ref.kind, "sha256": ref.sha256, "seats": ref.seats})
         read[ref.sha256] = data
     league = config.league.model_copy(update={"fixed": fixed})
     return config.model_copy(update={"league": league}), read
@@ -141,25 +140,19 @@ def read_player(field: str, source: str, runs_dir: Path, access: StoreConfig | N
     except (CheckpointError, UserError) as error:
         raise ConfigError(f"{field}: {error}") from None
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
-    if not policy_id and len(policies) == 1:
-        return next(iter(policies.values()))
+    if policy_id in policies or (not policy_id and len(policies) == 1):
+        return policies[policy_id or next(iter(policies))]
     try:
-        mean = None if policy_id in policies else read_mean(found.store, found.name, policy_id)
+        player = read_mean(found.store, found.name, policy_id)
     except (CheckpointError, SharedObjectUnusable) as error:
         raise ConfigError(f"{field}: {error}") from None
-    if mean is not None:
-        return mean
-    if policy_id not in policies and (snapshot := read_snapshot(field, found, policy_id)) is not None:
-        return snapshot
-    if policy_id not in policies:
+    if player is None and (player := read_snapshot(field, found, policy_id)) is None:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
         means = " or ".join(f"{target}#{name}-{MEAN}" for name in sorted(policies))
         listed = f"a snapshot that `stagecoach league {found.store.run_id}` lists, or a mean strategy ({means})"
-        more = f", or {listed}" if found.config.league else ""
-        raise ConfigError(
-            f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}{more}"
-        )
-    return policies[policy_id]
+        named = f"{target}#{' or #'.join(sorted(policies))}{f', or {listed}' if found.config.league else ''}"
+        raise ConfigError(f"{field}: {found.name} has {what}; choose one: {named}")
+    return player
 
 
 def read_snapshot(field: str, found: Found, player: str) -> bytes | None:

@@ -89,9 +89,8 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
     here = {"redis_url": redis_url or known.redis_url, "endpoint_url": endpoint_url or known.endpoint_url}
     if config.store.url == "embedded":
         base = location.rstrip("/").removesuffix(run_id).rstrip("/")
-        here["store_url"] = (
-            base if base.startswith("s3://") else f"file://{Path(base.removeprefix('file://')).resolve()}"
-        )
+        folder = f"file://{Path(base.removeprefix('file://')).resolve()}"
+        here["store_url"] = base if base.startswith("s3://") else folder
     known.model_copy(update=here).write(path)
     (path / RESOLVED_CONFIG).write_text(dump_config(config))
     return run_id
@@ -112,10 +111,13 @@ class RunFolder:
     _lock: int | None = None
 
     @classmethod
-    def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> Self:
+    def create(
+        cls, config: Config, run_id: str, import_path: tuple[str, ...] = (), store: Path | None = None
+    ) -> Self:  # fmt: skip
         """Creates a locked folder with the resolved config; raises `RunExists`.
 
-        It gets its name once it is complete. What a start that was killed before has left is overwritten.
+        It gets its name once it is complete. What a start that was killed before has left is overwritten. `store` is
+        moved into it: the folder of an embedded store that has been filled already.
         """
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         folder = cls.incomplete(run_id, path.parent)
@@ -126,14 +128,16 @@ class RunFolder:
         except FileExistsError:
             raise RunExists(cls(run_id, path)._why_it_exists()) from None
         except OSError as error:
-            raise UserError(
-                f"cannot create the run's folder {path}: {error}; check runs_dir and its permissions"
-            ) from None
+            remedy = "check runs_dir and its permissions"
+            raise UserError(f"cannot create the run's folder {path}: {error}; {remedy}") from None
         folder.lock()
         try:
             for partial in folder.path.glob(f"{TEMPORARY}*"):
                 partial.unlink()
             (folder.path / LOGS).mkdir(exist_ok=True)
+            shutil.rmtree(folder.path / "s3", ignore_errors=True)
+            if store is not None:
+                store.rename(folder.path / "s3")
             folder.write_config(config)
             (folder.path / IMPORT_PATH).write_text(json.dumps(import_path))
             folder.path.rename(path)
@@ -152,9 +156,8 @@ class RunFolder:
         if (self.path / RESOLVED_CONFIG).is_file():
             again = f"choose another --run-id, or continue it: {self.continued_by}"
             return f"run {self.run_id!r} exists in {self.path.parent} (runs_dir); {again}"
-        return (
-            f"{self.path} exists and is not a run: {RESOLVED_CONFIG} is missing; choose another --run-id, or delete it"
-        )
+        other = f"{self.path} exists and is not a run: {RESOLVED_CONFIG} is missing"
+        return f"{other}; choose another --run-id, or delete it"
 
     @classmethod
     def find(cls, run_id: str, runs_dir: Path) -> Self:
@@ -222,13 +225,17 @@ class RunFolder:
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _locked(handle):
             os.close(handle)
-            raise RunLive(
-                f"run {self.run_id!r} is live already; `stagecoach attach {self.run_id}` follows it, "
-                f"`stagecoach stop {self.run_id}` ends it"
-            )
+            raise self.already_live()
         os.truncate(handle, 0)
         os.write(handle, str(os.getpid()).encode())
         self._lock = handle
+
+    def already_live(self) -> RunLive:
+        """Returns the error for a run that another coordinator holds."""
+        name = self.run_id
+        return RunLive(
+            f"run {name!r} is live already; `stagecoach attach {name}` follows it, `stagecoach stop {name}` ends it"
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -306,6 +313,12 @@ class RunFolder:
         """Checkpoints of the run, through its services while it is live (unless `offline`)."""
         live = None if offline else self.live_address()
         return CheckpointStore(open_store(live or self.offline_address(config), config), self.run_id)
+
+    def offline_store(self, config: Config) -> CheckpointStore:
+        """Opens the store of a new run that has no services: an embedded one is a folder, created now."""
+        if config.store.url == "embedded":
+            (self.path / "s3" / BUCKET).mkdir(parents=True, exist_ok=True)
+        return self.checkpoint_store(config, offline=True)
 
     def remove(self) -> None:
         """Deletes the folder of a run that never started."""

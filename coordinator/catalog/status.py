@@ -159,6 +159,7 @@ class Status:
     state: RunStatus = RunStatus.INTERRUPTED
     reason: str = ""
     live: bool = False
+    """A coordinator supervises the run; its figures are those of the store while its Redis does not answer."""
     version: int = -1
     env_steps: int = 0
     updates: int = 0
@@ -323,12 +324,22 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     if trainer.waiting_for:
         return f"{trainer.waiting_for} {who}"
     if workers and all(beat.waiting_for for beat in workers):
-        return "the trainer, which is learning"
+        return _clients(workers) or "the trainer, which is learning"
     return "nothing: every role is working"
 
 
 def _party(beat: Beat) -> str:
     return beat.waiting_for if beat.outage and beat.waiting_for in ("Redis", "a Redis shard") else "the store"
+
+
+def _clients(workers: list[Beat]) -> str:
+    """Names the clients, if all workers are gateways that wait for them."""
+    if not workers or any(beat.waiting_for not in ("a client's message", "credit") for beat in workers):
+        return ""
+    if all(beat.waiting_for == "credit" for beat in workers):
+        return ""
+    sessions = sum(beat.progress.get("sessions", 0) for beat in workers)
+    return f"clients of the gateway ({sessions} connected)"
 
 
 def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
@@ -346,5 +357,7 @@ def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
     troubled = next((beat for beat in workers if beat.last_error), None)
     if troubled is not None and all(beat.waiting_for for beat in workers):
         return f"{_party(troubled)}: {troubled.last_error} ({troubled.id}, for {troubled.waiting_seconds:.1f} s)"
+    if clients := _clients(workers):
+        return f"{clients}, for {seconds:.1f} s"
     acting = [beat.id for beat in workers if not beat.waiting_for]
     return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {seconds:.1f} s"

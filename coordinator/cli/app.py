@@ -14,10 +14,10 @@ import typer.core
 
 from stagecoach.coordinator.catalog.run_files import RunStatus
 from stagecoach.coordinator.cli import config as configs
-from stagecoach.coordinator.cli import league, profile_and_bench, runs
+from stagecoach.coordinator.cli import evidence, gateway, history, league, profile_and_bench, runs, tune
 from stagecoach.coordinator.cli import page as pages
 from stagecoach.coordinator.cli.config import ConfigArgument
-from stagecoach.coordinator.cli.curves import compare, metrics, plot
+from stagecoach.coordinator.cli.curves import metrics, plot, study
 from stagecoach.coordinator.cli.terminal.console import console, progress
 from stagecoach.coordinator.cli.terminal.options import (
     RUNS,
@@ -88,6 +88,11 @@ app.add_typer(
     help="List, save, verify, show, prune, promote or export the checkpoints of a run.",
     epilog=example("stagecoach checkpoints my-run"),
 )  # fmt: skip
+app.add_typer(
+    gateway.app, name="gateway", no_args_is_help=True,
+    help="List, add or revoke the clients of a run whose environments are in other programs.",
+    epilog=example("stagecoach gateway list my-run"),
+)  # fmt: skip
 _Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
 Drops = Annotated[
     list[str] | None,
@@ -107,8 +112,7 @@ _WorkingDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default.")
 ]
 _Origin = Annotated[
-    str,
-    typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
+    str, typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version.")
 ]
 _Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse a checkpoint of other code, PyTorch, NumPy or Python versions.")
@@ -132,10 +136,6 @@ _InitializeFrom = Annotated[
     typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
 ]
 _Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @app.callback()
@@ -192,7 +192,7 @@ def train(
     elsewhere = inline or address is not None or detach or seeds is not None
     with contextlib.ExitStack() as running:
         if not elsewhere:
-            running.enter_context(handling(_interrupt, signal.SIGINT, signal.SIGTERM))
+            running.enter_context(handling(signal.default_int_handler, signal.SIGINT, signal.SIGTERM))
             running.enter_context(launched_ahead(resolved))
         with signals_after(), at_rest():
             from stagecoach.coordinator.catalog.run_folder import new_run_id
@@ -206,7 +206,8 @@ def train(
             raise UserError("--from, --drop and --strict say how --or-resume continues one run; give that as well")
         name = new_run_id(resolved) if run_id is None else run_id
         if seeds is not None:
-            from stagecoach.coordinator.cli.seeds import command_of, parse_seeds, train_seeds
+            from stagecoach.coordinator.cli.seeds import parse_seeds, train_seeds
+            from stagecoach.coordinator.run_access.run_processes import command_of
 
             if page or detach:
                 raise UserError(
@@ -273,52 +274,11 @@ def resume(
     if detach and folder.remote is None:
         foreground.detach(sys.argv[1:], run)
     else:
-        overrides, drops = tuple(set_ or ()), tuple(drop or ())
-        start = partial(
-            Run.resume,
-            folder.run_id,
-            folder.path.parent,
-            overrides,
-            origin=origin,
-            drop=drops,
-            strict=strict,
-            inline=inline,
-        )
+        how: dict[str, Any] = {"origin": origin, "drop": tuple(drop or ()), "strict": strict, "inline": inline}
+        start = partial(Run.resume, folder.run_id, folder.path.parent, tuple(set_ or ()), **how)
         where = "" if folder.remote is None else "submitting to its cluster"
         with foreground.in_one_process(inline):
             foreground.supervise(start, background, detach=detach, where=where)
-
-
-@app.command(epilog=example("stagecoach replay my-run --from start --to best"))
-@on_run
-def replay(
-    run: "Run",
-    start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
-    goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
-    trust_config: TrustConfig = False,
-    as_json: Json = False,
-) -> None:
-    """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
-    from rich.progress import Progress
-
-    from stagecoach.shared.base.user_code import extend_imports
-
-    extend_imports((os.getcwd(), *run.folder.import_path()))
-    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("training again", total=None)
-        shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
-        found = run.replay(start, goal, shown, trust_config=trust_config)
-    if as_json:
-        console.json({**vars(found), "equal": found.equal})
-    else:
-        counts = ((found.versions, "version"), (found.fragments, "fragment"), (found.env_steps, "env step"))
-        what = f"from {found.start}: {', '.join(counted(*count) for count in counts)}"
-        equal = f"equal, all {len(found.sha256)} objects"
-        verdict = equal if found.equal else f"different: {', '.join(found.different)}"
-        console.text(f"{found.goal}: {verdict} ({what})", *(f"  {line}" for line in found.unlike))
-        console.text(*(f"  {digest}  {name}" for name, digest in found.sha256.items()))
-    if not found.equal:
-        raise typer.Exit(Exit.FAILED)
 
 
 @app.command(epilog=example("stagecoach status my-run --json"))
@@ -431,8 +391,7 @@ def play(
     episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     stochastic: _Stochastic = False,
     record: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Play CONFIG yourself (in place of RUN), into DIR/played.csv."),
+        Path | None, typer.Option(metavar="DIR", help="Play CONFIG yourself (in place of RUN), into DIR/played.csv.")
     ] = None,
     keys: Annotated[str, typer.Option(metavar="left=0,…", help="With --record: key → action; by default 0 to 9.")] = "",
     idle: Annotated[int | None, typer.Option(help="With --record: the action while no key is pressed.")] = None,
@@ -481,7 +440,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, metrics, plot, compare, league, pages, configs, profile_and_bench):
+for _more in (history, runs, metrics, plot, study, league, evidence, pages, configs, profile_and_bench, tune):
     app.registered_commands += _more.app.registered_commands
 
 

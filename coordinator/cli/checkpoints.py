@@ -21,7 +21,8 @@ from stagecoach.shared.protocol.events import confirmed_return
 from stagecoach.shared.protocol.ledger import Ledger, LedgerLine
 from stagecoach.shared.storage.checkpoint_store import MARKS, Manifest
 from stagecoach.trainer_node.checkpointing.verification import State
-from stagecoach.trainer_node.export.onnx_translation import ExportedPolicy
+from stagecoach.trainer_node.export import ExportedPolicy
+from stagecoach.trainer_node.state.snapshot import learned_sha256
 
 _COLUMNS = ("checkpoint", "steps", "training", "evaluated")
 _MARKS = ", ".join(MARKS)
@@ -115,6 +116,9 @@ def _provenance(
     first = "none: it is the first"
     if origin:
         first = f"none: it began with {origin['checkpoint']} of run {origin['run_id']}; {origin.get('summary', '')}"
+    if other := said.get("what_if"):
+        changes = [f"without {text}" for text in other["without"]] + [f"with {text}" for text in other["set"]]
+        first = f"none: the log of run {other['run_id']} from {other['from']} on, {', '.join(changes)}"
     return [
         ("checkpoint", manifest.name + (f" ({', '.join(marks)})" if marks else "")),
         ("run", f"{manifest.run_id}, written by its trainer of epoch {manifest.epoch}"),
@@ -123,6 +127,7 @@ def _provenance(
         ("parent", manifest.parent or first),
         ("code version", str(said["code_version"])),
         ("computed with", ", ".join(f"{name} {value}" for name, value in said.get("computed_with", {}).items())),
+        ("learned hash", learned_sha256(manifest)),
         ("config hash", f"{said['config_hash']} ({same})"),
         ("seed", str(said["seed"])),
         ("phase", str(said["phase"])),
@@ -189,9 +194,7 @@ def prune(
 @app.command(epilog=example("stagecoach checkpoints promote my-run best"))
 @on_run
 def promote(
-    run: Run,
-    name: Name = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take the mark away.")] = False,
+    run: Run, name: Name = None, clear: Annotated[bool, typer.Option("--clear", help="Take the mark away.")] = False
 ) -> None:
     """Mark a checkpoint for deployment, if it is whole and its weights are finite.
 
@@ -219,16 +222,14 @@ def export(
     progress("writing ONNX files and comparing them with torch" if onnx else f"copying to {directory}")
     if onnx:
         made, files = run.export_onnx(Path(directory), *name, trust_config=trust_config)
-        console.text(
-            *(
-                f"{path}  {_compared(made.policies[policy_id])}; from {made.checkpoint}"
-                for policy_id, path in files.items()
-            )
-        )
+        for policy_id, path in files.items():
+            console.text(f"{path}  {_compared(made.policies[policy_id])}; from {made.checkpoint}")
         return
     folder = run.export(Path(directory), *name, trust_config=trust_config)
     trust = " --trust-config" if named_code(run.config) else ""
-    console.text(folder, f"  stagecoach evaluate {folder}{trust}")
+    console.text(folder)
+    if run.config.environment.api != "external":  # whose clients alone can play
+        console.text(f"  stagecoach evaluate {folder}{trust}")
 
 
 def _compared(policy: ExportedPolicy) -> str:

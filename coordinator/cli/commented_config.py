@@ -19,7 +19,7 @@ from stagecoach.shared.config.sections import RunPolicyConfig
 
 _TASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "CartPole-v1": ((), {"env_steps": 100_000, "mean_return": 475.0}),
-    "Pendulum-v1": (("sac", "td3", "ddpg", "cql", "td3_bc"), {"env_steps": 20_000, "mean_return": -200.0}),
+    "Pendulum-v1": (("sac", "tqc", "td3", "ddpg", "cql", "td3_bc"), {"env_steps": 20_000, "mean_return": -200.0}),
     "mpe2.simple_spread_v3:parallel_env": (("vdn", "qmix"), {"env_steps": 500_000}),
 }
 """Environment → the algorithms that begin with it, and the end of the run."""

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -136,6 +136,8 @@ def check(
     from stagecoach.coordinator.diagnostics.environment_trial import try_environment
 
     config, alone = _config(environment, kwargs, {"api": api, "vectorization": "native" if native else None})
+    if config.environment.api == "external":
+        _refuse_external(config)
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
     if trial.error is None and trial.description is not None:
         from stagecoach.coordinator.lifecycle.validation import check_description
@@ -153,6 +155,19 @@ def check(
         _print(config.environment.id, trial, steps)
     if not trial.fine:
         raise typer.Exit(Exit.REFUSED)
+
+
+def _refuse_external(config: "Config") -> NoReturn:
+    """Checks the spaces, then raises `UserError`: the environment is in other programs."""
+    from stagecoach.coordinator.lifecycle.validation import check_description
+    from stagecoach.rollout_worker.environments.description import describe_environment
+
+    check_description(config, describe_environment(config))
+    raise UserError(
+        "environment.api is external: clients have the environment, and `check` cannot step it (its spaces are valid); "
+        "test a client with `stagecoach gateway conformance -- COMMAND`, and Redis, store and Ray with "
+        "`stagecoach doctor CONFIG`"
+    )
 
 
 def _config(environment: str, kwargs: str | None, fields: dict[str, Any]) -> "tuple[Config, bool]":
@@ -192,13 +207,8 @@ def _print(name: str, trial: "Trial", steps: int) -> None:
 
 
 def _leaves(space: Any) -> str:
-    parts = (
-        (
-            leaf.path or leaf.kind,
-            f"of {', '.join(map(str, leaf.nvec))}" if leaf.nvec else str(leaf.shape or ""),
-            str(leaf.dtype),
-            "(mask)" if leaf.mask else "",
-        )
-        for leaf in space.leaves
-    )
+    parts = []
+    for leaf in space.leaves:
+        size = f"of {', '.join(map(str, leaf.nvec))}" if leaf.nvec else str(leaf.shape or "")
+        parts.append((leaf.path or leaf.kind, size, str(leaf.dtype), "(mask)" if leaf.mask else ""))
     return ", ".join(" ".join(filter(None, part)) for part in parts)

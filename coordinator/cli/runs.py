@@ -36,12 +36,8 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
         reason = reason_in_words(row.reason.partition("\n")[0])
         best = f"{figure(row.best)}{f' ({row.ranked_by})' if row.ranked_by else ''}"
         table.add_row(row.run_id, row.state, f"{row.env_steps:,}", best, reason)
-    if as_json:
-        console.json(rows)
-    else:
-        console.print(
-            table if rows else f"no runs in {runs_dir.expanduser().resolve()}; start one: stagecoach train cartpole"
-        )
+    none = f"no runs in {runs_dir.expanduser().resolve()}; start one: stagecoach train cartpole"
+    console.json(rows) if as_json else console.print(table if rows else none)
 
 
 @app.command(epilog=example('stagecoach note my-run "new reward from here on"'))

@@ -149,7 +149,6 @@ class Fleet:
         self._start_evaluator(flow)
         for member in self._members():
             self._replace_if_silent(member, beats.get(member.name))
-        self._refresh_cluster()
         self._check_placement(beats)
         self._report_outages(beats)
         self._follow_flow(flow, beats)
@@ -229,7 +228,10 @@ class Fleet:
 
     def _handle_return(self, member: ManagedActor, reason: str) -> None:
         if reason in (RoleEnd.PREEMPTED, RoleEnd.OUTGROWN):
-            self._restart_later(member, reason)
+            pause = member.pause_seconds()  # leaving on purpose is no failure, but may not happen too often
+            later = f" in {pause:.0f} s" if pause else ""
+            self._emit(member, f"{member.name} {reason}; it continues in a new process{later}")
+            member.leave(world.monotonic() + pause)
         elif member is self._evaluator or member in self._learners:
             member.call = None
             if member is self._trainer:
@@ -260,13 +262,6 @@ class Fleet:
         of_itself = words.how is not None and member.role in ("evaluator", "worker")
         said = f"; it said last: {' | '.join(line.strip() for line in words.lines)}" if words.lines else ""
         return Failure(FailureKind.ENVIRONMENT if of_itself else FailureKind.OTHER, f"{member.name}: {how}{said}")
-
-    def _restart_later(self, member: ManagedActor, reason: str) -> None:
-        """A role that left on purpose has not failed, but it may not happen too often."""
-        pause = member.pause_seconds()
-        later = f" in {pause:.0f} s" if pause else ""
-        self._emit(member, f"{member.name} {reason}; it continues in a new process{later}")
-        member.leave(world.monotonic() + pause)
 
     def _restart_after_failure(self, member: ManagedActor, failure: Failure, actor_died: bool = False) -> None:
         """The role gets another process, as long as it makes progress."""
@@ -326,16 +321,13 @@ class Fleet:
         silent = f"its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
         self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), actor_died=True)
 
-    def _refresh_cluster(self) -> None:
-        """Reports the cluster's capacity in the coordinator's heartbeat."""
-        capacity = self._cluster.refresh(self._trainer.actor)
-        if capacity is not None:
-            self._heartbeat.progress = self._heartbeat.progress | {"capacity": asdict(capacity)}
-
     def _check_placement(self, beats: Mapping[str, Beat]) -> None:
-        """Names the roles without a place in the coordinator's heartbeat; a trainer without one ends the run."""
+        """Reports capacity and the roles without a place in the coordinator's heartbeat; a trainer without a place
+        ends the run."""
+        capacity = self._cluster.refresh(self._trainer.actor)
         self._cluster.find_unplaced(self._members(), beats)
-        self._heartbeat.progress = self._heartbeat.progress | {"unplaced": self._cluster.unplaced}
+        told = {"capacity": asdict(capacity)} if capacity is not None else {}
+        self._heartbeat.progress = self._heartbeat.progress | told | {"unplaced": self._cluster.unplaced}
         deadline = self._config.rollout.wait_deadline_seconds
         waits = self._trainer.name in self._cluster.unplaced and self._trainer.name not in beats
         if waits and world.monotonic() - self._trainer.started > deadline:

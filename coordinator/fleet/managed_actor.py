@@ -58,21 +58,23 @@ class ManagedActor:
     def restart(self) -> None:
         self.leave()
         self.actor = self._make()
-        self.call, self.started = self.actor.run.remote(), world.monotonic()
+        self.run_again()
 
     def run_again(self) -> None:
         """Starts its next process, from the same actor."""
-        if self._process is not None:
-            self.former.add(self._process)
-        self._process, self.stamp, self._silent_polls = None, "", 0
+        self._forget_process()
         self.call, self.started = self.actor.run.remote(), world.monotonic()
 
     def leave(self, restart_at: float | None = None) -> None:
         """Ends its process; `restart_at` is when the next one is started."""
         ray.kill(self.actor, no_restart=True)
+        self._forget_process()
+        self.call, self.restart_at = None, restart_at
+
+    def _forget_process(self) -> None:
         if self._process is not None:
             self.former.add(self._process)
-        self.call, self.restart_at, self._process, self.stamp, self._silent_polls = None, restart_at, None, "", 0
+        self._process, self.stamp, self._silent_polls = None, "", 0
 
     def pause_seconds(self) -> float:
         """The pause after a process that left on purpose: none after progress, else longer each time."""

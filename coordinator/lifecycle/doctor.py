@@ -27,16 +27,9 @@ from redis.utils import str_if_bytes
 
 from stagecoach.coordinator.catalog.fixed_players import fixed_sources, with_fixed_players
 from stagecoach.coordinator.diagnostics.store_trial import PROBE, try_store
-from stagecoach.coordinator.lifecycle.launcher import first_policies
+from stagecoach.coordinator.lifecycle.launcher import first_state
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.coordinator.services.embedded import (
-    BUCKET,
-    RayService,
-    SocketFolder,
-    new_secret,
-    start_redis,
-    start_s3,
-)
+from stagecoach.coordinator.services.embedded import BUCKET, RayService, SocketFolder, new_secret, start_redis, start_s3
 from stagecoach.coordinator.services.ray_head import join
 from stagecoach.coordinator.services.ray_internals import CONNECT
 from stagecoach.coordinator.services.redis_servers import missing_fixes, redis_binary
@@ -247,7 +240,7 @@ def _environment(config: Config, described: list[EnvironmentDescription]) -> str
 def _players(config: Config, description: EnvironmentDescription, sources: Sequence[str]) -> str:
     """Resolves what a run takes from other runs, as its start would."""
     with_fixed_players(config, description)
-    first_policies(config, description)
+    first_state(config, description)
     return f"found: {', '.join(sources)}"
 
 
@@ -288,10 +281,8 @@ def open_redis(config: Config) -> list[str]:
             return found  # a user that may not ask may not do everything
     all_of = {"flags": "on", "categories": "+@all", "keys": "~*"}
     mighty = [user for user, may in rights.items() if may and all(what in may[part] for part, what in all_of.items())]
-    if mighty:
-        found.append(
-            f"the user {' and the user '.join(mighty)} may do everything; give each role its own (deploy/users.acl)"
-        )
+    if named := " and the user ".join(mighty):
+        found.append(f"the user {named} may do everything; give each role its own (deploy/users.acl)")
     return found
 
 

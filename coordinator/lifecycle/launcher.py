@@ -16,6 +16,7 @@ from stagecoach.coordinator.catalog.status import ended_status, is_supervised
 from stagecoach.coordinator.lifecycle.preparation import (
     EXACTLY,
     Continuation,
+    FirstState,
     prepare_new,
     prepare_resume,
     refuse_reached,
@@ -33,7 +34,6 @@ from stagecoach.shared.base.errors import (
     ConfigError,
     ObjectMissing,
     RedisUnavailable,
-    RunLive,
     RunNotFound,
     StoreUnavailable,
     UserError,
@@ -49,7 +49,7 @@ from stagecoach.shared.runtime.run_context import RunContext, open_run_context
 from stagecoach.shared.storage.checkpoint_store import CONFIG, Checkpoint
 from stagecoach.shared.storage.object_store import open_store
 from stagecoach.trainer_node.state.fork import Source, beginnings, policies_in, take_over
-from stagecoach.trainer_node.state.snapshot import POLICY
+from stagecoach.trainer_node.state.snapshot import POLICY, learned_sha256
 
 Begun = Callable[[], None]
 """Called right before the roles start: from then on only `stop`, not an exception, ends the run cleanly."""
@@ -62,46 +62,41 @@ def start(
     make_room: Callable[[], None], how: Continuation,
 ) -> Started:  # fmt: skip
     with _ray_ahead(config, inline):
-        return _start(config, run_id, inline, or_resume, import_path, begun, make_room, how)
+        import_path = (os.getcwd(), *import_path)
+        extend_imports(import_path)
+        name = new_run_id(config) if run_id is None else run_id
+        before = _config_of_existing(config, name) if or_resume else None
+        scripts = [f"{field}={path}" for field, path in named_code(config).items() if "__main__:" in path]
+        if scripts and not inline:
+            raise ConfigError(
+                f"{', '.join(scripts)}: workers and trainer cannot import a script; put this into a module"
+            )
+        config, description, players = _checked(config, import_path, inline, before)
+        if before is not None:
+            _check_same_learning(config, before)
+            folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
+            at_its_end = ended_status(folder.checkpoint_store(before)).reason in ("solved", "exhausted")
+            if before.stop_at == config.stop_at and at_its_end and not how.arguments:
+                folder.unlock()
+                return folder, before, None
+            return _continue(folder, config, description, players, before, how, inline, begun)
+        if how.arguments:
+            raise UserError(f"{' '.join(how.arguments)}: run {name!r} does not exist yet; leave that out to start it")
+        source = first_state(config, description)
+        make_room()
+        folder = RunFolder.create(config, name, import_path)
+        try:
+            prepare = partial(prepare_new, description=description, source=source, players=players)
+            return folder, config, Coordinator(folder, config, prepare, inline, begun)
+        except BaseException:
+            folder.remove()
+            raise
 
 
 def _ray_ahead(config: Config, inline: bool) -> AbstractContextManager[None]:
     """Ray and the zygote start while the run is checked."""
     _refuse_fork()
     return nullcontext() if inline else launched_ahead(config)
-
-
-def _start(
-    config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun,
-    make_room: Callable[[], None], how: Continuation,
-) -> Started:  # fmt: skip
-    import_path = (os.getcwd(), *import_path)
-    extend_imports(import_path)
-    name = new_run_id(config) if run_id is None else run_id
-    before = _config_of_existing(config, name) if or_resume else None
-    scripts = [f"{field}={path}" for field, path in named_code(config).items() if "__main__:" in path]
-    if scripts and not inline:
-        raise ConfigError(f"{', '.join(scripts)}: workers and trainer cannot import a script; put this into a module")
-    config, description, players = _checked(config, import_path, inline, before)
-    if before is not None:
-        _check_same_learning(config, before)
-        folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
-        at_its_end = ended_status(folder.checkpoint_store(before)).reason in ("solved", "exhausted")
-        if before.stop_at == config.stop_at and at_its_end and not how.arguments:
-            folder.unlock()
-            return folder, before, None
-        return _continue(folder, config, description, players, before, how, inline, begun)
-    if how.arguments:
-        raise UserError(f"{' '.join(how.arguments)}: run {name!r} does not exist yet; leave that out to start it")
-    sources = first_policies(config, description)
-    make_room()
-    folder = RunFolder.create(config, name, import_path)
-    try:
-        prepare = partial(prepare_new, description=description, sources=sources, players=players)
-        return folder, config, Coordinator(folder, config, prepare, inline, begun)
-    except BaseException:
-        folder.remove()
-        raise
 
 
 def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
@@ -114,11 +109,11 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
         raise UserError("roles on other machines need permanent servers: set redis.url and store.url")
     _refuse_fork()
     config, description, players = _checked(config, (os.getcwd(), *import_path))
-    sources = first_policies(config, description)
+    source = first_state(config, description)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
     context = open_run_context(config, address, "coordinator")
     with context.redis:
-        prepare_new(context, description, sources, players)
+        prepare_new(context, description, source, players)
 
 
 def resume(
@@ -173,10 +168,7 @@ def _refuse_live(folder: RunFolder, config: Config) -> None:
         connect_redis(address, once, "viewer") as client,
     ):
         if is_supervised(client, folder.run_id):
-            name = folder.run_id
-            raise RunLive(
-                f"run {name!r} is live already; `stagecoach attach {name}` follows it, `stagecoach stop {name}` ends it"
-            )
+            raise folder.already_live()
 
 
 def submit(
@@ -273,7 +265,7 @@ def _continue(
             context.emit_event("environment", text)
 
     def begin(context: RunContext) -> None:
-        prepare_new(context, description, first_policies(config, description), players)
+        prepare_new(context, description, first_state(config, description), players)
 
     made_here = folder.held
     try:
@@ -303,6 +295,23 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
         return parse_config(parse_yaml(store.get(CONFIG).decode(), f"{CONFIG} of run {run_id}"))
     except ObjectMissing:
         return None
+
+
+def first_state(config: Config, description: EnvironmentDescription) -> FirstState:
+    """Returns the source of a new run's version 0, verified to exist."""
+    if config.fork_from is None:
+        return first_policies(config, description)
+    target, _, wanted = config.fork_from.partition("@sha256:")
+    try:
+        found = find_checkpoint(target, config.runs_dir, config.store)
+        checkpoint = found.store.load(found.name)
+    except (RunNotFound, CheckpointNotFound) as error:
+        raise type(error)(f"fork_from={config.fork_from}: {error}") from None
+    except CheckpointDamaged as error:
+        raise UserError(f"fork_from={config.fork_from}: {error}; choose another checkpoint") from None
+    if wanted and (sha256 := learned_sha256(checkpoint.manifest)) != wanted:
+        raise UserError(f"fork_from={config.fork_from}: what {target} has learned has another hash, {sha256}")
+    return checkpoint
 
 
 def first_policies(config: Config, description: EnvironmentDescription) -> dict[str, Source]:

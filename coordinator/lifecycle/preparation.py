@@ -25,7 +25,7 @@ from stagecoach.shared.base.errors import (
 from stagecoach.shared.base.failure import RunEnd
 from stagecoach.shared.config.loading import dump_config
 from stagecoach.shared.config.sections import StopConfig
-from stagecoach.shared.experience.checkpoint_name import checkpoint_name
+from stagecoach.shared.experience.log_entry import START
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
@@ -41,10 +41,11 @@ from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing.retention import status_file
 from stagecoach.trainer_node.learning.learner import make_learner
 from stagecoach.trainer_node.recovery.recovery import last_epoch, restore_learner, tell_other_versions
-from stagecoach.trainer_node.state.fork import Source, beginnings, forked, rolled_back
+from stagecoach.trainer_node.state.fork import Source, beginnings, forked, forked_whole, rolled_back
 from stagecoach.trainer_node.state.snapshot import other_versions
 
-FIRST_CHECKPOINT = checkpoint_name(0, 0)
+FirstState = Mapping[str, Source] | Checkpoint
+"""Source of version 0: policy id → source of its weights (none: untrained), or a checkpoint for all."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 def prepare_new(
-    context: RunContext, description: EnvironmentDescription, sources: Mapping[str, Source] = MappingProxyType({}),
+    context: RunContext, description: EnvironmentDescription, source: FirstState = MappingProxyType({}),
     players: Players = NO_PLAYERS,
 ) -> None:  # fmt: skip
     """Records a new run; raises `RunExists`, and changes nothing, if Redis or the store has one of this id.
 
     Args:
-        sources: policy id → where its weights of version 0 come from.
+        source: where version 0 comes from: policy id → source of its weights, or a checkpoint for all.
         players: bytes of the fixed players that were read already.
     """
     store = context.checkpoints.store
@@ -81,7 +82,11 @@ def prepare_new(
         raise RunExists(f"{holder} already has a run {context.run_id!r}; choose another --run-id, or resume it")
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
-        first = forked(context, sources) if sources else None
+        first: Checkpoint | None
+        if isinstance(source, Checkpoint):
+            first = forked_whole(context, source)
+        else:
+            first = forked(context, source) if source else None
         store_players(store, context.config, players, first)
         if first is not None:
             context.checkpoints.write(first.manifest, first.objects)
@@ -93,8 +98,8 @@ def prepare_new(
             emit(context.redis, context.run_id, "trainer", text)
     except StagecoachError:
         with contextlib.suppress(StagecoachError):
-            if sources:
-                context.checkpoints.delete(FIRST_CHECKPOINT)
+            for name in context.checkpoints.names():
+                context.checkpoints.delete(name)
             for key in (ENVIRONMENT, CONFIG, *store.keys(SHARED_OBJECTS)):
                 store.delete(key)
         raise
@@ -131,7 +136,8 @@ def prepare_resume(
         _refuse_other_versions(context.checkpoints, checkpoint)
     refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
-    drop_entries(context.redis, context.run_id, drop)
+    if drop:
+        drop_entries(context.redis, context.run_id, drop, _durable(context.checkpoints))
     if not create_flow(context):
         rollout = context.config.rollout
         context.check_config(shards_may_change=True)
@@ -140,7 +146,10 @@ def prepare_resume(
         context.flow.release()
         keys = RunKeys(context.run_id)
         context.redis.delete(keys.draining, *map(keys.heartbeats, BEATING))
-        _forget_action_traces(context)
+        known: Any = context.redis.hkeys(keys.incarnations)
+        kept = {f"worker-{index}" for index in range(rollout.workers)}
+        for worker in {name.decode(errors="replace") for name in known} - kept:
+            ExperienceLog(context.redis, context.run_id).forget_action_trace(worker)
     epoch = context.flow.take_over(last_epoch(context.checkpoints))  # what a dead trainer has sent comes too late now
     if checkpoint is not None:
         taken = rolled_back(context, checkpoint, epoch).checkpoint
@@ -151,6 +160,14 @@ def prepare_resume(
     context.checkpoints.clear_marker(FINISHED)
     while not _set_running(context, epoch):
         epoch = context.flow.take_over(epoch)
+
+
+def _durable(checkpoints: CheckpointStore) -> str:
+    """Returns the log position of the newest checkpoint."""
+    try:
+        return checkpoints.newest_good()[0].manifest.log_position
+    except CheckpointNotFound:
+        return START
 
 
 def _set_running(context: RunContext, epoch: int) -> bool:
@@ -180,14 +197,6 @@ def _refuse_shards_left_out(context: RunContext) -> None:
             f"{context.run_id} has {sum(sizes[shard] for shard in missing)} bytes not learned from yet; add it again "
             f"(an empty server at that address if the data are lost: they are then dropped, and counted)"
         )
-
-
-def _forget_action_traces(context: RunContext) -> None:
-    """Deletes the action traces of workers that the run no longer has."""
-    keys, wanted = RunKeys(context.run_id), {f"worker-{index}" for index in range(context.config.rollout.workers)}
-    known: Any = context.redis.hkeys(keys.incarnations)
-    for worker in {name.decode(errors="replace") for name in known} - wanted:
-        ExperienceLog(context.redis, context.run_id).forget_action_trace(worker)
 
 
 def _older(context: RunContext, origin: str) -> Checkpoint | None:

@@ -302,7 +302,7 @@ def submit_and_follow(
     known = folder.remote
     with ExitStack() as undo:
         undo.callback(jobs.close)
-        job = None if known is None else known.job
+        job = known.job if known else None
         if replace and (former := job) is not None:
             poll(Wait(f"job {former} to end", _STOP_SECONDS), lambda: not jobs.starts(former), _POLL_SECONDS)
         if job is None or not jobs.starts(job):

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from stagecoach.coordinator.catalog.run_metrics import record_events
 from stagecoach.coordinator.catalog.status import Status, ended_status, live_status
 from stagecoach.coordinator.lifecycle.inline import InlineRoles
 from stagecoach.coordinator.lifecycle.preparation import record_failure
-from stagecoach.coordinator.lifecycle.program_end import end_with_program
 from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.coordinator.lifecycle.validation import available_cores, excess_workers
 from stagecoach.coordinator.services.embedded import BUCKET, Service, SocketFolder, launch_s3, start_redis
@@ -36,6 +36,11 @@ _LOGS: list[logging.Handler] = []
 """Log handlers of the live runs; each logs all lines of this process."""
 _SHARED_LOGS = ("redis", "s3", "ray", "background")
 """Logs written by embedded services, or by a detached coordinator's whole process."""
+_ENDS_WITHIN_SECONDS = 30.0
+"""Time for services to end after the program; the last checkpoint has `trainer.grace_seconds` before."""
+_LOCK = world.Lock()
+_live: list["Coordinator"] = []
+_watch: world.Thread | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Coordinator:
             raise
         name = coordinator_thread(folder.run_id)
         world.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
-        end_with_program(self)
+        _end_with_program(self)
 
     def _supervise(self, supervise: Callable[[world.Event], RunEnd]) -> None:
         """Supervises the roles, then stops everything; sets an outcome whatever fails."""
@@ -183,23 +188,22 @@ class Coordinator:
             self.outcome = Outcome(end, status, world.monotonic() - self._started)
 
     @property
-    def run_id(self) -> str:
-        return self._folder.run_id
+    def live(self) -> bool:
+        return self.outcome is None and not self._abandoned.is_set()
 
-    @property
-    def abandoned(self) -> bool:
-        return self._abandoned.is_set()
-
-    @property
-    def continued_by(self) -> str:
-        """Command or call that continues the run."""
+    def end_in_order(self) -> float:
+        """Asks the run to end, since the program has ended; returns the seconds it has for that."""
+        run_id, again = self._folder.run_id, self._folder.continued_by
         if self._config.environment.given_object is not None:
-            return f"Run.resume({self.run_id!r}, environment=…)"
-        return self._folder.continued_by
-
-    @property
-    def grace_seconds(self) -> float:
-        return self._config.trainer.grace_seconds
+            again = f"Run.resume({run_id!r}, environment=…)"
+        print(
+            f"stagecoach: the program ended while run {run_id} was live; it ends with a last checkpoint "
+            f"(run.wait() waits for a run). To continue it: {again}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        with suppress(StagecoachError, redis.RedisError):  # it is abandoned later
+            self.stop()
+        return self._config.trainer.grace_seconds + _ENDS_WITHIN_SECONDS
 
     def stop(self) -> None:
         """Asks the run to end with a last checkpoint."""
@@ -210,6 +214,29 @@ class Coordinator:
         self._abandoned.set()
         for client in self._clients:
             retries(client).abandon()
+
+
+def _end_with_program(run: Coordinator) -> None:
+    """Ends the run in order once the main thread has ended, if it is still live then."""
+    global _watch
+    with _LOCK:
+        _live[:] = [other for other in _live if other.outcome is None]
+        _live.append(run)
+        if _watch is None:
+            # not a daemon: Python waits for it before it ends the threads and processes that a run needs
+            _watch = world.Thread(target=_end_all, name="program-end")
+            _watch.start()
+
+
+def _end_all() -> None:
+    threading.main_thread().join()
+    for run, seconds in [(run, run.end_in_order()) for run in _live if run.live]:
+        deadline = world.monotonic() + seconds
+        while run.outcome is None and world.monotonic() < deadline:
+            world.sleep(0.05)
+        run.abandon()
+        while run.outcome is None and world.monotonic() < deadline + _ENDS_WITHIN_SECONDS:
+            world.sleep(0.05)
 
 
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:

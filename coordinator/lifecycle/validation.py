@@ -74,14 +74,17 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             f"--inline runs all roles in one process, but trainer.ranks={config.trainer.ranks} needs a process each; "
             f"leave --inline out, or set trainer.ranks=1"
         )
-    if inline:
+    if not inline:
+        _check_not_shadowed(Path.cwd())
+    if config.environment.api == "external":  # its clients have it, and nothing can be tried here
+        description = describe_environment(config)
+    elif inline:
         description = describe_environment(config)
         if config.environment.vectorization == "native":
             make_native(config.environment).close()
         check_evaluation(config, description)
         _reset_once(config, description)
     else:
-        _check_not_shadowed(Path.cwd())
         description = try_environment(config).refuse(config, strict)
     check_description(config, description)
     return description

@@ -67,7 +67,10 @@ class Gate:
             if given is None:
                 return refusal(401, "a token is required: open the URL that `stagecoach page` printed")
             if not hmac.compare_digest(given.encode(), self._token.encode()):  # first: others may share the address
-                wrong = self._wrong_of(request.client.host if request.client else "")
+                address = request.client.host if request.client else ""
+                wrong = self._wrong[address] = self._wrong.pop(address, deque(maxlen=_WRONG_TOKENS))
+                if len(self._wrong) > _ADDRESSES:  # only the most recent clients are remembered
+                    del self._wrong[next(iter(self._wrong))]
                 if len(wrong) == _WRONG_TOKENS and world.monotonic() - wrong[0] < _WINDOW_SECONDS:
                     return refusal(429, "too many wrong tokens; try again in a minute")
                 wrong.append(world.monotonic())
@@ -88,13 +91,6 @@ class Gate:
         if self._token is None:
             return refusal(403, "without a token, the page is read-only")
         return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
-
-    def _wrong_of(self, address: str) -> deque[float]:
-        """Times of this client's wrong tokens; only the most recent clients are remembered."""
-        times = self._wrong[address] = self._wrong.pop(address, deque(maxlen=_WRONG_TOKENS))
-        if len(self._wrong) > _ADDRESSES:
-            del self._wrong[next(iter(self._wrong))]
-        return times
 
 
 def _host_name(request: Request) -> str | None:

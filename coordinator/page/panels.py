@@ -11,6 +11,7 @@ from stagecoach.shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
     "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "league",
+    "clients",
 ]  # fmt: skip
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
@@ -194,6 +195,14 @@ PANELS = (
         (
             Line("fleet/workers_wanted", "wanted", None, _gauge("stagecoach_workers_wanted")),
             Line("fleet/workers", "alive", None, _gauge("stagecoach_workers")),
+        ),
+    ),
+    Panel(
+        "Fleet", "clients", "Clients", "clients",
+        note="A turn is late if its outcome comes after its fragment, or another policy version acted it.",
+        queries=(
+            ("sessions", _gauge("stagecoach_gateway_sessions")),
+            ("round trip, p99", _gauge("stagecoach_gateway_round_trip_seconds")),
         ),
     ),
     Panel("Records", "timeline", "Checkpoints and events", "timeline"),

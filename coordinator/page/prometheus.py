@@ -47,8 +47,7 @@ METRICS: dict[str, Described] = {
         "Always 1: the run's state, algorithm and environment.", "state", "algorithm", "environment"
     ),
     "stagecoach_transitions_total": _counter(
-        f"Transitions acted by workers (role worker) and trained on by the trainer (role trainer). {_LASTS}",
-        "role",
+        f"Transitions acted by workers (role worker) and trained on by the trainer (role trainer). {_LASTS}", "role"
     ),
     "stagecoach_dropped_transitions_total": _counter(f"Transitions dropped instead of trained on. {_LASTS}", "reason"),
     "stagecoach_ledger_unbalanced": _gauge(
@@ -58,9 +57,7 @@ METRICS: dict[str, Described] = {
     "stagecoach_episodes_total": _counter(f"Training episodes that ended. {_LASTS}"),
     "stagecoach_updates_total": _counter(f"Updates of the policy. {_LASTS}"),
     "stagecoach_policy_lag_versions": Described(
-        HistogramMetricFamily,
-        ("run",),
-        f"Policy versions between acting a fragment and learning from it. {_LASTS}",
+        HistogramMetricFamily, ("run",), f"Policy versions between acting a fragment and learning from it. {_LASTS}"
     ),
     "stagecoach_policy_lag_bound_versions": _gauge("Bound of the lag: rollout.max_policy_lag."),
     "stagecoach_wait_seconds_total": _counter(
@@ -84,23 +81,18 @@ METRICS: dict[str, Described] = {
     "stagecoach_store_away": _gauge("1 while the run waits for its store, else 0."),
     "stagecoach_store_undeleted": _gauge("Checkpoints and other objects that the store refuses to delete."),
     "stagecoach_redis_away": _gauge("1 while the run, or the page's server, waits for its Redis, else 0."),
+    "stagecoach_gateway_sessions": _gauge("Sessions of clients that are connected to the run's gateways."),
+    "stagecoach_gateway_round_trip_seconds": _gauge(
+        "99th percentile of the newest 1,000 answers of a gateway; the largest of all gateways."
+    ),
     TRAINING_METRIC: _gauge(
-        "Newest training metrics that the page draws, also of each policy, agent or lesson.",
-        "name",
-        "of",
+        "Newest training metrics that the page draws, also of each policy, agent or lesson.", "name", "of"
     ),
     "stagecoach_evaluation_return": _gauge("Mean return of the newest evaluation."),
 }
 
-TRAINING_METRICS = frozenset(
-    {
-        name
-        for panel in PANELS
-        for line in panel.lines
-        if (line.stream or panel.stream) == TRAIN
-        for name in (line.metric.removesuffix("/*"), *(line.band or ()))
-    }
-)
+_DRAWN = [line for panel in PANELS for line in panel.lines if (line.stream or panel.stream) == TRAIN]
+TRAINING_METRICS = {name for line in _DRAWN for name in (line.metric.removesuffix("/*"), *(line.band or ()))}
 
 
 def _drawn(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
@@ -197,8 +189,11 @@ def _of_live_run(view: RunView) -> Iterator[Sample]:
     yield "stagecoach_store_away", (), waits or view.away == "store" or bool(outages - redis)
     kept = view.state["store"].get("undeleted") or {}
     yield "stagecoach_store_undeleted", (), kept.get("checkpoints", 0) + kept.get("objects", 0)
-    if paused:  # nothing is known of its processes
+    if paused or view.state["state"] == RunStatus.STARTING_OR_ENDING:  # nothing is known of its processes
         return
+    if gateways := [beat["progress"] for beat in there if "gateway" in beat["progress"]]:
+        yield "stagecoach_gateway_sessions", (), sum(told["sessions"] for told in gateways)
+        yield "stagecoach_gateway_round_trip_seconds", (), max(told["round_trip_p99_ms"] for told in gateways) / 1000
     yield "stagecoach_workers", (), sum(beat["role"] == "worker" and beat["alive"] for beat in beats)
     for role in ROLES:
         if ages := [beat["age_seconds"] for beat in there if beat["role"] == role]:

@@ -10,7 +10,7 @@ import errno
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from stagecoach.coordinator.page.view import RunView, Views, away, jsonable, mat
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_comparison import config_fields, differences
 from stagecoach.coordinator.run_access.run_list import list_runs
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import (
     CheckpointNotFound,
     ObjectMissing,
@@ -46,6 +47,8 @@ from stagecoach.shared.base.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
+_MOST_INFLUENCES = 100
+"""Fragments in an explanation; `stagecoach explain --json` has all."""
 _MAX_BODY, _BODY_SECONDS = 64 * 1024, 10.0
 
 
@@ -93,6 +96,7 @@ def application(views: Views, token: str | None, port: int, read_only: bool) -> 
         Route(run, page.snapshot),
         Route(f"{run}/series", page.series),
         Route(f"{run}/config", page.config),
+        Route(f"{run}/explain", page.explain),
         Route(f"{run}/updates", page.updates),
         Route(f"{run}/league", page.league),
         Route(f"{run}/videos", page.videos),
@@ -126,7 +130,7 @@ class _Page:
     """Routes; those that are not `async` run in Starlette's thread pool."""
 
     def __init__(self, views: Views, can_order: bool) -> None:
-        self._views, self._can_order = views, can_order
+        self._views, self._can_order, self._learning = views, can_order, world.Lock()
 
     def index(self, _: Request) -> Response:
         return FileResponse(STATIC / "index.html", media_type="text/html")
@@ -135,11 +139,10 @@ class _Page:
         return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
-        rows = [
-            replace(row, reason=reason_in_words(row.reason.partition("\n")[0]))
-            for row in list_runs(self._views.runs_dir)
-        ]
-        return JSONResponse(jsonable([asdict(row) for row in rows]))
+        rows = [asdict(row) for row in list_runs(self._views.runs_dir)]
+        for row in rows:
+            row["reason"] = reason_in_words(row["reason"].partition("\n")[0])
+        return JSONResponse(jsonable(rows))
 
     def snapshot(self, request: Request) -> Response:
         return Response(self._known(request).snapshot_json, media_type="application/json")
@@ -167,7 +170,22 @@ class _Page:
     def config(self, request: Request) -> Response:
         ids = [request.path_params["run_id"], *request.query_params.getlist("against")[-1:]]
         mine, *other = (config_fields(self._views.attach(run_id)) for run_id in ids)
-        return JSONResponse(jsonable({"config": mine, "differences": differences(mine, other[0]) if other else {}}))
+        return JSONResponse(jsonable({"config": mine, "differences": differences(mine, *other)}))
+
+    def explain(self, request: Request) -> Response:
+        """Ranks what moved the policy to `?version=N`, over `last` updates; one request at a time learns again."""
+        try:
+            version, last = (int(request.query_params.get(name, "1")) for name in ("version", "last"))
+        except ValueError:
+            raise UserError("expected ?version=NUMBER, and last=NUMBER if it is not 1") from None
+        run = self._views.attach(request.path_params["run_id"])
+        if not self._learning.acquire(blocking=False):
+            raise HTTPException(503, "another version is being explained; try again when that is done")
+        try:
+            found = run.explain(version, last).as_dict()
+        finally:
+            self._learning.release()
+        return JSONResponse(jsonable(found | {"influences": found["influences"][:_MOST_INFLUENCES]}))
 
     async def updates(self, request: Request) -> Response:
         view = await run_in_threadpool(self._views.of, request.path_params["run_id"])

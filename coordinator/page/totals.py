@@ -52,11 +52,8 @@ class Totals:
 
     def _add_process(self, name: str, beat: Mapping[str, Any]) -> None:
         role = beat["role"] if beat["role"] in ROLES else OTHER
-        seconds = {
-            Spent(kind, role, each): _number(value)
-            for kind in ("waited", "stages")
-            for each, value in beat[kind].items()
-        }
+        spent = [(kind, each, value) for kind in ("waited", "stages") for each, value in beat[kind].items()]
+        seconds = {Spent(kind, role, each): _number(value) for kind, each, value in spent}
         age = sum(value for key, value in seconds.items() if key.kind == "stages")
         before = self._newest.get(name)
         if before is not None and before.id == beat["process"] and age > before.age_seconds - _ROUNDING_SECONDS:
@@ -75,14 +72,12 @@ def _add(sums: dict[Spent, float], more: Mapping[Spent, float]) -> None:
 
 
 def _lasting(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float]]:
-    found: list[tuple[tuple[str, ...], float]] = [
-        ((name,), _number(state.get(name))) for name in ("env_steps", "updates", "episodes")
-    ]
+    found: list[tuple[tuple[str, ...], float]] = []
+    found += [((name,), _number(state.get(name))) for name in ("env_steps", "updates", "episodes")]
     total = state.get("ledger", {}).get("total", {})
-    found += [((name,), _number(total[name].get("transitions"))) for name in ("produced", "consumed") if name in total]
-    found += [
-        (("dropped", reason), _number(count.get("transitions"))) for reason, count in total.get("dropped", {}).items()
-    ]
+    counts: dict[tuple[str, ...], Any] = {(name,): total[name] for name in ("produced", "consumed") if name in total}
+    counts |= {("dropped", reason): count for reason, count in total.get("dropped", {}).items()}
+    found += [(key, _number(count.get("transitions"))) for key, count in counts.items()]
     for beat in state.get("roles", ()):
         progress = beat["progress"]
         if beat["role"] == "worker":

@@ -1,6 +1,7 @@
 """`Run`: a handle on one run, from Python; the command line only calls this.
 
-It delegates: starting to lifecycle/launcher.py, its checkpoints to run_checkpoints.py. It reaches the run's Redis
+It delegates: starting to lifecycle/launcher.py, its checkpoints to run_checkpoints.py,
+what its recorded log is good for to run_history.py. It reaches the run's Redis
 while the run is live, and its store always.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import redis
 
+from stagecoach.coordinator.catalog.evidence import Evidence, Sources, check_target, write_evidence
 from stagecoach.coordinator.catalog.run_folder import RunFolder, Submission, link
 from stagecoach.coordinator.catalog.run_metrics import all_rows, last_row
 from stagecoach.coordinator.catalog.status import Status, check_order, order_scale
@@ -23,23 +25,25 @@ from stagecoach.coordinator.lifecycle.launcher import Begun
 from stagecoach.coordinator.lifecycle.preparation import EXACTLY, Continuation
 from stagecoach.coordinator.lifecycle.ray_job import JobCoordinator
 from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
-from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
 from stagecoach.coordinator.run_access.run_connection import AWAY
+from stagecoach.coordinator.run_access.run_history import RunHistory
 from stagecoach.coordinator.run_access.summary import PageAddress, as_html, best_checkpoint, rows
 from stagecoach.shared.base import world
-from stagecoach.shared.base.errors import StagecoachError, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, CheckpointDamaged, StagecoachError, UserError
 from stagecoach.shared.base.foreign_names import missing
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
+from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import Rows
+from stagecoach.trainer_node.replay.rerun import BEGINNING
 
 _POLL_SECONDS = 0.25
 
 
-class Run(RunCheckpoints):
+class Run(RunHistory):
     """A handle on one run: started here, or attached to (live or ended)."""
 
     def __init__(
@@ -271,6 +275,40 @@ class Run(RunCheckpoints):
             Its label and metrics; empty before the first row.
         """
         return self._at.read(lambda client, found: last_row(found.store, stream, client, self.run_id))
+
+    def evidence(self, directory: str | Path, *, replay: bool = False, trust_config: bool = False) -> Evidence:
+        """Writes one folder for a reviewer or a safety case: `run.evidence("my-run-evidence").damaged` is empty.
+
+        Args:
+            directory: A new or empty folder.
+            replay: Also trains again over the archived log, and records whether every object is equal.
+            trust_config: Lets a config from another machine name code to import, for `replay`.
+
+        Returns:
+            The folder, the content of its evidence.json (`summary`), and what is `damaged`.
+
+        Raises:
+            UserError: The folder is not empty, or the run has no archive to replay.
+        """
+        target = Path(directory)
+        check_target(target)
+        replayed = self._replayed(trust_config) if replay else None
+        plot = import_module("stagecoach.coordinator.cli.curves.plot")  # it draws runs, so no module imports it here
+        return write_evidence(target, Sources(
+            self.checkpoint_store(), self.config, self.status(), self.verify(), self.metrics,
+            lambda path: plot.draw([self], [plot.RETURN], path), replayed, self.folder.remote is None,
+        ))  # fmt: skip
+
+    def _replayed(self, trust_config: bool) -> dict[str, Any]:
+        """Result of a replay from the start; one that fails over damaged data is part of the result."""
+        goal = "final" if self.checkpoint_store().marked("final") else "latest"
+        if not Archive(self.checkpoint_store().store, self.run_id).segments():
+            raise UserError(f"--replay: run {self.run_id!r} has no archive of its log; archive=all keeps one")
+        try:
+            found = self.replay(BEGINNING, goal, trust_config=trust_config)
+        except (ArchiveIncomplete, CheckpointDamaged) as error:
+            return {"equal": False, "error": str(error)}
+        return {**vars(found), "equal": found.equal}
 
     def page(self, port: int = 0) -> PageAddress:
         """Serves the page with the run's curves until this process or handle ends: `print(run.page())`.

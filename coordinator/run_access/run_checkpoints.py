@@ -1,7 +1,6 @@
-"""A run's checkpoints and its archived experience: what `Run` does with them."""
+"""A run's checkpoints: what `Run` does with them."""
 
 import os
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from stagecoach.shared.base.errors import CheckpointNotFound, PolicyKindUnknown,
 from stagecoach.shared.base.user_code import extend_imports
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.deployment.deployed_policy import DeployedPolicy, load_policy
-from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.policies.registry import import_policies
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore
-from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.players import read_mean
 from stagecoach.trainer_node.checkpointing.verification import Verdict, promote, verify, withdraw
-from stagecoach.trainer_node.export.checkpoint_export import Export
-from stagecoach.trainer_node.replay import BEGINNING, Replayed, replay
+from stagecoach.trainer_node.export import Export
 
 
 class RunCheckpoints:
@@ -77,21 +73,20 @@ class RunCheckpoints:
         Raises:
             CheckpointNotFound: The run has no checkpoint or policy of that name, or no checkpoint yet.
         """
-        return self._at.read(lambda _, store: self._policy(store, checkpoint, policy_id, trust_config))
 
-    def _policy(
-        self, store: CheckpointStore, checkpoint: str | None, policy_id: str, trust_config: bool
-    ) -> DeployedPolicy:
-        loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
-        data = loaded.objects.get(f"{policy_id}/policy.safetensors")
-        if data is None:
-            data = read_mean(store, loaded.manifest.name, policy_id)
-        if data is None:
-            raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
-        with suppress(PolicyKindUnknown):
+        def read(_: object, store: CheckpointStore) -> DeployedPolicy:
+            loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
+            data = loaded.objects.get(f"{policy_id}/policy.safetensors")
+            if data is None:
+                data = read_mean(store, loaded.manifest.name, policy_id)
+            if data is None:
+                raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
+            with suppress(PolicyKindUnknown):
+                return load_policy(data)
+            self._import_classes(trust_config)
             return load_policy(data)
-        self._import_classes(trust_config)
-        return load_policy(data)
+
+        return self._at.read(read)
 
     @property
     def store_location(self) -> str:
@@ -135,11 +130,15 @@ class RunCheckpoints:
             return self._at.read(lambda _, store: withdraw(store))
         return self._at.read(lambda _, store: promote(store, checkpoint, live=self.live).checkpoint)
 
+    def _prepare_imports(self, trust_config: bool) -> None:
+        """Lets the run's own modules be imported; raises `UserError` without trust."""
+        require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
+        extend_imports((os.getcwd(), *self.folder.import_path()))
+
     def _import_classes(self, trust_config: bool) -> None:
         """Imports the user's own algorithms and networks with their kinds; raises `UserError` without trust."""
         if any("algorithm" in field or "network" in field for field in named_code(self.config)):
-            require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
-            extend_imports((os.getcwd(), *self.folder.import_path()))
+            self._prepare_imports(trust_config)
             import_policies(self.config.policies, self.config.algorithm)
 
     def export(self, directory: str | Path, checkpoint: str | None = None, *, trust_config: bool = False) -> Path:
@@ -225,47 +224,3 @@ class RunCheckpoints:
         target = self.run_id if checkpoint is None else f"{self.run_id}/{checkpoint}"
         runs_dir = self.folder.path.parent
         return evaluate(target, runs_dir, episodes, video, trust_config=trust_config, environment=found)
-
-    def replay(
-        self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None, *,
-        trust_config: bool = False,
-    ) -> Replayed:  # fmt: skip
-        """Trains again over the archived log and compares: `run.replay("start", "final").different` is empty.
-
-        Nothing is written, and a live run is not disturbed.
-
-        Args:
-            start: A checkpoint to begin with, or `start` for the run's beginning.
-            goal: The checkpoint to compare with.
-            progress: Called with the version reached and the last one.
-            trust_config: Lets a config from another machine name code to import.
-
-        Returns:
-            What was trained again, and the objects that differ.
-
-        Raises:
-            ArchiveIncomplete: Experience is missing.
-            CheckpointNotFound: A checkpoint is missing.
-            CheckpointDamaged: A checkpoint is incomplete or damaged.
-            UserError: No straight line leads from the one to the other, or the config needs trust.
-        """
-        require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
-        store = self.checkpoint_store()
-        begin = start if start == BEGINNING else store.resolve(start)
-        return replay(store, self.config, store.description(), begin, store.resolve(goal), progress)
-
-    def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
-        """Reads the archived experience: `for fragment in run.experience(): ...`; needs `archive: all`.
-
-        Args:
-            after: Log position before the first entry.
-            through: Log position of the last entry.
-
-        Returns:
-            Fragments in the log's order, read lazily.
-
-        Raises:
-            ArchiveIncomplete: The archive is missing or has a hole.
-        """
-        store = self.checkpoint_store()
-        return experience(Archive(store.store, store.run_id), self.store_location, after, through)

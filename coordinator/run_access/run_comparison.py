@@ -1,22 +1,30 @@
-"""Results of runs in a few numbers, differences of two, and statistics over seeds."""
+"""Results of runs in a few numbers, and of configs over their seeds."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 
 from stagecoach.coordinator.catalog.run_metrics import ratings_in
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.seed_statistics import (
+    improvement_interval,
+    interval,
+    iqm,
+    iqm_interval,
+    probability_of_improvement,
+)
 from stagecoach.shared.config.schema.section import leaves
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.protocol.events import ranking
 from stagecoach.shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
 
-_CONFIDENCE = 0.95
 _NOT_OF_A_GROUP = ("seed", "runs_dir")
-_POINTS = 20_001
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,10 @@ def training_time(run: Run, end: Mapping[str, float | None]) -> tuple[float, flo
     return (seconds, steps / seconds) if begin and seconds > 0 else (0.0, None)
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configs differ."""
-    names = sorted({*one, *other})
-    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+def differences(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Field → its value in each config, for the fields in which they differ."""
+    found = {name: [its.get(name) for its in configs] for name in sorted({*chain(*configs)})}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def config_fields(run: Run) -> dict[str, Any]:
@@ -102,22 +110,63 @@ def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     return [members for _, members in groups]
 
 
-def interval(values: Array) -> tuple[Array, Array]:
-    """Mean over the first axis, and half the width of its 95 % interval by Student's t; NaN for a single value.
-
-    For few seeds, the usual case, bootstrap intervals are too narrow.
-    """
-    count = len(values)
-    mean: Array = values.mean(axis=0)
-    if count < 2:
-        return mean, np.full_like(mean, np.nan)
-    half: Array = values.std(axis=0, ddof=1) * (_t_quantile(count - 1) / math.sqrt(count))
-    return mean, half
+SCORES = {"last": "last evaluation", "best": "best", "training_return": "training return"}
+"""Field of a run's result → its title; each is a score by which configs are compared."""
 
 
-def _t_quantile(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t; with t = √n · tan a, the density of a is cos^(n-1)."""
-    angles = np.linspace(0.0, math.pi / 2, _POINTS)
-    density = np.cos(angles) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(float(np.interp(_CONFIDENCE * mass[-1], mass, angles)))
+@dataclass(frozen=True)
+class ConfigResult:
+    """Scores of one config over its seeds."""
+
+    name: str
+    runs: tuple[str, ...]
+    seeds: int
+    """Number of runs that have the score."""
+    mean: float | None = None
+    mean_interval: tuple[float, float] | None = None
+    """95 % interval of the mean by Student's t; None with fewer than two seeds."""
+    iqm: float | None = None
+    """Interquartile mean."""
+    iqm_interval: tuple[float, float] | None = None
+    """95 % interval of that by stratified bootstrap."""
+    improvement: float | None = None
+    """Probability that a seed of this config scores above one of the first; None for the first."""
+    improvement_interval: tuple[float, float] | None = None
+
+
+def results_by_config(groups: Sequence[Sequence[RunResult]], score: str) -> list[ConfigResult]:
+    """Compares configs by a score, a name in `SCORES`; each group is a config's results, one for each seed."""
+    values = [np.array([its for result in group if (its := getattr(result, score)) is not None]) for group in groups]
+    firsts = [None, *[values[0]] * (len(groups) - 1)]
+    return [_of_config(*each) for each in zip(groups, values, firsts, strict=True)]
+
+
+def _of_config(group: Sequence[RunResult], own: Array, first: Array | None) -> ConfigResult:
+    ids = tuple(result.run_id for result in group)
+    found = ConfigResult(_name(ids), ids, len(own))
+    if len(own):
+        mean, half = map(float, interval(own))
+        found = replace(found, mean=mean, iqm=float(iqm(own)))
+        if len(own) > 1:
+            found = replace(found, mean_interval=(mean - half, mean + half), iqm_interval=_bounds(iqm_interval(own)))
+        if first is not None and len(first):
+            found = replace(found, improvement=probability_of_improvement(own, first))
+            if min(len(own), len(first)) > 1:
+                found = replace(found, improvement_interval=_bounds(improvement_interval(own, first)))
+    return found
+
+
+def _bounds(found: tuple[Array, Array]) -> tuple[float, float]:
+    return float(found[0]), float(found[1])
+
+
+def _name(run_ids: Sequence[str]) -> str:
+    """Name of a config: what its runs' names have in common."""
+    common = commonprefix(run_ids) if len(run_ids) > 1 else run_ids[0]  # noqa: RUF071 - of characters, as is meant
+    return re.sub(r"(-seed(-\d*)?)?[-_.]*$", "", common) or run_ids[0]
+
+
+def differing_fields(groups: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:
+    """Dotted field → its value in each config, for the fields in which configs differ."""
+    found = differences(*(config_fields(group[0]) for group in groups))
+    return {name: values for name, values in found.items() if name not in _NOT_OF_A_GROUP}

@@ -42,30 +42,27 @@ class RunConnection:
 
     def client(self, role: RoleName = "viewer") -> redis.Redis | None:
         """Redis of the live run; None where the run is not live or its Redis is gone. Raises one of `AWAY`."""
-        with self._lock:
-            return self._client(role)
-
-    def _client(self, role: RoleName) -> redis.Redis | None:
         folder = self._folder
-        address = folder.live_address()
-        remote = address is None and not folder.live and self._config.redis.url != "embedded"
-        if remote:
-            address = folder.offline_address(self._config)
-        if address != self._connected_to:
-            self._clients.clear()  # another thread may still use one, so none is closed here
-        self._connected_to, self._unreachable = address, None
-        if address is None:
-            return None
-        try:
-            if role not in self._clients:
-                self._clients[role] = connect_redis(address, without_retries(self._config), role)
-            client = self._clients[role]
-            return client if not remote or is_supervised(client, folder.run_id) else None
-        except AWAY as error:
-            if folder.live:
-                raise
-            self._unreachable = str(error) if folder.remote is not None else None
-            return None
+        with self._lock:
+            address = folder.live_address()
+            remote = address is None and not folder.live and self._config.redis.url != "embedded"
+            if remote:
+                address = folder.offline_address(self._config)
+            if address != self._connected_to:
+                self._clients.clear()  # another thread may still use one, so none is closed here
+            self._connected_to, self._unreachable = address, None
+            if address is None:
+                return None
+            try:
+                if role not in self._clients:
+                    self._clients[role] = connect_redis(address, without_retries(self._config), role)
+                client = self._clients[role]
+                return client if not remote or is_supervised(client, folder.run_id) else None
+            except AWAY as error:
+                if folder.live:
+                    raise
+                self._unreachable = str(error) if folder.remote is not None else None
+                return None
 
     def ordering_client(self) -> redis.Redis:
         """Redis of the live run, with the right to give orders; raises `UserError` where the run is not live."""
@@ -112,7 +109,9 @@ class RunConnection:
         if found.state is not RunStatus.INTERRUPTED:
             return found
         if self._folder.live:
-            return replace(found, state=RunStatus.STARTING_OR_ENDING, reason="its coordinator is at work")
+            who = "its coordinator"
+            state = RunStatus.STARTING_OR_ENDING
+            return replace(found, state=state, reason=f"{who} is at work", live=True, bottleneck=who)
         found = replace(found, reason=INTERRUPTED_REASON.format(self._folder.continued_by))
         unseen = f"this machine cannot see whether it is live: {self._unreachable}"
         return replace(found, state=RunStatus.UNKNOWN, reason=unseen) if self._unreachable else found
@@ -129,18 +128,17 @@ class RunConnection:
 
     def events(self, after: str, kept: list[Event] | None = None) -> list[Event]:
         """All events after an id, oldest first; `kept` are the newest of an ended run."""
-        return self.read(lambda client, store: self._events(client, store, after, kept))
 
-    def _events(
-        self, client: redis.Redis | None, store: CheckpointStore, after: str, kept: list[Event] | None
-    ) -> list[Event]:
-        newest, oldest = kept or [], kept[0].id if kept else None
-        if client is not None and kept is None:
-            newest = read_events(client, self._folder.run_id, after)
-            oldest = oldest_event(client, self._folder.run_id)
-        if oldest is None or id_order(oldest) > id_order(after):  # Redis keeps about a thousand, the store has all
-            with self._lock:
-                self._recorded.refresh(store.store, 0.0)
-                newest = [recorded_event(*row) for row in self._recorded.rows] + newest
-        found = {id_order(event.id): event for event in newest}
-        return [event for place, event in sorted(found.items()) if place > id_order(after)]
+        def events(client: redis.Redis | None, store: CheckpointStore) -> list[Event]:
+            newest, oldest = kept or [], kept[0].id if kept else None
+            if client is not None and kept is None:
+                newest = read_events(client, self._folder.run_id, after)
+                oldest = oldest_event(client, self._folder.run_id)
+            if oldest is None or id_order(oldest) > id_order(after):  # Redis keeps about a thousand, the store has all
+                with self._lock:
+                    self._recorded.refresh(store.store, 0.0)
+                    newest = [recorded_event(*row) for row in self._recorded.rows] + newest
+            found = {id_order(event.id): event for event in newest}
+            return [event for place, event in sorted(found.items()) if place > id_order(after)]
+
+        return self.read(events)

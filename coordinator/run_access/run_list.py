@@ -37,9 +37,8 @@ class RunRow:
 
 
 def list_runs(runs_dir: Path) -> list[RunRow]:
-    return [
-        replace(_row_from_files(path) or row_from_servers(path), **_described(path)) for path in run_paths(runs_dir)
-    ]
+    rows = {path: _row_from_files(path) or row_from_servers(path) for path in run_paths(runs_dir)}
+    return [replace(row, **_described(path)) for path, row in rows.items()]
 
 
 def _described(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def train(
     thing = None
     folders = own_folders()
     extend_imports(folders)
-    if _is_config(what):
+    if isinstance(what, Config | Mapping | Path) or (isinstance(what, str) and names_config(what)):
         if config is not None:
             raise ConfigError(
                 f"config={_shown(config)}: {_shown(what)} is a config already; give changes of it as keywords, or an "
@@ -120,10 +120,6 @@ def _path_of(thing: Any, field: str) -> str:
             f"program itself or of a notebook's cell"
         )
     return path
-
-
-def _is_config(what: Any) -> bool:
-    return isinstance(what, Config | Mapping | Path) or (isinstance(what, str) and names_config(what))
 
 
 def _known(name: str, runs_dir: str | Path | None) -> str:

@@ -197,7 +197,7 @@ class SocketFolder:
 
     def __init__(self) -> None:
         clear_abandoned_sockets()
-        self._folder, self._owner = hold_folder(_short_folder(), _SOCKET_FOLDER, b"")
+        self._folder, self._owner = hold_folder(_short_folder(), _SOCKET_FOLDER)
         self.socket = self._folder / "redis.sock"
 
     @property
@@ -212,7 +212,7 @@ class SocketFolder:
 
 def clear_abandoned_sockets() -> None:
     """Removes the sockets' folders of this user's killed coordinators."""
-    for path in abandoned_folders(Path(_short_folder() or tempfile.gettempdir()), _SOCKET_FOLDER):
+    for path in abandoned_folders(_short_folder(), _SOCKET_FOLDER):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -227,9 +227,8 @@ def start_redis(folder: Path, log: Path, password: str, socket_path: Path | None
     def launch(binary: str, port: int) -> subprocess.Popen[bytes]:
         if socket_path is not None:
             private_folder(socket_path.parent)  # something may have removed it since
-        address = (
-            ["port 0", f"unixsocket {_quoted(socket_path)}", "unixsocketperm 600"] if socket_path else [f"port {port}"]
-        )
+        on_socket = ["port 0", f"unixsocket {_quoted(socket_path)}", "unixsocketperm 600"] if socket_path else []
+        address = on_socket or [f"port {port}"]
         lines = [
             "bind 127.0.0.1", *address, f"requirepass {password}", f"dir {_quoted(folder)}", f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
@@ -289,8 +288,9 @@ class RayService(Service):
     """
 
     def __init__(self, num_cpus: int, token: str, loopback: bool) -> None:
-        _sweep_ray_folders()
-        self._folder, self._owner = hold_folder(_short_folder(), _RAY_FOLDER, b"")
+        for abandoned in abandoned_folders(_short_folder(), _RAY_FOLDER):
+            _remove_ray_folder(abandoned)
+        self._folder, self._owner = hold_folder(_short_folder(), _RAY_FOLDER)
         environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
             "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0", "RAY_START_HOOK": START_HOOK,
@@ -338,7 +338,7 @@ class RayService(Service):
         self._owner.close()
 
 
-def hold_folder(parent: str | None, prefix: str, content: bytes) -> tuple[Path, IO[bytes]]:
+def hold_folder(parent: Path, prefix: str, content: bytes = b"") -> tuple[Path, IO[bytes]]:
     """Creates a private folder with a random name; its file `owner`, of this content, is locked while it is open."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # with mode 0700
     unheld = folder / "new"
@@ -361,13 +361,8 @@ def abandoned_folders(parent: Path, prefix: str) -> Iterator[Path]:
                 yield path
 
 
-def _sweep_ray_folders() -> None:
-    """Removes the folders of this user's killed coordinators, after saving their logs."""
-    for path in abandoned_folders(Path(_short_folder() or tempfile.gettempdir()), _RAY_FOLDER):
-        _remove_ray_folder(path)
-
-
 def _remove_ray_folder(path: Path) -> None:
+    """Removes the folder of an ended Ray after saving its logs."""
     with contextlib.suppress(OSError, shutil.Error):  # a full disk must not keep the run from ending
         folder = Path(os.fsdecode((path / OWNER).read_bytes()) or os.devnull)
         logs, link = folder / "ray", folder / _RAY_LOG
@@ -442,9 +437,9 @@ def free_port() -> int:
                 return port
 
 
-def _short_folder() -> str | None:
-    """Returns None (the default folder) if Ray's socket paths are short enough there."""
-    return None if len(tempfile.gettempdir()) <= _LONGEST_PARENT else "/tmp"
+def _short_folder() -> Path:
+    """Returns the default folder for temporary files if Ray's socket paths are short enough there."""
+    return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_PARENT else "/tmp")
 
 
 def _quoted(path: Path) -> str:

@@ -28,7 +28,7 @@ class MemoryFolder:
     def __init__(self, redis_folder: Path) -> None:
         """Raises `OSError` if shared memory is missing or read-only for this user."""
         content = f"{world.token_hex(16)}\n{kept_bodies(redis_folder)}"
-        self.path, self._owner = hold_folder(str(ROOT), _PREFIX, os.fsencode(content))
+        self.path, self._owner = hold_folder(ROOT, _PREFIX, os.fsencode(content))
         (self.path / FREE).mkdir(0o700)
 
     def close(self) -> None:

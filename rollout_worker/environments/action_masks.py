@@ -15,14 +15,9 @@ KEY = "action_mask"
 Source = Literal["auto", "observation", "info", "off"]
 
 
-def with_mask(observation: Any, mask: Any) -> Any:
-    """Returns the observation as a dict with the mask; anything but a dict becomes its entry `observation`."""
-    inside = observation if isinstance(observation, dict) else {"observation": observation}
-    return {**inside, KEY: mask}
-
-
 def from_info(observation: Any, info: Mapping[str, Any], choices: int) -> dict[str, Any]:
-    """Returns the observation with the mask from `info`; raises `EnvironmentUnusable` without a mask of that size."""
+    """Returns the observation as a dict with the mask from `info`; anything but a dict becomes its entry `observation`.
+    Raises `EnvironmentUnusable` without a mask of that size."""
     found = info.get(KEY)
     parts = found if isinstance(found, tuple | list) else [found]
     mask = None if found is None else np.concatenate([np.asarray(part).reshape(-1) for part in parts])
@@ -32,7 +27,8 @@ def from_info(observation: Any, info: Mapping[str, Any], choices: int) -> dict[s
             f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}; return it "
             f"from each reset and step, or use environment.action_mask=auto"
         )
-    return dict(with_mask(observation, (mask > 0).astype(np.int8)))
+    inside = observation if isinstance(observation, dict) else {"observation": observation}
+    return {**inside, KEY: (mask > 0).astype(np.int8)}
 
 
 def space_with_mask(observation: spaces.Space[Any], choices: int) -> spaces.Dict:
@@ -59,17 +55,12 @@ def choices(action: spaces.Space[Any]) -> list[int]:
     return [0]
 
 
-def count_choices(action: spaces.Space[Any]) -> int:
-    """Returns the length of a mask of this space."""
-    return sum(choices(action))
-
-
 class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
     """Puts `info["action_mask"]` into the observation."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
-        self._choices = count_choices(env.action_space)
+        self._choices = sum(choices(env.action_space))
         self.observation_space = space_with_mask(env.observation_space, self._choices)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -84,11 +75,8 @@ class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str, boxes: bool = False) -> SpaceSpec:
-    """Returns the observation with its `action_mask` leaves marked as masks, in the order of the action's leaves.
-
-    A mask has a number for each choice (and for each box, if `boxes`). Raises `ConfigError` if a mask is required or
-    present and does not fit.
-    """
+    """Returns the observation with its `action_mask` leaves marked as masks, in the order of the action's leaves: a
+    number for each choice (and box, if `boxes`). Raises `ConfigError` if a mask is missing or does not fit."""
     here = [index for index, leaf in enumerate(observation.leaves) if leaf.path.partition(".")[0] == KEY]
     choices = sum(sum(leaf.nvec) or boxes for leaf in action.leaves)
     if source == "off" or (source == "auto" and not (here and choices)):
@@ -124,7 +112,6 @@ def _in_order(masks: Sequence[Leaf], action: SpaceSpec, whose: str) -> list[int]
 
 
 def _renumbered(structure: Any, now: Mapping[int, int]) -> Any:
-    """Returns the nesting with the leaves' new numbers."""
     if isinstance(structure, int):
         return now.get(structure, structure)
     if "dict" in structure:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from stagecoach.rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
-from stagecoach.rollout_worker.environments.critic_state import state_space
+from stagecoach.rollout_worker.environments.action_masks import choices, marked, space_with_mask
 from stagecoach.rollout_worker.environments.factory import evaluation_environment, make_environment, parameterized
+from stagecoach.rollout_worker.environments.pettingzoo_env import state_space
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
 from stagecoach.shared.config.compatibility import check_minibatches
 from stagecoach.shared.config.environments.parameters import evaluated_table, table_at
@@ -19,7 +19,6 @@ from stagecoach.shared.experience.goals import MISSED
 from stagecoach.shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
-"""The name of the only agent of a gymnasium environment."""
 
 
 def describe_environment(config: Config) -> EnvironmentDescription:
@@ -38,7 +37,7 @@ def _try_parameters(config: Config, env: Any) -> Any:
     """Resets the environment with the parameters of the first and the last lessons; raises `EnvironmentUnusable` if it
     rejects them. Returns the environment, which may have been rebuilt."""
     environment = config.environment
-    if not environment.parameters or environment.vectorization == "native":
+    if not environment.parameters or environment.vectorization == "native" or environment.api == "external":
         return env
     giving = parameterized(environment)
     first = {name: 0 for name, entry in environment.parameters.items() if entry.lessons}
@@ -81,7 +80,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
+    external = config.environment.api == "external"  # each slot at its own pace
+    in_turns = levels is not None or external or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
     info_columns = config.environment.info_columns
     if levels is not None and levels.test_subgoals and MISSED not in info_columns:
@@ -90,7 +90,6 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
 
 
 def _read_spaces(config: Config, env: Any) -> dict[str, Any]:
-    """Returns agent → its observation and action space; raises `EnvironmentUnusable` if they are missing or invalid."""
     several = config.environment.several_agents
     try:
         if several:
@@ -119,14 +118,11 @@ def _read_spaces(config: Config, env: Any) -> dict[str, Any]:
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
     if config.environment.action_mask == "info" and config.environment.api == "pettingzoo":
-        return {
-            agent: (space_with_mask(seen, count_choices(action)), action) for agent, (seen, action) in found.items()
-        }
+        return {agent: (space_with_mask(seen, sum(choices(action))), action) for agent, (seen, action) in found.items()}
     return found
 
 
 def _policy_spaces(config: Config, env: Any, found: Mapping[str, Any], agent: str) -> PolicySpaces:
-    """Returns the spaces of an agent's policy, with masks and the state for its critic."""
     levels, (observation, action) = config.environment.hierarchy, found[agent]
     with_options = levels is not None and levels.options is not None  # their mask contains the environment's
     source = "observation" if with_options else config.environment.action_mask
@@ -150,7 +146,7 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
         slots = {id_: 1 if description.in_turns else description.slots(id_) for id_ in config.policies}
         check_minibatches(config, slots)
     steps, agents = config.rollout.fragment_steps, len(description.agents)
-    alone = config.environment.hierarchy is None and config.dataset is None
+    alone = config.environment.hierarchy is None and config.dataset is None and config.environment.api != "external"
     if description.in_turns and alone and steps < 2 * agents:  # the last turn of each agent in a fragment is lost
         raise ConfigError(
             f"rollout.fragment_steps={steps} counts the turns of all {agents} agents, and a turn whose outcome comes "
@@ -160,7 +156,6 @@ def check_new(config: Config, description: EnvironmentDescription) -> None:
 
 
 def _check_convolutions(field: str, cnn: object, observation: SpaceSpec) -> None:
-    """Raises `ConfigError` if convolutions are configured and nothing observed is an image."""
     seen = [leaf for leaf in observation.leaves if not leaf.mask]
     if cnn == "auto" or any(leaf.is_image for leaf in seen):
         return

@@ -14,28 +14,49 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
+from stagecoach.rollout_worker.environments import gymnasium_env
 from stagecoach.rollout_worker.environments.action_masks import MaskFromInfo
-from stagecoach.rollout_worker.environments.copies import Copies
+from stagecoach.rollout_worker.environments.copies import Copies, InOwnProcess, OwnProcesses, confine
 from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
-from stagecoach.rollout_worker.environments.gymnasium_env import (
-    GuardedEnvironment,
-    GymnasiumEnvironments,
-    declared_autoreset,
-)
-from stagecoach.rollout_worker.environments.levels import Levels, LevelTurns
-from stagecoach.rollout_worker.environments.options import Options
-from stagecoach.rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses, confine
+from stagecoach.rollout_worker.environments.hierarchy import Levels, LevelTurns, Options
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from stagecoach.rollout_worker.environments.pettingzoo_env import Parallel, Turns
+from stagecoach.rollout_worker.environments.space_data import space_of
 from stagecoach.rollout_worker.environments.vector_env import VectorEnvironment, layers
 from stagecoach.rollout_worker.environments.wrappers import EpisodicLife
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from stagecoach.shared.base.user_code import import_object, install, meant_path, with_extra
-from stagecoach.shared.config.environments.environment import EnvironmentConfig
+from stagecoach.shared.config.environments.environment import EnvironmentConfig, SpacesConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 
 T = TypeVar("T")
+
+
+class Elsewhere(gym.Env[Any, Any]):
+    """The spaces of environments that other programs have (`api: external`); it cannot be stepped here."""
+
+    def __init__(self, spaces: SpacesConfig) -> None:
+        self.possible_agents = [*spaces.agents]
+        self.observation_space: Any
+        self.action_space: Any
+        if not spaces.agents:
+            self.observation_space = space_of(spaces.observation, "environment.spaces.observation")
+            self.action_space = space_of(spaces.action, "environment.spaces.action")
+            return
+        seen, acted = dict[str, gym.Space[Any]](), dict[str, gym.Space[Any]]()
+        for name, agent in spaces.agents.items():
+            seen[name] = space_of(agent.observation, f"environment.spaces.agents.{name}.observation")
+            acted[name] = space_of(agent.action, f"environment.spaces.agents.{name}.action")
+        self.observation_space, self.action_space = seen.__getitem__, acted.__getitem__
+
+    def reset(self, **_: Any) -> Any:
+        """Raises `EnvironmentUnusable`."""
+        raise EnvironmentUnusable(
+            "environment.api=external: its clients have the environment, and this process has none"
+        )
+
+
 _AUTORESET = "autoreset_mode"
 _REGISTERED_BY = {
     "ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid", "Fetch": "gymnasium_robotics",
@@ -71,7 +92,7 @@ def make_vector(
     else:
         makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
         env = Copies(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    return GymnasiumEnvironments(env, description, native=native, parameters=parameters)
+    return gymnasium_env.GymnasiumEnvironments(env, description, native=native, parameters=parameters)
 
 
 def _several(
@@ -85,7 +106,6 @@ def _several(
 
 
 def parameterized(config: EnvironmentConfig) -> Parameterized:
-    """Returns the object that gives one environment its parameters."""
     return Parameterized(config.parameters_by, lambda values: make_environment(config, **values))
 
 
@@ -102,13 +122,13 @@ def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vecto
     return made
 
 
-def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
+def _in_own_process(config: EnvironmentConfig, index: int) -> gymnasium_env.GuardedEnvironment:
     confine()
     return _guarded(config, index)
 
 
-def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
-    return GuardedEnvironment(make_environment(config), index, config.info_columns, parameterized(config))
+def _guarded(config: EnvironmentConfig, index: int) -> gymnasium_env.GuardedEnvironment:
+    return gymnasium_env.GuardedEnvironment(make_environment(config), index, config.info_columns, parameterized(config))
 
 
 def make_environment(config: EnvironmentConfig | Config, **overrides: Any) -> Any:
@@ -128,6 +148,8 @@ def make_environment(config: EnvironmentConfig | Config, **overrides: Any) -> An
         env: Any = EnvPoolSingle(config.id, config.max_episode_steps, kwargs)
     elif (own := config.given_object) is not None and not isinstance(own, EnvSpec):
         env = _call(own, kwargs, config.id)
+    elif config.spaces is not None:
+        return Elsewhere(config.spaces)
     elif own is None and is_factory(config.id):
         env = _call_imported(config.id, "environment.id", kwargs)
     elif config.api == "pettingzoo":
@@ -162,7 +184,7 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
     if several if config.api == "pettingzoo" else isinstance(env, gym.Env):
         return
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(env).__mro__}
-    expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo environment"}[config.api]
+    expected = "a PettingZoo environment" if config.api == "pettingzoo" else "a gymnasium.Env"
     hint = "; it returned nothing: return the environment" if env is None else ""
     if several:
         hint = "; it is a PettingZoo environment: set environment.api=pettingzoo"
@@ -183,9 +205,7 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
 
 def evaluation_environment(config: Config, most: int | None = None) -> EnvironmentConfig:
     """Returns the training environment's section with the evaluation's arguments, wrappers and copies (at most `most`).
-
-    It is never native: a native environment resets by itself, so its episodes cannot be seeded.
-    """
+    It is never native, since a native environment cannot seed each episode."""
     evaluation, trained = config.evaluation, config.environment
     wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
     copies = min(evaluation.num_envs, most or evaluation.asked.amount)
@@ -203,7 +223,7 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
     """Makes the environment's own vectorized version; raises `ConfigError` or `EnvironmentUnusable`."""
     made = _made_native(config)
     try:
-        mode = declared_autoreset(made) or AutoresetMode.NEXT_STEP
+        mode = gymnasium_env.declared_autoreset(made) or AutoresetMode.NEXT_STEP
     except EnvironmentUnusable:
         made.close()
         raise
@@ -301,7 +321,6 @@ def registering_module(name: str) -> str | None:
 
 
 def _module_hint(name: str) -> str:
-    """Returns the advice for an id that a package registers only when it is imported."""
     module = registering_module(name)
     if module is None:
         return f"; an environment of your own is given as module:factory{meant_path(name)}"

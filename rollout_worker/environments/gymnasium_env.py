@@ -1,5 +1,6 @@
-"""Vectorized Gymnasium environments: sync, async and native."""
+"""Vectorized Gymnasium environments: sync, async, and native, which a worker's successor resumes by plain state."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,6 @@ from gymnasium.vector import AutoresetMode
 
 from stagecoach.rollout_worker.environments import vector_env
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
-from stagecoach.rollout_worker.environments.plain_state import plain_state, restore
 from stagecoach.rollout_worker.environments.seeding import episode_seed
 from stagecoach.rollout_worker.environments.vector_env import (
     NamedFailures,
@@ -81,7 +81,6 @@ class GymnasiumEnvironments:
         self._info_columns = description.info_columns
         self._sums = np.zeros((len(self._info_columns), self.num_envs))
         self._now: Columns = {}
-        """Observations after the last step."""
         self._no_slots = np.zeros(0, np.int32)
         self._no_final = {leaf.column("final_obs"): np.zeros((0, *leaf.shape), leaf.column_dtype) for leaf in leaves}
 
@@ -147,7 +146,6 @@ class GymnasiumEnvironments:
         return {_PARAMETERS: each}
 
     def _episode_seeds(self, which: Iterable[int]) -> Any:
-        """Returns a seed for each environment of `which`, None for the others."""
         seeds: list[int | None] = [None] * self.num_envs
         for index in which:
             seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
@@ -289,7 +287,6 @@ class GymnasiumEnvironments:
 
 
 def close_vector(env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
-    """Closes the environments and their processes."""
     try:
         env.close(**({"timeout": _ANSWERS_WITHIN} if isinstance(env, gym.vector.AsyncVectorEnv) else {}))
     except Exception as error:  # such as a process that has died
@@ -306,13 +303,9 @@ def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:
 
 
 class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
-    """Turns exceptions of an environment into `EnvironmentFailure`, with its number, the place and the traceback.
-
-    Infos are reduced to numbers: all of an episode's last info, the configured numbers else. Anything else (an object
-    that cannot be pickled, an integer of 400 digits) would break Gymnasium's vectorization. With the option
-    `_PAST` (a list of actions per environment) a reset repeats these actions; with `_PARAMETERS` it applies the
-    environment's.
-    """
+    """Turns exceptions of an environment into `EnvironmentFailure`, with its number, the place and the traceback. Infos
+    are reduced to numbers (of an episode's last info all, else the configured), since others may break Gymnasium's
+    vectorization. A reset repeats the actions in the option `_PAST` and applies `_PARAMETERS`, both per environment."""
 
     def __init__(
         self, env: gym.Env[Any, Any], index: int, info_columns: Sequence[str] = (),
@@ -323,7 +316,6 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         self._index, self._info_columns = index, info_columns
         self._held = False
         self._waiting: Any = None
-        """Last observation while it waits."""
         self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -368,3 +360,62 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
             return observation, reward, terminated, truncated, vector_env.numbers(named)
         except (Exception, SystemExit) as error:
             raise self._stepping.failure(error) from None
+
+
+_CONSTANT = ("metadata", "spec")
+"""Attributes that Gymnasium defines and no step changes."""
+_SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+_VALUES = "values"
+"""Name of the numbers and generators, as JSON in bytes; an array is `array.ATTRIBUTE`."""
+
+
+def plain_state(env: gym.vector.VectorEnv[Any, Any, Any]) -> Columns | None:
+    """Returns arrays from which `restore` sets an equal environment to this state. Returns None for a wrapper, a view
+    of another array, or any attribute but numbers, text, arrays, simple spaces and NumPy's generators."""
+    found: Columns = {}
+    values: dict[str, Any] = {}
+    if env.unwrapped is not env or type(env).__basicsize__ > gym.vector.VectorEnv.__basicsize__:
+        return None
+    for name, value in vars(env).items():
+        generator = _generator(value)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.base is None:
+            found[f"array.{name}"] = value
+        elif generator is not None:
+            values[name] = generator.bit_generator.state
+        elif value is None or type(value) in (bool, int, float, str):
+            values[name] = value
+        elif type(value) not in _SPACES and name not in _CONSTANT:
+            return None
+    if len({id(array) for array in found.values()}) < len(found):
+        return None
+    try:
+        return found | {_VALUES: np.frombuffer(json.dumps(values).encode(), np.uint8)}
+    except TypeError:  # a generator with an array
+        return None
+
+
+def restore(env: gym.vector.VectorEnv[Any, Any, Any], state: Columns) -> None:
+    """Inverts `plain_state` in an environment of the same config and seed; raises `ValueError` for others."""
+    fresh = plain_state(env)
+    if fresh is None or _kinds(fresh) != _kinds(state):
+        raise ValueError(f"a state with {sorted(state)} is not one of {type(env).__name__}")
+    values = json.loads(state[_VALUES].tobytes())
+    if values.keys() != json.loads(fresh[_VALUES].tobytes()).keys():
+        raise ValueError(f"a state with {sorted(values)} is not one of {type(env).__name__}")
+    for name, value in values.items():
+        if (generator := _generator(vars(env)[name])) is not None:
+            generator.bit_generator.state = value
+        else:
+            setattr(env, name, value)
+    for name in fresh.keys() - {_VALUES}:
+        setattr(env, name.removeprefix("array."), state[name].copy())
+
+
+def _kinds(state: Columns) -> dict[str, Any]:
+    return {name: (array.shape, array.dtype) for name, array in state.items() if name != _VALUES}
+
+
+def _generator(value: Any) -> np.random.Generator | None:
+    if type(value) in _SPACES:
+        value = value._np_random
+    return value if isinstance(value, np.random.Generator) else None

@@ -29,15 +29,8 @@ _GIVE = "give its class, or a function that makes one"
 
 
 def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Returns the fields of `environment` for an environment, and the object where they do not say it all.
-
-    Args:
-        thing: A class, a callable, an `EnvSpec`, or an environment's id as in a config.
-        kwargs: The arguments with which it will be called.
-
-    Raises:
-        ConfigError: It is something else, or needs other arguments.
-    """
+    """Returns the fields of `environment` for a class, a callable, an `EnvSpec` or an id, called with `kwargs`; and the
+    object where they do not say it all. Raises `ConfigError` for anything else, or if it needs other arguments."""
     if isinstance(thing, str):
         spec = gym.registry.get(thing)
         if spec is None or str(spec.entry_point).startswith("gymnasium."):
@@ -52,10 +45,7 @@ def section_of(thing: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], A
 
 
 def with_object(config: Config, thing: Any) -> Config:
-    """Returns the config of an existing run with the object of its environment (None: as it is); raises `ConfigError`.
-
-    Its name stays that of the run, and its digest is that of the code that is given now.
-    """
+    """Returns the config of an existing run with the object of its environment, if any; raises `ConfigError`."""
     if thing is None:
         return config
     environment = config.environment

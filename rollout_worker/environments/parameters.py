@@ -17,31 +17,25 @@ class EpisodeParameters:
 
     def __init__(self, table: ParameterTable, num_envs: int) -> None:
         self.table = table
-        """Table that the next episodes draw from."""
         self.now: list[Drawn] = [Drawn({}, {})] * num_envs
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
-        """Draws the parameters of an episode that begins."""
         self.now[environment] = Drawn(self.table.draw(seed), self.table.lessons)
 
     def accepts(self, running: Sequence[Mapping[str, Any]]) -> bool:
-        """Returns whether these are parameters of as many episodes."""
         try:
             return len([Drawn.from_dict(its) for its in running]) == len(self.now)
         except (TypeError, ValueError):
             return False
 
     def take_up(self, running: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> None:
-        """Resumes the episodes of a predecessor's trace."""
         for environment, its in enumerate(running):
             self.now[environment] = Drawn.from_dict(its)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Returns the parameters of the running episodes, for the action trace."""
         return [drawn.as_dict() for drawn in self.now]
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """Returns the record of an episode that ended, with what was drawn for it."""
         record.parameters, record.lessons = dict(self.now[environment].values), dict(self.now[environment].lessons)
         return record
 
@@ -88,7 +82,6 @@ class Parameterized:
 
 
 def _holder(env: Any, name: str) -> Any:
-    """Returns the outermost wrapper, or the environment, that has the attribute."""
     if (found := holder(env, {name})) is not None:
         return found
     *_, innermost = layers(env)

@@ -9,15 +9,15 @@ import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments import vector_env
 from stagecoach.rollout_worker.environments.action_masks import KEY, from_info
-from stagecoach.rollout_worker.environments.critic_state import with_state
 from stagecoach.rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from stagecoach.rollout_worker.environments.seeding import episode_seed
 from stagecoach.rollout_worker.environments.vector_env import (
@@ -48,7 +48,6 @@ class Episode:
     over: set[str] = field(default_factory=set)
     """Agents that have ended and are still in the environment's `agents`."""
     first_over: bool = False
-    """True once any agent has ended."""
     waiting: set[str] = field(default_factory=set)
     """Agents that have acted and had no turn since (in turns)."""
     present: set[str] = field(default_factory=set)
@@ -254,7 +253,6 @@ class Parallel:
         return {policy_id: policies[policy_id].action.to_environment(columns) for policy_id, columns in actions.items()}
 
     def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
-        """Returns the observations of a policy's agents, and which of them are present."""
         places = [(agent, episode) for agent in self._agents[policy_id] for episode in self._episodes]
         present = np.array([agent in its.live for agent, its in places], np.bool_)
         rows = [
@@ -263,7 +261,6 @@ class Parallel:
         return self._rows(policy_id, "obs", rows), present
 
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
-        """Returns stacked columns, with zeros for absent agents (None)."""
         spec = self._description.policies[policy_id].observation
         columns = spec.zeros(prefix, len(values))
         for row, value in enumerate(values):
@@ -309,11 +306,8 @@ class Parallel:
 
 
 class Turns(Parallel):
-    """Copies whose agents act one after another.
-
-    A transition is an agent's turn. Its reward is the sum of the agent's rewards up to its next turn, when it becomes
-    known. `acts` marks the agent that acts next.
-    """
+    """Copies whose agents act one after another. An agent's turn is a transition; its reward is the sum of the agent's
+    rewards up to its next turn. `acts` marks the agent that acts next."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -406,7 +400,6 @@ _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "termin
 
 
 def _checked_info(agent: str, info: Any) -> dict[str, Any]:
-    """Returns a copy of an agent's `info`; raises `TypeError` if it is not a dict."""
     if not isinstance(info, Mapping):
         raise TypeError(f"the info of {agent} is {info!r:.60}; expected a dict, such as {{}}")
     return dict(info)
@@ -421,44 +414,40 @@ def _without_turn(episode: Episode, agent: str, reward: Any, ended: bool, info: 
 
 
 def _last(env: Any, game: Any, agent: str) -> Any:
-    """Returns `env.last()`, read from `game`, which holds its state."""
     if type(env).last.__module__ != "pettingzoo.utils.env":  # overridden
         return env.last()
     told = game._cumulative_rewards, game.terminations, game.truncations, game.infos
     return env.observe(agent), *(each[agent] for each in told)
 
 
-class OneAtATime:
-    """Game in turns with the methods of a parallel one, whose only agent is the one that acts next."""
+def _has_state(env: Any) -> bool:
+    return isinstance(getattr(env, "state_space", None), spaces.Space)
 
-    def __init__(self, env: Any) -> None:
-        self._env = env
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+def state_space(env: Any, observed: Mapping[str, spaces.Space[Any]]) -> spaces.Dict:
+    """Returns the space of the state; `observed` are the spaces of the agents' observations."""
+    seen = env.state_space if _has_state(env) else spaces.Dict(dict(observed))
+    return spaces.Dict({"agent": spaces.Discrete(len(observed)), "seen": seen})
 
-    @property
-    def agents(self) -> list[str]:
-        return [self._env.agent_selection] if self._env.agents else []
 
-    def reset(self, *, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        self._env.reset(seed=seed)
-        return self._turn()
-
-    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        ((agent, action),) = actions.items()
-        self._env.step(action)
-        rewards, over = self._env.rewards, (self._env.terminations, self._env.truncations)
-        outcomes = [{agent: each.get(agent, default)} for each, default in zip((rewards, *over), (0.0, True, False))]
-        seen, infos = self._turn()
-        return (seen, *outcomes, infos)
-
-    def _turn(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        infos: dict[str, Any] = {}
-        while self._env.agents:
-            agent = self._env.agent_selection
-            observation, _, terminated, truncated, infos[agent] = self._env.last()
-            if not (terminated or truncated):
-                return {agent: observation}, infos
-            self._env.step(None)
-        return {}, infos
+def with_state(
+    env: Any, observations: Mapping[str, Any], absent: Mapping[str, Any], who: Iterable[str], live: Set[str],
+    cut: Set[str],
+) -> Any:  # fmt: skip
+    """Returns the observations of all present agents, for the agents `who` as pairs of their own and the state:
+    `state()`, else the observations of the `live` agents, which act next, and at a last observation of agents that this
+    step `cut`. Others count as in `absent`."""
+    present = {agent: observation for agent, observation in observations.items() if observation is not None}
+    now: Any
+    last: Any
+    if _has_state(env):  # PettingZoo's `state()`
+        now = last = env.state()
+    else:
+        now = {agent: present[agent] if agent in live else absent[agent] for agent in absent}
+        last = now | {agent: present[agent] for agent in cut & present.keys()}
+    states = {
+        agent: {"agent": number, "seen": now if agent in live else last}
+        for number, agent in enumerate(absent)
+        if agent in present
+    }
+    return {**observations, **{agent: (observations[agent], states[agent]) for agent in who if agent in states}}

@@ -45,11 +45,8 @@ class SeedLineage:
 
 
 def episode_seed(first: int, episode: int) -> int:
-    """Returns the seed of an environment's episode (0, 1, …), 31 bits, from the seed of its first one.
-
-    Uses SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), which is cheap
-    enough for short episodes.
-    """
+    """Returns the seed of an environment's episode (0, 1, …), 31 bits, from the seed of its first one, by SplitMix64
+    (Steele, Lea and Flood 2014), which is cheap enough for short episodes."""
     if episode == 0:
         return first
     mixed = (first + episode * 0x9E3779B97F4A7C15) & _MASK

@@ -45,11 +45,16 @@ class PolicyStep:
     """`[S]`: slots that act next, perhaps `GREEDILY`; None for all."""
     in_turns: bool = False
     """True if agents act in turns: `mask` is then true where the outcome of an earlier turn became known."""
+    abandoned: list[int] = field(default_factory=list)
+    """Slots whose last turn will never have an outcome, since the episode was given up."""
+    begun: list[int] = field(default_factory=list)
+    """Slots whose episode begins, perhaps without an end of the one before."""
 
     @property
     def over(self) -> Array:
         """Slots whose hidden state is reset: the episode has ended, or no action was taken."""
         ended: Array = self.terminated | self.truncated
+        ended[self.begun] = True
         return ended if self.in_turns else ended | ~self.mask
 
 
@@ -97,11 +102,9 @@ class VectorEnvironment(Protocol):
     num_envs: int
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
-        """Starts all environments; returns the first observations and the mask per policy id.
-
-        The seeds are those of the first episodes; later seeds follow from them (`episode_seed`). With `past` each
-        environment resumes its episode by repeating its actions, or from its state.
-        """
+        """Starts all environments by the seeds of their first episodes (see `episode_seed`); returns the first
+        observations and the mask per policy id. With `past` each resumes its episode by repeating its actions, or from
+        its state."""
 
     @property
     def position(self) -> Position | None:
@@ -124,8 +127,7 @@ class HoldableEnvironment(VectorEnvironment, Protocol):
     """Vector environment that supports `rollout.complete_episodes`."""
 
     def hold(self, held: bool) -> None:
-        """Makes each environment wait after its episode's end while `held`: its `PolicyStep.acts` and `mask` are
-        false."""
+        """Makes each environment wait after its episode's end while `held`: its step's `acts` and `mask` are false."""
 
 
 class NamedFailures(ContextDecorator):

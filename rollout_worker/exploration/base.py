@@ -54,10 +54,8 @@ class Exploration:
 def act_for(
     exploration: Exploration, policy: Policy, observations: Columns, rows: Array, generator: torch.Generator
 ) -> tuple[Columns, Tensor]:
-    """Chooses actions for the slots `rows` `[R]` of observations `[S, …]`; returns actions and parameters `[R, …]`.
-
-    The state of other slots does not change.
-    """
+    """Chooses actions for the slots `rows` `[R]` of observations `[S, …]`; returns actions and parameters `[R, …]`. The
+    state of other slots does not change."""
     device, among = generator.device, torch.from_numpy(rows)
     if exploration.by_slot:
         tensors = {name: torch.from_numpy(array).to(device) for name, array in observations.items()}

@@ -67,11 +67,8 @@ class UpperConfidenceBound(EpsilonGreedy):
 
 @dataclass
 class OneHead(EpsilonGreedy):
-    """Takes the best choice by one head of an ensemble, the same for a whole episode (Osband et al. 2016).
-
-    The head follows from the episode's seed, so that a successor that resumes the episode acts by the same one. Agents
-    of one environment share it. Probabilities are those of this head's choices.
-    """
+    """Takes the best choice by one head of an ensemble, the same for a whole episode (Osband et al. 2016). It follows
+    from the episode's seed, and all agents of one environment share it."""
 
     knows_episodes = by_slot = True
     _numbers: dict[int, int] = field(default_factory=dict)

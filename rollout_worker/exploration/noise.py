@@ -61,17 +61,13 @@ class GaussianNoise(_ActionNoise):
 
 @dataclass
 class OrnsteinUhlenbeckNoise(_ActionNoise):
-    """Adds σ · x with x ← (1 − θ) x + normal noise; the first x is drawn from the stationary distribution.
-
-    An episode's x continues in the next fragment.
-    """
+    """Adds σ · x with x ← (1 − θ) x + normal noise; an episode's first x is from the stationary distribution."""
 
     by_slot = knows_episodes = True
     theta: float
     _now: dict[str, Tensor] = field(default_factory=dict)
     """Action column → x `[S, …]`."""
     _begun: set[int] = field(default_factory=set)
-    """Environments whose episodes have just begun."""
     _environments: int = 0
 
     def begin(self, environment: int, seed: int) -> None:
@@ -106,10 +102,8 @@ class OrnsteinUhlenbeckNoise(_ActionNoise):
 
 @dataclass
 class TruncatedGaussianNoise(Exploration):
-    """Draws from the normal distribution around the policy's action, truncated at the action's bounds.
-
-    The density is known only if the policy itself is deterministic (TD3, DDPG).
-    """
+    """Draws from the normal distribution around the policy's action, truncated at the action's bounds. The density is
+    known only if the policy itself is deterministic (TD3, DDPG)."""
 
     sigma: float
 
@@ -146,10 +140,7 @@ class TruncatedGaussianNoise(Exploration):
 
 @dataclass
 class ParameterNoise(Exploration):
-    """Takes the best action of a policy with disturbed weights, others in each episode; probabilities are unknown.
-
-    The disturbance follows from the episode's seed, so it is the same in each of the episode's fragments.
-    """
+    """Takes the best action of a policy with disturbed weights, by the episode's seed; probabilities are unknown."""
 
     by_slot = knows_episodes = True
     sigma: float

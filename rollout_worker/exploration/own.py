@@ -15,10 +15,7 @@ from stagecoach.shared.policies.policy import Policy
 
 
 def make_own_exploration(config: OwnExploration, now: Mapping[str, float]) -> Exploration:
-    """Makes the exploration with its schedules' values `now`.
-
-    Raises `ConfigError` for an unsuitable class, and from `act` for an invalid result.
-    """
+    """Makes the exploration with its schedules' values `now`; raises `ConfigError`, also later from `act`."""
     field = "algorithm.exploration.kind"
     made = make_own(config.kind, field, Exploration, **config.kwargs, **now)
     if type(made).act is Exploration.act:

@@ -34,10 +34,7 @@ _ALL_DRAWS = 100
 
 
 class Casting:
-    """Seats the players of one sampler's matches (a director: sampling/director.py).
-
-    A slot is a seat: agent's number within its policy × N + environment.
-    """
+    """Director that seats players. A slot is a seat: agent's number within its policy × N + environment."""
 
     def __init__(
         self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
@@ -65,16 +62,13 @@ class Casting:
         self._stacks: dict[str, Stacked] = {}
 
     def use(self, table: MatchTable) -> None:
-        """Draws matches from this table from now on."""
         self._table = table
         self._refs |= table.players
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
-        """Draws the match of an episode that begins."""
         self.seat(environment, draw(self._table, environment, episode, seed), seed)
 
     def accepts(self, running: Running) -> bool:
-        """Returns whether these are matches whose scripted players this run's config allows."""
         try:
             refs = [PlayerRef.from_dict(ref) for match in running for ref in match["refs"].values()]
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -82,7 +76,6 @@ class Casting:
         return len(running) == self._count and all(map(self._opponents.allows, refs))
 
     def take_up(self, running: Running, states: Mapping[str, Array]) -> None:
-        """Resumes the matches of a predecessor's trace."""
         for environment, match in enumerate(running):
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
             self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])), match["seed"])
@@ -98,12 +91,10 @@ class Casting:
         return {name: state.cpu().numpy()[self._seats_of(name)] for name, state in self.states.items()}
 
     def objects(self) -> set[str]:
-        """Returns the SHA-256 of the players in running matches."""
         named = {player for match in self.matches if match is not None for player in match.players}
         return {self._refs[player].sha256 for player in named if player in self._refs}
 
     def trace(self) -> list[dict[str, Any]]:
-        """Returns the running matches, for the action trace."""
         return [
             vars(match)
             | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}
@@ -129,7 +120,6 @@ class Casting:
         self.states = {name: its for name, its in self.states.items() if self._seats_of(name).any()}
 
     def learning(self, group: str, policy_id: str) -> Array:
-        """Returns `[S]`: the seats of `group` in which the learner `policy_id` sits and learns."""
         return np.asarray((self._players[group] == policy_id) & self._learns[group])
 
     def forget(self, group: str, over: Array) -> None:
@@ -144,7 +134,6 @@ class Casting:
         return {self._refs[player].sha256 for player in players if player in self._refs}
 
     def _seats_of(self, name: str) -> Array:
-        """Returns `[S]`: the seats of `GROUP@PLAYER`."""
         group, player = name.split("@", 1)
         return np.asarray(self._players[group] == player)
 
@@ -159,7 +148,6 @@ class Casting:
         self, parts: Sequence[Part], group: str, observations: Columns, policy: Policy, generator: torch.Generator,
         actions: Columns,
     ) -> None:  # fmt: skip
-        """Writes these opponents' actions into `actions`; `policy` is any with the spaces of the group."""
         together: dict[str, list[tuple[Part, Player]]] = {}
         for part in parts:
             player = self._player(part.player, group, policy)
@@ -192,7 +180,6 @@ class Casting:
     def _alone(
         self, part: Part, player: Player, group: str, observations: Columns, policy: Policy, generator: torch.Generator
     ) -> Columns:
-        """Returns actions `[R, …]` of one opponent."""
         if player.state_size:
             key, none = f"{group}@{part.player}", torch.zeros(len(self._learns[group]), player.state_size)
             player.state = self.states.get(key, none).to(generator.device)
@@ -214,7 +201,6 @@ class Casting:
         return {name: np.concatenate([its[name] for its in acted]) for name in acted[0]}
 
     def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
-        """Returns the record of an episode that ended, with its match."""
         match, lost = self.matches[environment], self._forfeits[environment]
         assert match is not None
         named = [[f"{agent}.{OUTCOME}" for agent in side] for side in self._table.sides]
@@ -247,7 +233,6 @@ class Casting:
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 
     def _how(self, told: Sequence[Sequence[float]], odd: Sequence[float]) -> str:
-        """Returns how a match is judged, in words."""
         returns = "by comparing the sides' returns"
         if odd:
             return f"{returns}, since info[{OUTCOME!r}] was {odd[0]:g}; expected 0 to 1"

@@ -27,8 +27,6 @@ class Forfeit(Exception):
 
 
 class Player:
-    """Base class of opponents."""
-
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
         """Returns actions `[R, …]` for the slots `rows` `[R]` of observations `[S, …]`; raises `Forfeit`."""
         raise NotImplementedError
@@ -66,7 +64,6 @@ class Mixture(Player):
         self._members, self._weights = members, weights
 
     def member(self, number: float) -> Network:
-        """Returns the network selected by the episode's draw from [0, 1)."""
         return self._members[member(self._weights, number)]
 
 
@@ -82,8 +79,7 @@ class Random(Player):
 
 
 class Function(Player):
-    """Scripted player, `function(observation, random)`: takes the environment's observation and a NumPy generator, and
-    returns an action for the environment."""
+    """Scripted player, `function(observation, random)`, in the environment's terms; `random` is a NumPy generator."""
 
     one_by_one = True
 
@@ -114,7 +110,6 @@ class Function(Player):
         return {name: array[None] for name, array in columns.items()}
 
     def _legal(self, columns: Columns, mask: Array) -> bool:
-        """Returns whether each choice is legal, in the order of the leaves."""
         first = 0
         for leaf in self._spaces.action.leaves:
             chosen = columns[leaf.column("action")].reshape(-1).tolist() if leaf.nvec else []
@@ -143,7 +138,6 @@ class Exported(Player):
         self.state_size = int(told.get("stagecoach.state_size", 0))
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
-        """Acts; the file takes observations and returns actions in the environment's terms."""
         observed = {leaf.column("obs"): leaf for leaf in self._spaces.observation.own.leaves}
         asked = {each.name for each in self._session.get_inputs()}
         fed = {name: leaf.own_terms(observations[name][rows]) for name, leaf in observed.items() if name in asked}
@@ -162,9 +156,7 @@ class Exported(Player):
 class Opponents:
     """Cache of players; the least recently used are removed first."""
 
-    def __init__(
-        self, load: Callable[[str], bytes], functions: Collection[str] = (), *, greedy: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, load: Callable[[str], bytes], functions: Collection[str] = (), *, greedy: bool = False) -> None:
         """`load` returns the bytes of a player's object by SHA-256. `functions` are the scripted players that may be
         imported. If `greedy`, policies take the best action instead of drawing one."""
         self._load, self._functions, self._acting = load, functions, Greedy() if greedy else Sampling()
@@ -178,11 +170,8 @@ class Opponents:
     def get(
         self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy, seated: Callable[[], set[str]] = set
     ) -> Player:
-        """Returns a player for the seats of policy `group`; `policy` is any with its spaces.
-
-        `seated` returns the SHA-256 of players that stay in memory. Raises `SharedObjectUnusable`, or `ConfigError` for
-        an unusable function.
-        """
+        """Returns a player for the seats of `group`; `policy` is any with its spaces, `seated` returns the SHA-256 of
+        players that stay in memory. Raises `SharedObjectUnusable`, or `ConfigError` for an unusable function."""
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)

@@ -31,7 +31,6 @@ def likeness(policy: Policy) -> str:
 
 
 def _layers(policy: Policy) -> dict[str, nn.Module]:
-    """Returns the layers that act and have weights or statistics, by name."""
     acting = {name: its for name, its in policy.named_modules() if name and not name.startswith(_CRITIC)}
     return {name: its for name, its in acting.items() if [*its.parameters(False), *its.buffers(False)]}
 

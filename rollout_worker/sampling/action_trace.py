@@ -36,7 +36,6 @@ class ActionTrace(RunningEpisodes):
 
     lineage: SeedLineage
     number: int
-    """Number of the last fragment in this lineage."""
     digest: str
     """Digest of the observations after its last step."""
     states: Mapping[str, Array] = field(default_factory=dict)
@@ -53,7 +52,6 @@ class ActionTrace(RunningEpisodes):
         return -(-max(self.lengths) // self.steps) if any(self.lengths) else 1
 
     def fits(self, description: EnvironmentDescription, num_envs: int) -> bool:
-        """Returns whether it fits the environments and agents."""
         found = {id_: {name: array.shape[1] for name, array in its.items()} for id_, its in self.actions.items()}
         return len(self.episodes) == num_envs and found == {
             policy_id: dict.fromkeys(
@@ -64,7 +62,6 @@ class ActionTrace(RunningEpisodes):
 
 
 def encode(trace: ActionTrace) -> bytes:
-    """Encodes a trace as one blob; the inverse is `decode`."""
     flat = {f"{policy}/{name}": array for policy, columns in trace.actions.items() for name, array in columns.items()}
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
@@ -135,6 +132,5 @@ def digest(now: Mapping[str, Columns], returns: Array) -> str:
 
 
 def _small(array: Array) -> Array:
-    """Returns choices as bytes if they fit."""
     small = array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() < 256
     return array.astype(np.uint8) if small else array

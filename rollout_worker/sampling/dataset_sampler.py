@@ -7,7 +7,7 @@ per slot of its agents; a policy that does not learn has none.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.sampling.sampler import Sample
 from stagecoach.shared.base import world
 from stagecoach.shared.datasets.recording import Recordings
 from stagecoach.shared.experience.fragment import INFO, EpisodeRecord, expected_columns
-from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from stagecoach.shared.experience.spaces import Array, Columns, EnvironmentDescription
 from stagecoach.shared.policies.policy import Policy
 
 
@@ -43,14 +43,17 @@ class DatasetSampler:
         self._number = trace.number + 1 if trace else 0
 
     def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
-        """Returns the next fragment; policies and explorations are ignored."""
         started = world.monotonic()
         columns: dict[str, Columns] = {}
         episodes: list[EpisodeRecord] = []
         for policy_id, spaces in self._description.policies.items():
             slots = self._envs * self._description.slots(policy_id)
             if (recording := self._recordings.get(policy_id)) is None:
-                columns[policy_id] = _empty(spaces, steps, slots, self._description.info_columns)
+                expected = expected_columns(spaces, steps, slots, info_columns=self._description.info_columns)
+                columns[policy_id] = {
+                    name: np.full([max(size, 0) for size in shape], np.nan if name.startswith(INFO) else 0, dtype)
+                    for name, (shape, dtype) in expected.items()
+                }
                 continue
             count = recording.pieces(steps)
             places = range(self._number * slots, (self._number + 1) * slots)
@@ -62,11 +65,9 @@ class DatasetSampler:
 
     @property
     def position_digest(self) -> str:
-        """Digest of the dataset, which a successor compares."""
         return self._recordings.sha256
 
     def traced(self, sample: Sample) -> ActionTrace:
-        """Returns the last sample's part of the trace, without actions to repeat."""
         actions = {
             policy_id: {name: sample.columns[policy_id][name][:0] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
@@ -76,12 +77,3 @@ class DatasetSampler:
 
     def close(self) -> None:
         """No-op: no environment runs."""
-
-
-def _empty(spaces: PolicySpaces, steps: int, slots: int, info_columns: Sequence[str]) -> Columns:
-    """Returns the columns of a policy without experience."""
-    expected = expected_columns(spaces, steps, slots, info_columns=info_columns).items()
-    return {
-        name: np.full([max(size, 0) for size in shape], np.nan if name.startswith(INFO) else 0, dtype)
-        for name, (shape, dtype) in expected
-    }

@@ -36,13 +36,11 @@ class Recorder:
         self.columns[STATE][:] = states
 
     def acted(self, step: int, observations: Columns, actions: Columns) -> Columns:
-        """Records a step of all slots; returns the actions."""
         for name, array in (*observations.items(), *actions.items()):
             self.columns[name][step] = array
         return actions
 
     def drawn_from(self, params: Tensor) -> None:
-        """Records the parameters `[…, P]` of the next steps' actions."""
         self._params.append(params)
 
     def stepped(self, step: int, result: PolicyStep) -> None:
@@ -72,7 +70,6 @@ class Recorder:
         return self._closed(bootstrap)
 
     def _closed(self, bootstrap: Columns) -> Columns:
-        """Returns all columns, with the observations after the last step and the final observations."""
         for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():
@@ -105,10 +102,8 @@ class PartRecorder(Recorder):
         self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, drawn: Array,
         states: Array | None,
     ) -> None:  # fmt: skip
-        """Records that only the slots `rows` `[R]` acted in this step; all but `states` `[S, …]` are `[R, …]`.
-
-        The log-probability of an action that was not `drawn` from `params` is unknown.
-        """
+        """Records that only the slots `rows` `[R]` acted in this step; all but `states` `[S, …]` are `[R, …]`. The
+        log-probability of an action that was not `drawn` from `params` is unknown."""
         self._mine[:] = False
         self._mine[rows] = True
         for name, array in (*observations.items(), *actions.items()):
@@ -138,11 +133,9 @@ class PartRecorder(Recorder):
 
 
 class TurnRecorder(PartRecorder):
-    """Recorder of agents that act in turns: row k of a slot is its k-th turn whose outcome came within the fragment.
-
-    The row after a slot's last one holds the observation of its next turn, as `bootstrap_obs` does; `mask` is false. A
-    turn whose outcome comes after the fragment's end is omitted: the version that acted it is gone by then.
-    """
+    """Recorder of agents that act in turns: row k of a slot is its k-th turn whose outcome came within the fragment;
+    others are omitted, since the version that acted them is gone by then. The row after a slot's last one holds the
+    observation of its next turn, as `bootstrap_obs` does; `mask` is false."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -166,7 +159,25 @@ class TurnRecorder(PartRecorder):
             first = rows[self._filled[rows] == 0]
             self.columns[STATE][first] = states[first]
 
+    @property
+    def full(self) -> Array:
+        """`[S]`: slots that have all their rows."""
+        found: Array = self._filled >= len(self.columns["reward"])
+        return found
+
+    def _abandon(self, slot: int) -> None:
+        """Truncates a slot's last row: its episode ends where the turn without an outcome began."""
+        row = self._filled[slot] - 1
+        if self._mine[slot] and row >= 0 and not (self.columns["terminated"] | self.columns["truncated"])[row, slot]:
+            self.columns["truncated"][row, slot] = True
+            for name in self._observation.column_names("obs"):
+                self._final["final_" + name].append(self._held[name][[slot]])
+            self._final["final_index"].append(np.array([[row, slot]], np.int32))
+        self._mine[slot] = False
+
     def stepped(self, step: int, result: PolicyStep) -> None:
+        for slot in result.abandoned:
+            self._abandon(slot)
         slots = np.flatnonzero(result.mask & self._mine)
         rows = self._filled[slots]
         for name, held in self._held.items():
@@ -177,9 +188,8 @@ class TurnRecorder(PartRecorder):
         for name, array in result.info.items():
             self.columns[name][rows, slots] = array[slots]
         ours = np.isin(result.final_slots, slots)
-        self._keep_finals(self._filled, replace(result, final_slots=result.final_slots[ours], final_obs={
-            name: array[ours] for name, array in result.final_obs.items()
-        }))  # fmt: skip
+        final_obs = {name: array[ours] for name, array in result.final_obs.items()}
+        self._keep_finals(self._filled, replace(result, final_slots=result.final_slots[ours], final_obs=final_obs))
         self._filled[slots] += 1
         self._mine[slots] = False
 
@@ -206,11 +216,8 @@ def _log_prob(policy: Policy, exploration: Exploration, params: Tensor, actions:
 
 
 def _holdable(spec: SpaceSpec, final: Columns) -> Array:
-    """Returns `[M]`: the last observations `final_obs…` that a fragment can hold.
-
-    A simulator may terminate with NaN, a table of states with one state too many. These are omitted as unknown, since
-    nothing is bootstrapped from them, rather than failing the fragment.
-    """
+    """Returns `[M]`: the last observations `final_obs…` that a fragment can hold. A simulator may terminate with NaN, a
+    table of states with one state too many; nothing is bootstrapped from these, so they count as unknown."""
     found = np.ones(len(next(iter(final.values()))), np.bool_)
     for leaf in spec.leaves:
         array = final[leaf.column("final_obs")]

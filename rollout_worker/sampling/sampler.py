@@ -2,20 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
+from stagecoach.rollout_worker.environments import vector_env
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
-from stagecoach.rollout_worker.environments.vector_env import (
-    GREEDILY,
-    HoldableEnvironment,
-    VectorEnvironment,
-    reject_unusable,
-    reject_unusable_now,
-)
 from stagecoach.rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
+from stagecoach.rollout_worker.gateway.environment import ExternalEnvironments
 from stagecoach.rollout_worker.sampling import action_trace
 from stagecoach.rollout_worker.sampling.action_trace import ActionTrace
 from stagecoach.rollout_worker.sampling.director import Directors, Part
@@ -31,6 +27,7 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import torch_device
 
 _BEST = Greedy()
+_LEAST_LOG_PROB = -1e4
 _NONE = Directors()
 _CARRIED = "exploration of "
 """Prefix of a policy id in the states of an action trace."""
@@ -52,16 +49,15 @@ class Sample:
 
 class Sampler:
     def __init__(
-        self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
+        self, environment: vector_env.VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
         directors: Directors = _NONE, rows: int = 0,
     ) -> None:  # fmt: skip
-        """Begins `lineage`, or resumes it where `trace` ends; `position_digest` shows whether it got there.
-
-        With `rows`, a fragment has this T and ends where episodes do.
-        """
+        """Begins `lineage`, or resumes it where `trace` ends; `position_digest` shows whether it got there. With
+        `rows`, a fragment has this T and ends where episodes do."""
         self.directors, self._seating, self._rows = directors, directors.seating, rows
-        self._holdable = cast(HoldableEnvironment, environment)
+        self._holdable = cast(vector_env.HoldableEnvironment, environment)
+        self._external = environment if isinstance(environment, ExternalEnvironments) else None
         self._in_parts = description.in_turns or directors.seating is not None or rows > 0
         """True if only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
@@ -92,7 +88,7 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # a policy or an environment may have been given NaN
-                reject_unusable_now(self._now, self._acts, self._description)
+                vector_env.reject_unusable_now(self._now, self._acts, self._description)
                 raise
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
@@ -105,7 +101,10 @@ class Sampler:
             policy_id: kind(self._description, policy_id, length, self._slots(policy_id), policy.state_size)
             for policy_id, policy in policies.items()
         }
-        small = {policy_id: self._small(policy_id, policies, exploration, length) for policy_id in policies}
+        small = {  # these act without PyTorch: all of their slots act, and they are simple enough
+            policy_id: SmallNetwork.of(policy, exploration[policy_id], self._slots(policy_id), length, self._generator)
+            for policy_id, policy in (policies.items() if not self._in_parts else ())
+        }
         taken: list[dict[str, Columns]] = []
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
@@ -113,19 +112,21 @@ class Sampler:
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
         by_episode = [its for its in exploration.values() if its.knows_episodes]
-        self._begin_all(by_episode)
+        for index in range(self._environment.num_envs):  # a lineage's first episodes begin only now
+            self._begin(by_episode, index, drawn=not self._began)
+        self._began = True
         for policy_id, way in exploration.items():
             if (carried := self._states.get(_CARRIED + policy_id)) is not None:
                 way.take_up(policies[policy_id], carried)
         if self._pauses:
             self._environment.set_paused(False)
         acted = 0
-        for step in range(length):
-            if not (stepped_now := self._acting(step, steps)):  # all wait for the next fragment
+        for step in range(length) if self._external is None else count():
+            if not (stepped_now := self._acting(step, steps, recorders)):  # all wait for the next fragment
                 break
             acted += stepped_now
             if self._seating is not None:  # opponents' observations are in no column
-                reject_unusable_now(self._now, self._acts, self._description)
+                vector_env.reject_unusable_now(self._now, self._acts, self._description)
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
                 actions = {
@@ -134,7 +135,7 @@ class Sampler:
                     else recorders[policy_id].acted(step, self._now[policy_id], network.act(self._now[policy_id]))
                     for policy_id in seated
                 }
-            if self._in_parts:
+            if self._in_parts and self._external is None:
                 taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
@@ -164,37 +165,39 @@ class Sampler:
             policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._observed(policy_id))
             for policy_id, recorder in recorders.items()
         }
-        reject_unusable(columns, self._description)
+        vector_env.reject_unusable(columns, self._description)
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         for policy_id, way in exploration.items():
             if (carried := way.carried()) is not None:
                 self._states[_CARRIED + policy_id] = carried
         self._number += 1
         seconds = world.monotonic() - started
-        if self._in_parts:
+        if self._external is not None:
+            acted = self._external.outcomes
+        elif self._in_parts:
             self._taken = {
                 policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}
                 for policy_id, its in taken[0].items()
             }
         return Sample(columns, tuple(episodes), acted, seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
-    def _acting(self, step: int, steps: int) -> int:
+    def _acting(self, step: int, steps: int, recorders: Recorders) -> int:
         """Returns the number of environments that act; in a fragment of whole episodes, fewer from `steps` on."""
+        if self._external is not None:
+            if step == 0:
+                self._external.begin()
+            full = {group: np.zeros(len(acts), np.bool_) for group, acts in self._acts.items()}
+            for policy_id, recorder in recorders.items():
+                full[self._seat(policy_id)] |= recorder.full
+            if self._external.over(full):
+                return 0
+            self._acts = self._external.acts()
         if not self._rows:
             return self._environment.num_envs
         if step == steps - 1:
             self._holdable.hold(True)
         (acts,) = self._acts.values()
         return int(acts.sum())
-
-    def _small(
-        self, policy_id: str, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int
-    ) -> SmallNetwork | None:
-        """Returns what acts for a policy without PyTorch, if all of its slots act and it is simple enough."""
-        if self._in_parts:
-            return None
-        rows = self._slots(policy_id)
-        return SmallNetwork.of(policies[policy_id], exploration[policy_id], rows, steps, self._generator)
 
     def _act(
         self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy],
@@ -217,28 +220,53 @@ class Sampler:
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
         actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
         opponents = []
+        given = None
+        if self._external is not None:
+            given = self._external.given(group)
+            self._external.learns[group][rows] = False
         for part in everyone if self._seating is None else self._seating.parts(group, rows):
             if part.player in policies:
-                policy, its = policies[part.player], part.rows[part.learns]
+                policy, learns = policies[part.player], part.learns
                 before = policy.state if isinstance(policy, Stateful) else None
                 picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
-                if (tested := self._acts[group][part.rows] == GREEDILY).any():
+                if (tested := self._acts[group][part.rows] == vector_env.GREEDILY).any():
                     best = self._best(policy, before, now, part.rows[tested])
                     for name, array in best.items():
                         picked[name][tested] = array
+                if self._external is not None and given is not None and (again := given[0][part.rows]).any():
+                    for name, array in given[1].items():
+                        picked[name][again] = array[part.rows[again]]
+                    learns = learns & ~self._unlikely(exploration[part.player], policy, params, picked, again)
+                    self._external.rejected[group][part.rows] = part.learns & ~learns
+                its = part.rows[learns]
                 seen = {name: array[its] for name, array in now.items()}
-                done = {name: array[part.learns] for name, array in picked.items()}
-                learning = torch.from_numpy(part.learns).to(params.device)
+                done = {name: array[learns] for name, array in picked.items()}
+                learning = torch.from_numpy(learns).to(params.device)
                 states = None if before is None else before.cpu().numpy()
-                drawn = ~tested[part.learns]
+                drawn = ~tested[learns]
                 recorders[part.player].acted_by(step, its, seen, done, params[learning], drawn, states)
                 for name, array in picked.items():
                     actions[name][part.rows] = array
+                if self._external is not None:
+                    self._external.learns[group][its] = True
             else:
                 opponents.append(part)
         if self._seating is not None:
             self._seating.act(opponents, group, now, policies[group], self._generator, actions)
+            if given is not None:
+                for name, array in given[1].items():
+                    actions[name][given[0]] = array[given[0]]
         return actions
+
+    def _unlikely(
+        self, exploration: Exploration, policy: Policy, params: torch.Tensor, actions: Columns, given: Array
+    ) -> Array:
+        """Returns `[R]`: rows `given` by clients with actions that their policy would never have drawn: such a
+        log-probability would cost the whole fragment."""
+        tensors = {name: torch.from_numpy(array).to(params.device) for name, array in actions.items()}
+        found = exploration.log_prob(policy, params, tensors).cpu().numpy()
+        unlikely: Array = given & (found < _LEAST_LOG_PROB)
+        return unlikely
 
     def _best(self, policy: Policy, before: torch.Tensor | None, now: Columns, rows: Array) -> Columns:
         """Returns the best actions of the slots `rows`, from the states `before` an exploration acted."""
@@ -246,12 +274,6 @@ class Sampler:
             slots = torch.from_numpy(rows).to(self._device)
             policy.state = policy.state.index_copy(0, slots, before[slots])
         return act_for(_BEST, policy, now, rows, self._generator)[0]
-
-    def _begin_all(self, explorations: Sequence[Exploration]) -> None:
-        """Announces the running episodes; a lineage's first episodes begin only now."""
-        for index in range(self._environment.num_envs):
-            self._begin(explorations, index, drawn=not self._began)
-        self._began = True
 
     def _begin(self, explorations: Sequence[Exploration], index: int, drawn: bool = True) -> None:
         """Announces the episode of environment `index`; players are `drawn` if it begins now."""
@@ -282,7 +304,6 @@ class Sampler:
 
     @property
     def position_digest(self) -> str:
-        """Digest of the current observations, compared when a successor resumes the episodes."""
         place = self._environment.position
         return "" if place is None else action_trace.digest(self._now, place.returns)
 
@@ -308,7 +329,6 @@ class Sampler:
         )  # fmt: skip
 
     def set_phase(self, phase: Phase) -> None:
-        """Raises `EnvironmentFailure`."""
         self._environment.set_phase(phase)
 
     def close(self) -> None:

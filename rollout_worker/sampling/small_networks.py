@@ -85,7 +85,6 @@ class SmallNetwork:
         return cls(policy, modules, rows, steps, generator) if fits else None
 
     def act(self, observations: Columns) -> Columns:
-        """Draws actions for observations `[S, …]` of the next step."""
         params, noisy = self._params[self._step], self._step
         with np.errstate(all="ignore"):  # observations that are not finite are rejected with the fragment
             values = self._features(observations)
@@ -106,7 +105,6 @@ class SmallNetwork:
 
     @property
     def params(self) -> torch.Tensor:
-        """Parameters `[T · S, P]` that the actions were drawn from."""
         return torch.from_numpy(self._params[: self._step]).flatten(0, 1)
 
 

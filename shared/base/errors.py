@@ -131,6 +131,7 @@ class DropReason(StrEnum):
     LOST = "lost"
     LOST_BODY = "lost_body"
     POISON = "poison"
+    LEFT_OUT = "left_out"
 
 
 class FragmentError(StagecoachError):

@@ -93,9 +93,7 @@ def _after_fork_in_child() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)  # fmt: skip
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def shield_from_terminal() -> None:
@@ -248,19 +246,18 @@ def report_exits(on_exit: Callable[[int], int] = lambda status: status) -> Calla
 
 def exit_diagnostics(said: str) -> ExitDiagnostics:
     """Extracts the last messages, and the innermost frames of a crash or exit, from the end of a standard error."""
-    exited, signals, (before, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
-    lines, locked = _told(said)[-_LINES:], _LOCKED.search(said)
-    if locked:
+    exits, signals, (before, fatal, crash) = [*_EXITED.finditer(said)], _SIGNAL.findall(said), said.rpartition(_FATAL)
+    named = next((name for words, name in _SIGNALS.items() if crash.startswith(words)), None) if fatal else None
+    how = next(iter(signals[-1:]), named) or (f"exit code {exits[-1][1]}" if exits else None)
+    lines = _told(said)[-_LINES:]
+    if locked := _LOCKED.search(said):
+        how = f"its watchdog: one call kept Python's lock for {locked[1]}"
         lines = [*_told(said[: locked.start()])[-_SAID:], *_told(_THREAD.split(locked[2])[-1])[: _LINES - _SAID]]
     elif fatal:
         lines = [*_told(before)[-_SAID:], *_told(fatal + crash)[: _LINES - _SAID]]
-    elif exited:
-        *_, (start, end) = (found.span() for found in _EXITED.finditer(said))
-        lines = [*_told(said[:start])[-_LINES + 2 :], *_told(said[end:].partition("\n")[2])[-2:]]
-    named = next((name for words, name in _SIGNALS.items() if crash.startswith(words)), None) if fatal else None
-    how = next(iter(signals[-1:]), named) or (f"exit code {exited[-1]}" if exited else None)
-    if locked:
-        how = f"its watchdog: one call kept Python's lock for {locked[1]}"
+    elif exits:
+        after = said[exits[-1].end() :].partition("\n")[2]
+        lines = [*_told(said[: exits[-1].start()])[-_LINES + 2 :], *_told(after)[-2:]]
     return ExitDiagnostics(how, tuple(line[: _LONGEST // _LINES] for line in lines))
 
 

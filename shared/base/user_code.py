@@ -34,6 +34,7 @@ EXTRAS = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
     "plot": ("matplotlib",),
+    "tune": ("optuna",),
     "video": ("moviepy", "pygame", "classic_control", "toy_text", "other"),
 }
 """Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""

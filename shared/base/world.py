@@ -1,7 +1,8 @@
 """The clock, sleep, threads and random names of a process.
 
-All modules take them from here, as `world.sleep(1.0)`. So a simulation can put all processes of a run, with their
-threads, under one seeded scheduler (docs/internals/simulation.md). Outside of one they are the standard library's own.
+Roles and the coordinator's loops take them from here, as `world.sleep(1.0)`. So a simulation can put all processes of
+a run, with their threads, under one seeded scheduler (docs/internals/simulation.md). Outside of one they are the
+standard library's own.
 """
 
 import queue

@@ -11,7 +11,7 @@ from stagecoach.shared.config.algorithms.base import AlgorithmConfig, BatchOfUpd
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.offline import BCConfig
 from stagecoach.shared.config.algorithms.on_policy import OnPolicyConfig
-from stagecoach.shared.config.algorithms.q_learning import QLearningConfig, QMIXConfig, R2D2Config
+from stagecoach.shared.config.algorithms.q_learning import PQNConfig, QLearningConfig, QMIXConfig, R2D2Config
 from stagecoach.shared.config.algorithms.replay_buffer import HindsightReplay
 from stagecoach.shared.config.environments.hierarchy import HierarchyConfig
 from stagecoach.shared.config.league import MEAN_RETURN
@@ -88,6 +88,8 @@ def _run(run: ConfigFields) -> Iterator[str]:
         yield from _hierarchy(run, run.environment.hierarchy)
     if run.league is not None:
         yield from league_rules(run, run.league)
+    if run.fork_from is not None:
+        yield from _fork(run)
     local = "embedded" in (run.redis.url, run.store.url) or run.redis.url.startswith("unix:")
     if run.ray.address != "embedded" and local:
         yield (
@@ -98,6 +100,7 @@ def _run(run: ConfigFields) -> Iterator[str]:
     if run.rollout.complete_episodes:
         yield from _complete_episodes(run)
     yield from _parameters(run)
+    yield from _external(run)
     yield from _scores(run)
 
 
@@ -114,6 +117,24 @@ def _complete_episodes(run: ConfigFields) -> Iterator[str]:
             yield f"{where} is not supported with environment.{other}; leave one of the two out"
     if run.dataset is not None:
         yield f"{where}: recorded experience is cut into fragments of rollout.fragment_steps; leave it out"
+
+
+def _external(run: ConfigFields) -> Iterator[str]:
+    if run.environment.api != "external":
+        if run.gateway != type(run.gateway)():
+            yield "gateway: only environment.api=external has clients; set that, or leave the section out"
+        return
+    where = "environment.api=external"
+    if run.evaluation.episodes:
+        yield f"{where}: the evaluator has no client that could play; set evaluation.episodes=0"
+    without = sorted(id_ for id_, its in run.algorithms().items() if run.policies[id_].trainable and its.replay is None)
+    if run.gateway.late == "learn" and without:
+        yield (
+            f"gateway.late=learn: {run.algorithms()[without[0]].name} has no replay buffer, and learns only from turns "
+            f"of its present version; use late=drop, or an algorithm with a replay buffer"
+        )
+    if run.dataset is not None or run.rollout.complete_episodes:
+        yield f"{where}: experience comes from clients; leave out dataset and rollout.complete_episodes"
 
 
 def _parameters(run: ConfigFields) -> Iterator[str]:
@@ -177,13 +198,13 @@ def _has_return(run: ConfigFields, where: str, policy_id: str) -> Iterator[str]:
 
 
 def _algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> Iterator[str]:
-    if isinstance(algorithm, QLearningConfig):
+    if isinstance(algorithm, QLearningConfig | PQNConfig):
         yield from _exploration(algorithm, run.policies[policy_id].trainable)
     if not run.policies[policy_id].trainable:
         return
     algorithm.validate_run(run)
     yield from replay_rules(run, policy_id, algorithm)
-    if run.environment.api == "gymnasium":
+    if run.environment.api != "pettingzoo":
         yield from _minibatch(run, algorithm, 1)
     if run.state_sizes[policy_id]:
         steps = run.fragment_rows
@@ -229,7 +250,7 @@ def _factors(run: ConfigFields) -> str:
     )
 
 
-def _exploration(algorithm: QLearningConfig, learns: bool) -> Iterator[str]:
+def _exploration(algorithm: QLearningConfig | PQNConfig, learns: bool) -> Iterator[str]:
     kind = algorithm.exploration.kind
     where = f"algorithm.exploration.kind={kind}"
     if kind == "sampling" and not algorithm.noisy and learns:
@@ -300,6 +321,16 @@ def _demonstrations(run: ConfigFields, algorithm: AlgorithmConfig) -> Iterator[s
         )
     if algorithm.cloning is not None:
         yield from _no_core(run, "algorithm.behavioral_cloning", _NO_HIDDEN_STATES)
+
+
+def _fork(run: ConfigFields) -> Iterator[str]:
+    if run.initialize_from or any(its.initialize_from for its in run.policies.values()):
+        yield "fork_from takes all of a checkpoint, initialize_from policies alone; give one of them"
+    if run.league is not None:
+        yield "fork_from with a league: its players are in the other run's store; use initialize_from"
+    for its in (run.algorithm, *(policy.algorithm for policy in run.policies.values())):
+        if isinstance(its, OffPolicyConfig):
+            yield f"fork_from with {its.name}: the replay buffer is in the other run's log; use initialize_from"
 
 
 def _dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> Iterator[str]:

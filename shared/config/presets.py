@@ -10,7 +10,8 @@ from stagecoach.shared.base.errors import PACKAGE, ConfigError
 from stagecoach.shared.base.printable import printable
 
 _PRESETS = PACKAGE / "coordinator" / "presets"
-_NEEDS_THE_REPOSITORY = re.compile(r"^[^#]*\bbenchmarks\.", re.MULTILINE)
+_IS_NO_PRESET = re.compile(r"^[^#]*\bbenchmarks\.|^space:", re.MULTILINE)
+"""An environment that is only in the repository, or a study (`stagecoach tune`)."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,9 @@ class Preset:
 
 
 def list_presets() -> list[Preset]:
-    """All presets by name, except those whose environment is only in the repository."""
+    """All presets by name, except those whose environment is only in the repository, and studies."""
     texts = {path: path.read_text() for path in sorted(_PRESETS.glob("*.yaml"))}
-    return [
-        Preset(path.stem, _about(text), path) for path, text in texts.items() if not _NEEDS_THE_REPOSITORY.search(text)
-    ]
+    return [Preset(path.stem, _about(text), path) for path, text in texts.items() if not _IS_NO_PRESET.search(text)]
 
 
 def names_config(given: str | Path) -> bool:

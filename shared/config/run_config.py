@@ -34,6 +34,7 @@ _DECIDES_LEARNING: Any = {
     "rollout": {"fragment_steps", "complete_episodes", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
+    "fork_from": True,
     "trainer": {"torch_threads", "matmul_precision", "precision", "compile", "ranks"},
     "metrics": {"window_episodes"},
 }
@@ -100,6 +101,10 @@ class Config(ConfigFields):
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
+        if self.environment.spaces is None:  # the hash of such a run is older than the field
+            del data["environment"]["spaces"]
+        if self.fork_from is None:  # likewise
+            del data["fork_from"]
         if any(its.measure == "progress" for entry in self.environment.parameters.values() for its in entry.criteria):
             data["progress_of"] = self.stop_at.env_steps
         return data

@@ -15,7 +15,7 @@ from stagecoach.shared.config.league import LeagueConfig, LearnerConfig
 from stagecoach.shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from stagecoach.shared.config.rollout import HeatupConfig, HeatupField, RolloutConfig
 from stagecoach.shared.config.schema.section import Section, Width
-from stagecoach.shared.config.services import RayConfig, RedisConfig, StoreConfig
+from stagecoach.shared.config.services import GatewayConfig, RayConfig, RedisConfig, StoreConfig
 from stagecoach.shared.experience.counters import AT_LEAST_ONE, Duration, DurationField
 
 ConvolutionLayer = tuple[Width, Width, Width]
@@ -86,9 +86,8 @@ class PolicyConfig(Section):
                 f"it; set share_encoder=true"
             )
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            raise ValueError(
-                f"reward_clip={list(self.reward_clip)} makes all rewards the same number; give the lower bound first"
-            )
+            found = f"reward_clip={list(self.reward_clip)}"
+            raise ValueError(f"{found} makes all rewards the same number; give the lower bound first")
         if self.reward_ewma is not None and self.normalize_rewards:
             raise ValueError(
                 f"reward_ewma={self.reward_ewma:g} with normalize_rewards=true: two ways to normalize rewards; use one"
@@ -382,6 +381,11 @@ class ConfigFields(Section):
     `RUN/CHECKPOINT`, or a checkpoint's folder. RUN may be `s3://bucket/prefix/RUN`, accessed like this run's store;
     `#POLICY` selects a policy there, or a snapshot of its league. With the same algorithm, critics, temperature and
     reward statistics are loaded too; counters and optimizers start fresh. An event reports what was loaded."""
+    fork_from: str | None = Field(None, min_length=1)
+    """Checkpoint whose whole learner this run continues: weights, optimizers, statistics and counters, so that env
+    steps count on from there. `RUN/CHECKPOINT` or a checkpoint's folder; `@sha256:…` behind it requires that hash of
+    what was learned (`stagecoach checkpoints show`). Other settings than there apply from the first update on. Not with
+    a replay buffer or a league."""
     heatup: HeatupField = HeatupConfig()
     """Warm-up at the start; `heatup: 1000 env_steps` sets its `duration`."""
     trainer: TrainerConfig = TrainerConfig()
@@ -389,6 +393,7 @@ class ConfigFields(Section):
     archive: ArchiveConfig = ArchiveConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     stop_at: StopConfig = StopConfig()
+    gateway: GatewayConfig = GatewayConfig()
     redis: RedisConfig = RedisConfig()
     store: StoreConfig = StoreConfig()
     ray: RayConfig = RayConfig()

@@ -76,8 +76,7 @@ class RedisConfig(Section):
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError(f"redis.cert_file={self.cert_file} and redis.key_file={self.key_file} go together")
         names = [redis_place(url) for url in self.shards]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"redis.shards names {', '.join(twice)} more than once")
         if self.shards and self.url == "embedded":
             raise ValueError(
@@ -118,9 +117,8 @@ class StoreConfig(Section):
         _check_tls_files("store", urlsplit(self.endpoint_url or "https:").scheme == "https", ca_file=self.ca_file)
         parts = urlsplit(self.url)
         if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-            raise ValueError(
-                f"store.url must be an absolute path, such as file:///data/checkpoints, found {self.url!r}"
-            )
+            example = "file:///data/checkpoints"
+            raise ValueError(f"store.url must be an absolute path, such as {example}, found {self.url!r}")
         if parts.scheme == "s3" and not parts.netloc:
             raise ValueError(f"store.url must name a bucket, as s3://bucket/prefix does, found {self.url!r}")
         return self
@@ -136,3 +134,36 @@ class RayConfig(Section):
     machine."""
     resources: dict[str, float] = {}
     """Custom Ray resources of each rollout worker."""
+
+
+class GatewayConfig(Section):
+    """Gateways: the workers of a run with `environment.api: external`, which listen for clients
+    (docs/guides/gateway.md)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; `0.0.0.0` for clients on other machines, then with TLS, here or in a proxy."""
+    port: int = Field(7700, ge=0, lt=65_536)
+    """Port of worker-0; worker-1 has the next one. With 0 each takes a free port (`stagecoach gateway list`)."""
+    cert_file: Path | None = None
+    """Certificate (PEM) of the server, for `wss://`."""
+    key_file: Path | None = None
+    """Key of `cert_file` (PEM, without a passphrase)."""
+    away_seconds: float = Field(600.0, ge=1)
+    """A session keeps its slot for so long while its client is away."""
+    idle_seconds: float = Field(30 * 86_400.0, ge=1)
+    """The run fails after so long without a turn of any client, instead of `rollout.wait_deadline_seconds`."""
+    fragment_seconds: float = Field(20.0, ge=1)
+    """A fragment ends soon after an environment has `rollout.fragment_steps` turns in it, or after this time, so that
+    slow clients do not hold up the others."""
+    late: Literal["drop", "learn"] = "drop"
+    """`learn`: turns that an earlier policy version acted are learned from, in the order in which they arrive. Only
+    algorithms with a replay buffer can do that; others drop such turns, and count them."""
+    max_message_bytes: int = Field(1_000_000, ge=1000)
+    """Longest message that a client may send."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file without key_file, or key_file without cert_file: TLS needs both")
+        _check_tls_files("gateway", True, cert_file=self.cert_file, key_file=self.key_file)
+        return self

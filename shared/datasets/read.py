@@ -43,10 +43,8 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
     if kind == "archive":
         episodes = archive_format.read(config.path, description, config.endpoint_url)
     elif not path.exists():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise DatasetError(
-            f"{config.section}.path={config.path} does not exist{where}; expected a {kind} dataset there"
-        )
+        gone = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
+        raise DatasetError(f"{config.section}.path={config.path} {gone}; expected a {kind} dataset there")
     elif kind == "csv":
         episodes = read_csv(path, description)
     else:
@@ -85,14 +83,10 @@ def _format(config: RecordedConfig) -> str:
     by_suffix = {".csv": "csv", ".hdf5": "hdf5", ".h5": "hdf5"}
     if path.suffix.lower() in by_suffix:
         return by_suffix[path.suffix.lower()]
-    listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) if path.is_dir() else ""
-    found = (
-        f"it holds {listed or 'nothing'}"
-        if path.is_dir()
-        else "a file"
-        if path.exists()
-        else f"it does not exist in {Path.cwd()}"
-    )
+    found = "a file" if path.exists() else f"it does not exist in {Path.cwd()}"
+    if path.is_dir():
+        listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
+        found = f"it holds {listed or 'nothing'}"
     raise DatasetError(
         f"{config.section}.path={config.path} is of no known format ({found}); expected a run's folder with "
         f"{EXPERIENCE}, a Minari dataset's folder with {_MINARI}, an .hdf5 or .h5 file, or a .csv file"
@@ -105,21 +99,15 @@ def read_csv(path: Path, description: EnvironmentDescription) -> dict[str, list[
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
             header = [name.strip() for name in next(rows, [])]
-            lines, cells = [], []
-            for row in rows:
-                if row:
-                    lines.append(rows.line_num)
-                    cells.append(row)
+            numbered = [(rows.line_num, row) for row in rows if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(f"{path} cannot be read as CSV: {error}") from None
-    odd = next((number for number, row in enumerate(cells) if len(row) != len(header)), None)
-    if odd is not None:
-        found = len(cells[odd])
-        raise DatasetError(f"{path}: line {lines[odd]} has {found} cells, expected {len(header)} as in the first line")
+    for line, row in numbered:
+        if len(row) != len(header):
+            raise DatasetError(f"{path}: line {line} has {len(row)} cells, expected {len(header)} as in the first line")
     if len(description.policies) > 1 and _POLICY not in header:
         wanted = ", ".join(description.policies)
         raise DatasetError(f"{path} has no column {_POLICY}; expected in each row which policy acted, such as {wanted}")
-    numbered = list(zip(lines, cells, strict=True))
     parts = {policy_id: _of_policy(path, header, numbered, policy_id) for policy_id in description.policies}
     spaces, told = description.policies, description.info_columns
     return {policy_id: list(episodes_of(_csv_table(its, spaces[policy_id], told))) for policy_id, its in parts.items()}
@@ -187,9 +175,8 @@ class _Cells:
             try:
                 values[row] = float(_WORDS.get(cell.strip().lower(), cell))
             except ValueError:
-                raise DatasetError(
-                    f"{self.where}: {name} is {cell!r} in line {self.lines[row]}, expected a number"
-                ) from None
+                found = f"{cell!r} in line {self.lines[row]}"
+                raise DatasetError(f"{self.where}: {name} is {found}, expected a number") from None
         return values
 
     def space(self, spec: SpaceSpec, prefix: str, name: str) -> Columns:
@@ -261,9 +248,8 @@ def read_hdf5(path: Path, description: EnvironmentDescription) -> dict[str, list
         for policy_id, spaces in description.policies.items():
             in_group = hasattr(file.get(policy_id), "keys")
             if len(description.policies) > 1 and not in_group:
-                raise DatasetError(
-                    f"{path} has no group {policy_id}; expected one of each policy, found {', '.join(file)}"
-                )
+                expected = f"expected one of each policy, found {', '.join(file)}"
+                raise DatasetError(f"{path} has no group {policy_id}; {expected}")
             where, node = (f"{path}: {policy_id}", file[policy_id]) if in_group else (str(path), file)
             found[policy_id] = list(_hdf5_episodes(where, node, spaces, description.info_columns))
     return found

@@ -260,9 +260,8 @@ class DeployedMixture(DeployedPolicy):
         drawn = torch.full((rows,), -1) if self._drawn is None else self._drawn
         if len(drawn) != rows:
             raise UserError(f"{rows} observations, but {len(drawn)} episodes run; call reset() first")
-        anew = torch.multinomial(torch.tensor(self.weights), max(rows, 1), replacement=True, generator=self._generator)[
-            :rows
-        ]
+        weights = torch.tensor(self.weights)
+        anew = torch.multinomial(weights, max(rows, 1), replacement=True, generator=self._generator)[:rows]
         self._drawn = drawn = torch.where(drawn < 0, anew, drawn)
         found: dict[str, Tensor] = {}
         for index in sorted(set(drawn.tolist())):
@@ -378,9 +377,8 @@ def _preferred(run: Path) -> Path:
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"{run} has no complete checkpoint: {error.filename} is missing") from None
     except ValidationError as error:
-        raise CheckpointDamaged(
-            f"the {error.title.lower()} in {run} cannot be read; name one of its checkpoints"
-        ) from None
+        damaged = f"the {error.title.lower()} in {run} cannot be read"
+        raise CheckpointDamaged(f"{damaged}; name one of its checkpoints") from None
     return _upload(run / CHECKPOINTS / (pointer.best or pointer.latest))
 
 

@@ -194,9 +194,8 @@ def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
     if kept.mean() > _DENSE:
         return []
     named = [name for name, its in columns.items() if its.shape[:2] == kept.shape and its.dtype != np.bool_]
-    named = [
-        name for name in named if not name.startswith(("bootstrap", "final", STATE)) and not columns[name][~kept].any()
-    ]
+    rowwise = [name for name in named if not name.startswith(("bootstrap", "final", STATE))]
+    named = [name for name in rowwise if not columns[name][~kept].any()]
     flat |= {f"{policy}/{name}": columns[name][kept] for name in named}
     return named
 
@@ -295,10 +294,8 @@ def expected_bytes(
     for policy_id, spaces in description.policies.items():
         slots, state_size = num_envs * description.slots(policy_id), (state_sizes or {}).get(policy_id, 0)
         expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
-        sizes = [[steps * slots if length == -1 else length for length in shape] for shape, _ in expected.values()]
-        found += sum(
-            math.prod(size) * dtype.itemsize for size, (_, dtype) in zip(sizes, expected.values(), strict=True)
-        )
+        for shape, dtype in expected.values():
+            found += math.prod(steps * slots if length == -1 else length for length in shape) * dtype.itemsize
     return min(2 * found, column_codec.MAX_UNPACKED_BYTES)
 
 

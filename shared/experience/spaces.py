@@ -90,14 +90,15 @@ class Leaf:
 
     def beyond(self, choices: Array) -> Array:
         """Returns true for each choice, counted from 0, that does not exist."""
-        return (choices < 0) | (choices >= np.reshape(self.nvec, self.shape))
+        most = self.nvec[0] if len(self.nvec) == 1 else np.reshape(self.nvec, self.shape)
+        return (choices < 0) | (choices >= most)
 
     def column(self, prefix: str) -> str:
         """Returns the name of its column: `obs`, or `obs.camera` when nested."""
         return f"{prefix}.{self.path}" if self.path else prefix
 
 
-def _integral(numbers: Array) -> bool:
+def integral(numbers: Array) -> bool:
     """Returns whether floats are whole numbers; true for other types."""
     if numbers.dtype.kind != "f":
         return True
@@ -133,13 +134,17 @@ class SpaceSpec(PlainData):
         """Returns a nested (batched) value as columns, with choices from 0. Raises `ValueError` for fractions and text,
         and NumPy's errors."""
         columns: Columns = {}
-        for leaf, part in self._parts(self.structure, value):
+        for leaf, part in self.parts(value):
             if (given := np.asarray(part)).dtype.kind in "SU":
                 raise ValueError(f"{part!r} is text, expected numbers of a {leaf.kind} space")
-            if leaf.nvec and not _integral(given):
+            if leaf.nvec and not integral(given):
                 raise ValueError(f"{given.tolist()} is not a choice of a {leaf.kind} space")
             columns[leaf.column(prefix)] = leaf.counted(part)
         return columns
+
+    def parts(self, value: Any) -> Iterator[tuple[Leaf, Any]]:
+        """Yields each leaf with its part of a nested value."""
+        return self._parts(self.structure, value)
 
     def _parts(self, structure: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
         if isinstance(structure, int):

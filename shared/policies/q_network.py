@@ -22,7 +22,9 @@ from stagecoach.shared.policies.encoders import ACTIVATIONS, ParallelLayerNorm, 
 from stagecoach.shared.policies.masks import ILLEGAL, masked
 from stagecoach.shared.policies.policy import Policy
 
-Head = Literal["expected", "c51", "qr"]
+Head = Literal["expected", "c51", "qr", "hl_gauss"]
+OF_LOGITS = ("c51", "hl_gauss")
+"""Heads whose outputs are logits of the returns in `support`."""
 _NEVER = math.log(1e-38)
 _SIGMA = 0.5
 _RESCALING = 1e-3
@@ -101,25 +103,25 @@ class QNetwork(Policy):
 
     kind = "q_network"
     support: Tensor
-    """`[atoms]`: returns of c51's atoms."""
+    """`[atoms]`: returns of the atoms of `OF_LOGITS`."""
 
     def __init__(
         self, spaces: PolicySpaces, config: PolicyConfig, *, head: Head = "expected", dueling: bool = False,
         noisy: bool = False, atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0, quantiles: int = 200,
         heads: int = 1, prior_scale: float = 0.0, rescaled: bool = False,
     ) -> None:  # fmt: skip
-        """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`; several `heads` cannot be noisy.
+        """`atoms`, `v_min` and `v_max` are for `OF_LOGITS`, `quantiles` for head `qr`; several `heads` cannot be noisy.
 
         `rescaled`: it learns h of the values, not the values.
         """
-        given = {"atoms": atoms, "v_min": v_min, "v_max": v_max} if head == "c51" else {}
+        given = {"atoms": atoms, "v_min": v_min, "v_max": v_max} if head in OF_LOGITS else {}
         given |= {"quantiles": quantiles} if head == "qr" else {}
         given |= {"heads": heads, "prior_scale": prior_scale} if heads > 1 else {}
         given |= {"rescaled": True} if rescaled else {}
         super().__init__(spaces, config, head=head, dueling=dueling, noisy=noisy, **given)
         self.choices = _choices(spaces.action)
         self.head = head
-        self.width = {"expected": 1, "c51": atoms, "qr": quantiles}[head]
+        self.width = {"expected": 1, "qr": quantiles}.get(head, atoms)
         self.heads = heads
         """K: number of heads."""
         self.register_buffer("support", torch.linspace(v_min, v_max, atoms), persistent=False)
@@ -150,7 +152,7 @@ class QNetwork(Policy):
         return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)]
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
-        """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
+        """`[K·B, A, width]`: values, logits of atoms, or quantiles; without noise of the mean weights."""
         found = self._of_features(self.encoder(observations, self.normalizer), noise)
         if self._prior_scale:  # Osband et al. 2018, alg. 1
             prior = self.prior(self.prior_encoder(observations, self.normalizer), None)
@@ -168,7 +170,7 @@ class QNetwork(Policy):
 
     def means(self, outputs: Tensor) -> Tensor:
         """`[…, width]` → `[…]`: the expected return."""
-        if self.head == "c51":
+        if self.head in OF_LOGITS:
             return outputs.softmax(dim=-1) @ self.support
         return outputs.squeeze(-1) if self.width == 1 else outputs.mean(dim=-1)
 

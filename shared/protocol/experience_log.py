@@ -1,11 +1,11 @@
 """The experience log: one Redis stream, in one order, each fragment applied once. Workers push, the trainer reads in
 order and trims what a durable checkpoint covers."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import redis
 
@@ -15,14 +15,7 @@ from stagecoach.shared.experience.log_entry import STRANGERS, BodyPlace, LogEntr
 from stagecoach.shared.protocol.flow_control import KeyDamaged
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.payload_shards import Bodies
-from stagecoach.shared.protocol.scripts import (
-    Call,
-    Script,
-    block_milliseconds,
-    read_stream,
-    stream_page,
-    write_small,
-)
+from stagecoach.shared.protocol.scripts import Call, Script, block_milliseconds, read_stream, stream_page, write_small
 
 _LAST_POSSIBLE = f"{2**64 - 1}-{2**64 - 1}".encode()
 _PAGE = 32
@@ -50,18 +43,33 @@ class Left:
     pushed: bool
 
 
+class Settled(NamedTuple):
+    """Sessions and turns of a gateway's clients that are settled with a push, or alone."""
+
+    sessions: Mapping[str, int]
+    """Session → its first message that is in no fragment so far."""
+    late: int
+    """Turns since the last time that came too late for any fragment."""
+
+    @property
+    def numbers(self) -> str:
+        """The sessions as the scripts take them."""
+        return ",".join(f"{name}={number}" for name, number in self.sessions.items())
+
+
 class ExperienceLog:
     def __init__(self, client: redis.Redis, run_id: str, bodies: Bodies | None = None) -> None:
         self._redis, self._keys = client, RunKeys(run_id)
         self._bodies = bodies or Bodies({}, run_id)
         self._push = Script(client, self._keys, "push")
         self._trim = Script(client, self._keys, "trim")
+        self._settle = Script(client, self._keys, "settle")
         self._quarantined: frozenset[bytes] | None = None
 
     def push(
         self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes,
         action_trace: bytes = b"", action_trace_length: int = 0, then: Call[Any] | None = None, refusals: int = 0,
-        *, memory: str = "",
+        *, memory: str = "", clients: Settled | None = None,
     ) -> PushReply:  # fmt: skip
         """Appends one fragment and honors its claim, in one step; safe to repeat. A body outside the log comes first.
 
@@ -70,6 +78,7 @@ class ExperienceLog:
             then: runs after it in the same round trip, whatever the reply.
             refusals: STALE replies to this incarnation; separates a new fragment of the same number from a repeat.
             memory: token of the shared memory that the trainer reads, as the claim states it.
+            clients: of a gateway: what is settled for its clients in the same step.
 
         Raises `ShardUnavailable` or `ShardFull`; then nothing has been appended.
         """
@@ -81,6 +90,8 @@ class ExperienceLog:
             worker=worker, incarnation=incarnation, seq=seq, epoch=epoch, transitions=transitions, field=field,
             value=value, bytes=len(fragment), refusals=refusals, action_trace=self._keys.action_trace(worker),
             action_trace_entry=action_trace, action_trace_length=action_trace_length,
+            sessions=clients.numbers if clients else "",
+            late=clients.late if clients else 0,
         )  # fmt: skip
         pushing = Call(self._push, arguments, lambda reply: PushReply(reply.decode()))
         reply = pushing.run(then)
@@ -94,6 +105,10 @@ class ExperienceLog:
         except ShardFull:  # the trainer writes a checkpoint, as for a claim that Redis has no memory for
             write_small(self._redis, self._keys, self._keys.flow, "HSET", "memory_full", 1)
             raise
+
+    def settle(self, worker: str, incarnation: int, clients: Settled) -> None:
+        """Settles late turns of a gateway's clients that no fragment follows; safe to repeat."""
+        self._settle(worker=worker, incarnation=incarnation, sessions=clients.numbers, late=clients.late)
 
     def left(self, worker: str) -> Left:
         """Returns the state left by earlier incarnations of `worker`."""
@@ -110,6 +125,18 @@ class ExperienceLog:
         """Deletes the action trace, so that no process resumes the episodes of `worker`."""
         self._redis.delete(self._keys.action_trace(worker))
         self._redis.hdel(self._keys.pushed, f"{worker}:tries")
+
+    def open_session(self, session: str, worker: int) -> tuple[int | None, int]:
+        """Returns the first message of a gateway's session that is in no fragment so far (None for a new session), and
+        the worker that has the session for good: `worker` unless it has another one."""
+        name, number = f"session:{session}", None
+        pushed = self._keys.pushed
+        if (found := cast(bytes | None, self._redis.hget(pushed, name))) is not None:
+            number = whole_number(found)
+        if (owner := cast(bytes | None, self._redis.hget(pushed, f"{name}:worker"))) is not None:
+            return number, whole_number(owner)
+        write_small(self._redis, self._keys, pushed, "HSET", f"{name}:worker", worker)
+        return number, worker
 
     def objects_in_episodes(self) -> set[str]:
         """Returns the SHA-256 of the shared objects in episodes that a worker's successor would resume."""
@@ -165,11 +192,8 @@ class ExperienceLog:
 
     def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
         """Returns the entries with their bodies from elsewhere, except of those that were given up."""
-        wanted = {
-            entry.id: (entry.worker, entry.place)
-            for entry in page
-            if entry.place is not None and not entry.quarantined and not entry.lost_body
-        }
+        outside = [entry for entry in page if not entry.quarantined and not entry.lost_body]
+        wanted = {entry.id: (entry.worker, entry.place) for entry in outside if entry.place is not None}
         bodies = dict(zip(wanted, self._bodies.fetch(list(wanted.values())), strict=True))
         return [replace(entry, fragment=bodies[entry.id]) if entry.id in bodies else entry for entry in page]
 

@@ -84,8 +84,10 @@ class RunKeys:
     trainer (fast_forward)."""
     pushed = Key("hash")
     """worker:incarnation → last sequence number pushed, so that repeats and gaps show; worker:incarnation:refused → how
-    many of its pushes were stale; worker:tries → how many incarnations have died since the last push, while they acted.
-    Writers: workers (push, register, tries), trainer (fast_forward), coordinator (a new start forgets the tries)."""
+    many of its pushes were stale; worker:tries → how many incarnations have died since the last push, while they acted;
+    session:NAME → the first message of a gateway's session that is in no fragment so far, session:NAME:worker → its
+    gateway. Writers: workers (push, register, tries, sessions), trainer (fast_forward), coordinator (a new start
+    forgets the tries)."""
     produced = Key("hash")
     """worker:fragments, worker:transitions produced; and what push rejected as stale. Writers: workers (push), trainer
     (fast_forward); readers: status, fleet."""

@@ -6,6 +6,7 @@ the log itself, so that the equation can fail. Entries of other programs have an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -152,7 +153,17 @@ class Taken:
     """Log entries that a trainer has taken since a position, as the scripts compare them with the log."""
 
     after: str = START
-    entries: tuple[str, ...] = ()
+    before: str = ""
+    """Digest of all entries taken through it."""
+    digest: str = ""
+    """Digest of that and the entries (`digest_of`)."""
+
+
+def digest_of(before: str, *names: str) -> str:
+    """Returns the digest of log entries' names, appended to those whose digest is `before`."""
+    for name in names:
+        before = hashlib.sha1(f"{before} {name}".encode(), usedforsecurity=False).hexdigest()
+    return before
 
 
 class Forward(StrEnum):
@@ -179,7 +190,7 @@ def fast_forward(
     taken = taken or Taken(position)
     reply = Script(client, RunKeys(run_id), "fast_forward")(
         epoch=epoch, owner=owner, number=number, position=position, taken_after=taken.after,
-        taken="\n".join(taken.entries), mode=mode, accounts=Ledger(ledger.accounts).news(),
+        before=taken.before, digest=taken.digest, mode=mode, accounts=Ledger(ledger.accounts).news(),
     )  # fmt: skip
     if not reply:
         raise Fenced(f"epoch {epoch} may not fast-forward Redis; a newer trainer has taken over")

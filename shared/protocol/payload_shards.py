@@ -165,9 +165,8 @@ def _reaching(shard: str) -> Iterator[None]:
     try:
         yield
     except redis.OutOfMemoryError:
-        raise ShardFull(
-            f"the Redis shard {shard} has no memory left (maxmemory); a durable checkpoint frees some"
-        ) from None
+        remedy = "a durable checkpoint frees some"
+        raise ShardFull(f"the Redis shard {shard} has no memory left (maxmemory); {remedy}") from None
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
         raise RedisUnavailable(f"the Redis shard {shard} refuses the credentials: {error}") from None
     except Exception as error:

@@ -80,9 +80,8 @@ class PolicyBoard:
             case PublishReply.FENCED:
                 raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
             case PublishReply.BEHIND:
-                raise RedisRolledBack(
-                    f"version {version} is not published: Redis came back, perhaps with less than it had"
-                )
+                why = "Redis came back, perhaps with less than it had"
+                raise RedisRolledBack(f"version {version} is not published: {why}")
             case PublishReply.OTHER:
                 raise VersionsDiverged(f"Redis has a version {version} that comes from other experience")
             case PublishReply.PUBLISHED:
@@ -135,9 +134,8 @@ class PolicyBoard:
         if checkpoint:
             name = checkpoint.decode(errors="replace")
             if checkpoint_version(name) is None:
-                raise KeyDamaged(
-                    self._keys.board, f"its field checkpoint is {name!r}, which is not a checkpoint's name"
-                )
+                wrong = f"its field checkpoint is {name!r}, which is not a checkpoint's name"
+                raise KeyDamaged(self._keys.board, wrong)
             return version_of(checkpoints.load(name, only="policy.safetensors"))
         try:
             states, header = decode_board(blob)

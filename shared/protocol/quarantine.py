@@ -11,7 +11,7 @@ import redis
 
 from stagecoach.shared.base.errors import Fenced, StagecoachError, UserCodeError, UserError, place
 from stagecoach.shared.base.failure import Failure, FailureKind
-from stagecoach.shared.experience.log_entry import id_order
+from stagecoach.shared.experience.log_entry import START, id_order
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.policy_board import PublishReply
@@ -32,10 +32,15 @@ class WorkRecord:
         self._keys = RunKeys(run_id)
         self._marks, self._marked = False, ""
 
-    def begin(self, restarts_allowed: int) -> None:
-        """Counts the death of the trainer before, if it never left, with an event; may quarantine what it was taking.
-        Raises `Fenced`, and `StagecoachError` where too many have died in a row: the next one would as well."""
-        found = Script(self._client, self._keys, "begin_work")(epoch=self._epoch, deaths_allowed=DEATHS)
+    def begin(self, restarts_allowed: int, durable: str = START) -> None:
+        """Counts the death of the trainer before, if it never left, with an event; may quarantine what it was taking,
+        if the newest checkpoint, at position `durable`, has not learned from it.
+
+        Raises `Fenced`, and `StagecoachError` where too many have died in a row: the next one would as well.
+        """
+        found = Script(self._client, self._keys, "begin_work")(
+            epoch=self._epoch, deaths_allowed=DEATHS, durable=durable
+        )
         deaths, died, there, put = (int(found[place]) for place in (0, 1, 3, 4))
         if deaths < 0:
             raise Fenced(f"epoch {self._epoch} may not begin; a newer trainer has taken over")
@@ -98,7 +103,7 @@ def _way_out(run_id: str, entries: str) -> str:
     return f"`stagecoach resume {run_id} --drop {entries}` continues without these log entries"
 
 
-def drop_ranges(positions: tuple[str, ...]) -> list[tuple[str, str]]:
+def drop_ranges(positions: tuple[str, ...], option: str = "--drop") -> list[tuple[str, str]]:
     """First and last position of each `POSITION` or `FIRST..LAST`; raises `UserError` for what is neither."""
     ranges = []
     for text in positions:
@@ -109,20 +114,21 @@ def drop_ranges(positions: tuple[str, ...]) -> list[tuple[str, str]]:
                 raise ValueError
         except ValueError:
             raise UserError(
-                f"--drop {text}: expected a position of the log (1700000000000-0) or FIRST..LAST, as errors name them"
+                f"{option} {text}: expected a position of the log (1700000000000-0) or FIRST..LAST, as errors name them"
             ) from None
     return ranges
 
 
-def drop_entries(client: redis.Redis, run_id: str, positions: tuple[str, ...]) -> None:
-    """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`."""
+def drop_entries(client: redis.Redis, run_id: str, positions: tuple[str, ...], durable: str = START) -> None:
+    """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`. `durable` is the
+    position of the newest checkpoint."""
     keys = RunKeys(run_id)
     for first, last in drop_ranges(positions):
         shown = _range(f"{first} {last}")
-        put = int(Script(client, keys, "drop_entries")(first=first, last=last, why="--drop"))
+        put = int(Script(client, keys, "drop_entries")(first=first, last=last, why="--drop", durable=durable))
         if put < 0:
             raise UserError(
-                f"--drop {shown}: a published policy version has learned from it, or dropped it; `stagecoach resume "
+                f"--drop {shown}: a policy version has learned from it, or dropped it; `stagecoach resume "
                 f"{run_id} --from NAME` goes back to a checkpoint, and leaves all behind it that came before now"
             )
         if put == 0:

@@ -48,18 +48,12 @@ class Profile:
         """Returns JSON: `traceEvents` (microseconds of the wall clock), and seconds by stage in `otherData`."""
         to_clock = time.time_ns() - world.nanoseconds()  # so that the timelines of several machines align
         pid, seconds = os.getpid(), {}
-        events: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0,
-             "args": {"name": f"{self._name} ({socket.gethostname()})"}}
-        ]  # fmt: skip
+        process = {"name": f"{self._name} ({socket.gethostname()})"}
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": process}]
         for number, (thread, stages) in enumerate(self._threads.items(), 1):
             events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": number, "args": {"name": thread}})
-            events += [
-                {
-                    "name": item.stage, "ph": "X", "pid": pid, "tid": number,
-                    "ts": (item.began + to_clock) / 1000, "dur": (item.ended - item.began) / 1000,
-                }
-                for item in stages.intervals
-            ]  # fmt: skip
+            for item in stages.intervals:
+                times = {"ts": (item.began + to_clock) / 1000, "dur": (item.ended - item.began) / 1000}
+                events.append({"name": item.stage, "ph": "X", "pid": pid, "tid": number, **times})
             seconds[thread] = {stage: round(spent, 6) for stage, spent in stages.seconds().items()}
         return json.dumps({"traceEvents": events, "otherData": {"name": self._name, "seconds": seconds}}).encode()

@@ -21,14 +21,7 @@ from typing import Self
 
 from stagecoach.shared.base.errors import Fenced
 from stagecoach.shared.base.failure import Failure, FailureKind, RoleEnd
-from stagecoach.shared.base.process import (
-    ExitDiagnostics,
-    Secrets,
-    at_rest,
-    child_environment,
-    exit_diagnostics,
-    spawn,
-)
+from stagecoach.shared.base.process import ExitDiagnostics, Secrets, at_rest, child_environment, exit_diagnostics, spawn
 from stagecoach.shared.runtime.zygote import HEAD, Forked, fork
 
 _LOGGER = logging.getLogger("stagecoach.launch")

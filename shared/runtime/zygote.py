@@ -133,13 +133,10 @@ class HeldZygote:
 def zygote_folder(token: str) -> Path:
     """Returns the private folder of the zygote that fits this process; raises `OSError` if somebody else has it."""
     kept = [sys.executable, *(os.environ.get(name, "") for name in _BEFORE_START)]
-    machine = [
-        Path("/proc/sys/kernel/random/boot_id").read_text(),
-        *(os.readlink(f"/proc/self/ns/{n}") for n in _SPACES),
-    ]
-    fits = hashlib.sha256("\0".join([*kept, *machine]).encode()).hexdigest()[:8]
-    folder = _parent() / f"{_PREFIX}{token}-{fits}"  # short: a socket's path has at most 107 characters
-    return private_folder(folder)
+    kept += [Path("/proc/sys/kernel/random/boot_id").read_text()]
+    kept += [os.readlink(f"/proc/self/ns/{space}") for space in _SPACES]
+    fits = hashlib.sha256("\0".join(kept).encode()).hexdigest()[:8]
+    return private_folder(_parent() / f"{_PREFIX}{token}-{fits}")  # short: a socket's path has at most 107 characters
 
 
 def _parent() -> Path:

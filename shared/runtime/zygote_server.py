@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stagecoach.shared.base import world
 from stagecoach.shared.base.process import at_rest, end_with_parent
@@ -35,13 +35,8 @@ _PRELOADED = (
 )  # fmt: skip
 _FILES = 3
 """Standard output, standard error, and where the result goes."""
-
-
-class Work(NamedTuple):
-    """Task of a forked process."""
-
-    request: bytes
-    result: int
+_Work = tuple[bytes, int]
+"""Request to a forked process, and the file that its result goes to."""
 
 
 class _Client:
@@ -89,7 +84,7 @@ class Zygote:
         for file in files:
             self._selector.register(file, selectors.EVENT_READ)
 
-    def serve(self) -> Work | None:
+    def serve(self) -> _Work | None:
         """Returns in each forked process what it is to do, and None in the zygote once it is no longer needed."""
         needed = world.monotonic()
         released = False
@@ -115,7 +110,7 @@ class Zygote:
                     key.data.connection.close()
             self._reap()
 
-    def _accept(self) -> Work | None:
+    def _accept(self) -> _Work | None:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # such as too many open files
@@ -150,7 +145,7 @@ class Zygote:
                 os.close(file)
         return None
 
-    def _begin(self, request: bytes, connection: socket.socket, files: list[int]) -> Work:
+    def _begin(self, request: bytes, connection: socket.socket, files: list[int]) -> _Work:
         """Detaches the forked process from the zygote."""
         os.setsid()
         self._end_with_parent()
@@ -166,8 +161,10 @@ class Zygote:
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)
         result = os.dup(files[2])
-        _reseed()
-        return Work(request, result)
+        import numpy as np
+
+        np.random.seed()  # random numbers of its own; Python's `random` sees to itself
+        return request, result
 
     def _reap(self) -> None:
         for pid, client in [*self._clients.items()]:
@@ -202,22 +199,10 @@ def _code() -> int:
     return hash(tuple(marks))
 
 
-def _reseed() -> None:
-    """Gives this process random numbers of its own; Python's `random` sees to itself."""
-    import numpy as np
-
-    np.random.seed()
-
-
-def _detach() -> None:
-    """Continues in a process of its own that belongs to nobody; the caller's ends here."""
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-
-
 def main(folder: str, lock: str, hold: str | None = None) -> int:
-    _detach()
+    if os.fork():
+        os._exit(0)  # the caller's process; the other one belongs to nobody
+    os.setsid()
     with at_rest():
         for name in _PRELOADED:
             importlib.import_module(name)
@@ -231,7 +216,8 @@ def main(folder: str, lock: str, hold: str | None = None) -> int:
         return 0
     from stagecoach.shared.runtime.role_process import Request, act
 
-    return act(Request.decoded(work.request), work.result)
+    request, result = work
+    return act(Request.decoded(request), result)
 
 
 if __name__ == "__main__":

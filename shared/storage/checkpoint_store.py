@@ -29,10 +29,8 @@ from stagecoach.shared.base.printable import JSON_OBJECT
 from stagecoach.shared.experience.checkpoint_name import CheckpointName, checkpoint_version
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 
-if TYPE_CHECKING:
-    from stagecoach.shared.storage.object_store import (
-        ObjectStore,  # a program that only acts with a policy has no S3 client
-    )
+if TYPE_CHECKING:  # a program that only acts with a policy has no S3 client
+    from stagecoach.shared.storage.object_store import ObjectStore
 
 T = TypeVar("T")
 FORMAT = 1

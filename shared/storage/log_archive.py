@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -94,20 +94,16 @@ class Archive:
         """Checks that a segment can be read; a store may keep half of an upload that was cut off."""
         try:
             self._decoded(segment)
-        except ArchiveIncomplete:
+        except (ArchiveIncomplete, ObjectMissing):
             return False
         return True
 
     def _decoded(self, segment: Segment) -> list[LogEntry]:
-        try:
-            blob = self._store.get(segment.key)
-        except ObjectMissing as error:
-            raise ArchiveIncomplete(f"the archive of run {self._run_id}: {error}") from None
-        return decode_segment(blob, self._run_id, segment)
+        return decode_segment(self._store.get(segment.key), self._run_id, segment)
 
     def entries(self, after: str | None = None, through: str | None = None, holes: bool = False) -> Iterator[LogEntry]:
         """Yields the entries after one position (or the archive's first) through another, with one segment in memory;
-        raises `ArchiveIncomplete` for a hole (except with `holes`), or if the archive ends before. An unreadable
+        raises `ArchiveIncomplete` for a hole or an archive that ends before (except with `holes`). An unreadable
         segment is skipped if others hold the same entries."""
         segments, damaged = self.segments(), dict[str, ArchiveIncomplete]()
         covered = after or (segments[0].after if segments else START)
@@ -120,6 +116,10 @@ class Archive:
                 raise damaged.get(covered) or self._hole(covered, segment.after)
             try:
                 entries = self._decoded(segment)
+            except ObjectMissing as error:
+                if not holes:  # else that is one: another trainer has deleted it since it was listed
+                    damaged[covered] = ArchiveIncomplete(f"the archive of run {self._run_id}: {error}")
+                continue
             except ArchiveIncomplete as error:
                 damaged[covered] = error
                 continue
@@ -129,7 +129,7 @@ class Archive:
             covered = segment.through
         if covered in damaged:
             raise damaged[covered]
-        if through is not None and _later(through, covered):
+        if through is not None and _later(through, covered) and not holes:
             raise self._hole(covered, through)
 
     def _hole(self, after: str, through: str) -> ArchiveIncomplete:
@@ -175,7 +175,7 @@ def experience(
             if entry.fragment is None or entry.quarantined:
                 continue  # dropped, and in the ledger as such
             try:
-                yield fragment.decode(entry.fragment)
+                yield replace(fragment.decode(entry.fragment), position=entry.id)
             except FragmentError as error:
                 _LOGGER.warning("entry %s of %s is not a fragment: %s", entry.id, entry.worker, error)
 

@@ -167,9 +167,8 @@ class S3Store:
             return self._refusal(operation, asked, key, error.response)
         where, said = self._where, _QUERY.sub("", str(error))
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-            return CredentialsRefused(
-                f"{where}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
-            )
+            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            return CredentialsRefused(f"{where}: no credentials; {remedy}")
         if isinstance(error, _NO_CREDENTIALS):
             return CredentialsRefused(f"{where}: no credentials can be had ({said}); check where they come from")
         if isinstance(error, boto.SSLError):
@@ -191,16 +190,12 @@ class S3Store:
     ) -> StoreError | StoreUnavailable:  # fmt: skip
         """Returns the named error for an S3 error, by its code, or by the HTTP status."""
         error, about = response.get("Error", {}), response.get("ResponseMetadata", {})
-        code, status, headers = (
-            str(error.get("Code") or ""),
-            about.get("HTTPStatusCode", 0),
-            about.get("HTTPHeaders", {}),
-        )
+        code, status = str(error.get("Code") or ""), about.get("HTTPStatusCode", 0)
+        headers = about.get("HTTPHeaders", {})
         where, message = self._where, str(error.get("Message") or "").strip()[:_LONGEST_MESSAGE]
         if code == "NoSuchBucket":
-            return StoreUnavailable(
-                f"{where}: the bucket {self._bucket!r} does not exist; create it or correct store.url"
-            )
+            remedy = "create it or correct store.url"
+            return StoreUnavailable(f"{where}: the bucket {self._bucket!r} does not exist; {remedy}")
         if code in _OTHER_REGION or (status == 301 and "x-amz-bucket-region" in headers):
             expecting = _EXPECTING.search(message)
             region = headers.get("x-amz-bucket-region") or error.get("Region") or (expecting and expecting[1])
@@ -294,6 +289,5 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
             ),
         )  # fmt: skip
     except (boto.BotoCoreError, ValueError) as error:
-        raise StoreUnavailable(
-            f"{address.store_url} cannot be used: {error}; correct store.url or the AWS settings"
-        ) from None
+        remedy = "correct store.url or the AWS settings"
+        raise StoreUnavailable(f"{address.store_url} cannot be used: {error}; {remedy}") from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
     from stagecoach.coordinator.run_access.train import train
+    from stagecoach.coordinator.studies.study import Study, tune
     from stagecoach.rollout_worker.environments.factory import make_environment
     from stagecoach.rollout_worker.exploration.base import Exploration
     from stagecoach.rollout_worker.sampling.director import EpisodeDirector
@@ -77,9 +78,9 @@ __all__ = [
     "Exploration", "Fold", "Lesson", "MetricWriter", "Minibatch", "ObservationNormalizer", "PPOConfig", "Policy",
     "PolicyConfig", "PolicySpaces", "PrioritizedReplayBuffer", "QNetwork", "RecurrentActorCritic",
     "RecurrentQNetwork", "ReplayBuffer", "RewardSignal", "Rows", "Run", "SACConfig", "Setting", "Shard",
-    "SpaceSpec", "SquashedGaussian", "StagecoachError", "TD3Config", "Trajectories", "WrittenRun", "compiled",
+    "SpaceSpec", "SquashedGaussian", "StagecoachError", "Study", "TD3Config", "Trajectories", "WrittenRun", "compiled",
     "gae", "load_config", "load_policy", "make_environment", "masked", "read_experience", "register_policy",
-    "side_by_side", "train", "update_seed",
+    "side_by_side", "train", "tune", "update_seed",
 ]  # fmt: skip
 
 

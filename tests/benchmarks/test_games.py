@@ -13,7 +13,7 @@ import pytest
 from pettingzoo import make
 
 from benchmarks.learning import judges
-from benchmarks.learning.games import PLAYERS, Foraging, RockPaperScissors, connect_four, kuhn, leduc
+from benchmarks.learning.games import PLAYERS, Foraging, RockPaperScissors, TwoStepGame, connect_four, kuhn, leduc
 from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task
 
@@ -33,6 +33,7 @@ def test_poker_is_a_pettingzoo_game(game: Any) -> None:
 
 def test_other_games_are_parallel_environments() -> None:
     parallel_api_test(RockPaperScissors(), 20)
+    parallel_api_test(TwoStepGame(), 20)
     pytest.importorskip("lbforaging")
     parallel_api_test(Foraging(), 200)
 
@@ -168,6 +169,15 @@ def connect(moves: list[int]) -> Any:
 def test_minimax_wins_and_does_not_let_win(moves: list[int], expected: set[int]) -> None:
     observation = connect(moves)
     assert {judges.minimax(observation, np.random.default_rng(seed)) for seed in range(20)} == expected
+
+
+def test_minimax_of_four_plies_sees_two_threats_at_once() -> None:
+    """Two in the middle of an open row win with a third beside them; two plies do not see it, from either side."""
+    attacks, defends = connect([3, 3, 2, 2]), connect([3, 3, 2])
+    drawn = [np.random.default_rng(seed) for seed in range(40)]
+    assert {judges.minimax_of_four_plies(attacks, random) for random in drawn} == {1, 4}
+    assert {judges.minimax_of_four_plies(defends, random) for random in drawn} == {1, 4}
+    assert {judges.minimax(attacks, random) for random in drawn} == set(range(7))
 
 
 def test_mirrored_boards_share_observation_and_strategy() -> None:

@@ -89,7 +89,7 @@ def test_memory_counts_files_of_runs_in_shared_memory() -> None:
     with tempfile.TemporaryDirectory(prefix="stagecoach-", dir="/dev/shm") as folder:
         Path(folder, "body").write_bytes(bytes(64 << 20))
         alone = memory(fake(), 0.1, 0.2)
-        with_bodies = memory(fake(holds=str(Path(folder, "owner"))), 0.1, 0.2)
+        with_bodies = memory(fake(holds=str(Path(folder, "held"))), 0.1, 0.2)  # `owner`, unlocked, is removed by others
     assert alone + 50e6 < with_bodies < alone + 80e6
 
 

@@ -50,6 +50,11 @@ def test_adoption(measure_quickly: Measure) -> None:
     assert all(found[f"p50 with encoding, {who}"] >= found[f"p50, {who}"] for who in roles)
 
 
+def test_gateway(measure_quickly: Measure) -> None:
+    result = measure_quickly("gateway", "1 session", "remote")
+    assert {measure.unit for measure in result.measures} == {"ms", "1/s", "µs a step"}
+
+
 def test_checkpoint(measure_quickly: Measure) -> None:
     result = measure_quickly("checkpoint")
     assert {measure.unit for measure in result.measures} >= {"ms", "1/s"}

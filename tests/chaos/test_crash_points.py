@@ -17,7 +17,7 @@ from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing import checkpoint_writer
 from stagecoach.trainer_node.metrics import recorder
-from stagecoach.trainer_node.replay import replay
+from stagecoach.trainer_node.replay.comparison import replay
 from tests.conftest import RedisServer
 from tests.support.environments.games import MODULE, NIM
 from tests.support.environments.small import CHASE, CHASE_POLICIES

@@ -152,8 +152,7 @@ def test_lost_fragment_behind_a_later_one_is_noticed(
         other.step(0)
         game.trainer.step(0)
     if who_dies == "trainer":
-        game.crash()
-        game.restart()
+        game.replace_trainer()
         witness.restarted()
     ends(game, witness)
 

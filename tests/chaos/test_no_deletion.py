@@ -57,8 +57,7 @@ def refusing(site: MakeSite) -> MakeRefusing:
 def test_run_ends_in_order_when_delete_is_refused(refusing: MakeRefusing, fault: faults.Fault, words: str) -> None:
     here = refusing(short_run(UPDATES, archive="off" if fault is NO_RIGHT else "all"), fault)
     game = here.game()
-    game.play_to(6)
-    game.durable()
+    game.play_to(6, durable=True)
     assert game.role.flow.read().trimmed_id == here.reader.manifest(here.reader.names()[-1]).log_position
     store = here.status().store
     assert re.search(words, store["undeleted"]["error"]) and not store.get("error")
@@ -79,8 +78,7 @@ def test_each_checkpoint_costs_one_refused_request(refusing: MakeRefusing) -> No
     game = here.game()
     asked: list[int] = []
     for version in range(1, UPDATES):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
         asked.append(sum(request.startswith("DELETE") for request in here.proxy.seen))
     assert max(after - before for before, after in pairwise(asked)) <= 2
     here.proxy.heal()
@@ -135,8 +133,7 @@ def test_evaluations_are_played_once_when_delete_is_refused(refusing: MakeRefusi
         return count
 
     for version in range(1, UPDATES):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
         played += play_due(game)
     game.play()
     game.trainer.save_last("exhausted")

@@ -212,8 +212,7 @@ def test_error_names_redis_after_retry_seconds(place: FaultRun, fault: str) -> N
     with pytest.raises(RedisUnavailable, match=r"does not answer .*could not be used for"):
         game.open()
     place.proxy.heal()
-    game.crash()
-    game.restart()
+    game.replace_trainer()
     game.finish()
     balanced(game)
 
@@ -329,8 +328,7 @@ def test_redis_comes_back_with_an_older_file(
 ) -> None:
     game = place.game()
     witness = Witness(game, monkeypatch)
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     past = place.redis.keep()
     for happens in LOSSES[what_is_lost]:
         happens(game)
@@ -422,8 +420,7 @@ def test_waiting_trainer_detects_a_lost_version(place: FaultRun) -> None:
 
 def test_lost_takeover_is_restored_and_old_trainer_refused(place: FaultRun) -> None:
     game = place.game()
-    game.play_to(2)
-    game.durable()
+    game.play_to(2, durable=True)
     past, old = place.redis.keep(), game.trainer
     game.restart()
     place.redis.roll_back(past)
@@ -441,8 +438,7 @@ def test_new_trainer_skips_epochs_that_redis_forgot(place: FaultRun) -> None:
     game.play_to(2)
     past = place.redis.keep()
     for _ in range(2):
-        game.crash()
-        game.restart()
+        game.replace_trainer()
         game.durable()
     game.crash()
     place.redis.roll_back(past)
@@ -455,8 +451,7 @@ def test_new_trainer_skips_epochs_that_redis_forgot(place: FaultRun) -> None:
 def test_log_ids_grow_past_what_was_read_when_clock_steps_back(place: FaultRun) -> None:
     """A new master's clock may be slower: what came before the trainer's position would never be read."""
     game = place.game()
-    game.play_to(2)
-    game.durable()
+    game.play_to(2, durable=True)
     ahead = f"{int(time.time() * 1000) + 3_600_000}-0"
     log, past = RunKeys(game.role.run_id).log, place.redis.keep()
     place.redis.command("XSETID", log, ahead)

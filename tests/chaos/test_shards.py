@@ -72,8 +72,7 @@ def end_without_another_fragment(game: Game) -> None:
 def test_sharded_run_has_equal_weights_and_leaves_nothing(outside: FaultRun, undisturbed: str) -> None:
     game, held = outside.game(), []
     for version in range(1, UPDATES + 1):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
         held.append(len(outside.bodies(game)))
     end_without_another_fragment(game)
     assert game.policy_hash() == undisturbed
@@ -337,8 +336,7 @@ def test_body_lost_between_trainers_starts_a_new_version(outside: FaultRun) -> N
 def test_index_and_shards_come_back_with_less_together(place: FaultRun) -> None:
     """A machine that held them all."""
     game = place.game()
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     pasts = [(server, server.keep()) for server in (place.redis, *place.shards)]
     game.play_to(5)
     game.worker.step(0)
@@ -423,8 +421,7 @@ def test_bodies_survive_a_kill_of_everything(remembered: FaultRun, undisturbed: 
     remembered.renew_memory(game)
     assert len(list((remembered.folder / "shm").iterdir())) == 1
     game.lose()
-    game.play_to(4)
-    game.durable()
+    game.play_to(4, durable=True)
     assert not remembered.bodies(game) & held, "also swept from the disk"
     as_if_nothing_had_been(game, undisturbed, incarnation=2)
     assert not balanced(game)["total"]["dropped"]

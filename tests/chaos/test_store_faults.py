@@ -71,8 +71,7 @@ def undisturbed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 def prunes_later(here: StoreFaultRun, game: Game, fault: Fault, words: str, version: int) -> None:
     """Objects that cannot be deleted delay nothing, and are removed once they can be."""
     here.proxy.fail(fault, *PRUNING)
-    game.play_to(version)
-    game.durable()
+    game.play_to(version, durable=True)
     assert here.status().latest == f"{version}_Step-{64 * version}.ckpt"
     if fault != faults.LOSE_ANSWER:  # there it was done
         assert re.search(words, here.status().store["undeleted"]["error"])
@@ -158,8 +157,7 @@ def test_truncated_manifest_blocks_nothing(site: MakeSite, undisturbed: Final) -
     for version, content in ((2, b'{"format": 1, "run_id": "'), (4, b'{"format": 99}')):
         key = f"{CHECKPOINTS}{version}_Step-{64 * version}.ckpt/0123456789abcdef/{MANIFEST}"
         here.reader.store.put(key, content)
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
         assert here.reader.load(f"{version}_Step-{64 * version}.ckpt").manifest.version == version
         assert here.reader.store.get(key) == content
     assert here.finish(game) == undisturbed(VERSIONS)
@@ -181,8 +179,7 @@ def start_trainer(here: StoreFaultRun) -> None:
 def test_roles_that_start_without_a_store_wait_by_name(site: MakeSite, undisturbed: Final) -> None:
     here = site("moto")
     game = here.game()
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     game.crash()
     here.proxy.fail(faults.EXPIRED)
     worker, evaluator = Worker(here.open(), 1), Evaluator(here.open())
@@ -224,8 +221,7 @@ def test_wait_for_the_store_ends_with_its_error(site: MakeSite, monkeypatch: pyt
 def test_missing_or_damaged_run_fails_at_once(site: MakeSite) -> None:
     here = site()
     game = here.game()
-    game.play_to(1)
-    game.durable()
+    game.play_to(1, durable=True)
     game.crash()
     description = here.reader.store.get(ENVIRONMENT)
     for data, error in ((None, RunNotFound), (description[:50], CheckpointDamaged), (b"[]", CheckpointDamaged)):

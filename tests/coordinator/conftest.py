@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from stagecoach.coordinator.cli.app import main
+from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.protocol.heartbeat import Wait, poll
 from tests.conftest import RedisServer, minimal_config
 from tests.support.processes.command_line import CONFIG, Ended, Stagecoach
 
@@ -41,6 +43,22 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run.start(config, "a", inline=True)
     assert run.wait(120).reason == "exhausted"
     return run
+
+
+@pytest.fixture
+def no_run_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends what a test has started: a run that is left over would go on in a thread of this process."""
+    started: list[Coordinator] = []
+
+    def launched(*arguments: Any) -> Coordinator:
+        started.append(Coordinator(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr("stagecoach.coordinator.lifecycle.launcher.Coordinator", launched)
+    yield
+    for coordinator in started:
+        coordinator.abandon()
+    poll(Wait("abandoned runs to end", 60), lambda: all(each.outcome is not None for each in started))
 
 
 @pytest.fixture

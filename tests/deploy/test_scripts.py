@@ -295,9 +295,7 @@ def make_bucket(url: str, endpoint: str, access: str, secret: str) -> subprocess
     )
 
 
-def test_bucket_is_created_once_or_the_obstacle_is_named(
-    s3_servers: dict[str, tuple[str, str, str]],
-) -> None:
+def test_bucket_is_created_once_or_the_obstacle_is_named(s3_servers: dict[str, tuple[str, str, str]]) -> None:
     for server in ("rclone", "rclone", "moto", "moto"):
         made = make_bucket("s3://a-new-bucket/experiments", *s3_servers[server])
         assert (made.returncode, made.stdout) == (0, "bucket a-new-bucket is there\n"), made

@@ -58,9 +58,7 @@ def test_signal_ends_the_run_with_a_last_checkpoint(terminal: CommandLine) -> No
     assert second["counters"]["train"]["env_steps"] > first["counters"]["train"]["env_steps"]
 
 
-def test_coordinator_kill_ends_all_and_two_signals_end_resume(
-    terminal: CommandLine,
-) -> None:
+def test_coordinator_kill_ends_all_and_two_signals_end_resume(terminal: CommandLine) -> None:
     process = train(terminal)
     process.kill()
     process.wait()
@@ -147,9 +145,7 @@ def test_shared_memory_holds_nothing_of_a_killed_run(terminal: CommandLine) -> N
     assert in_memory(terminal) == []
 
 
-def test_hung_inline_environment_is_named_and_third_signal_exits(
-    terminal: CommandLine,
-) -> None:
+def test_hung_inline_environment_is_named_and_third_signal_exits(terminal: CommandLine) -> None:
     hangs = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(terminal.folder / "tally"), "times": 1}}
     path = terminal.write_config(environment=hangs, stop_at=FOR_EVER)
     process = terminal.module("stagecoach", "train", path, "--run-id", RUN, "--inline", environ=AT_HOME)

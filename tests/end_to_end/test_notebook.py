@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes.command_line import CommandLine, command_line
+from tests.support.processes.command_line import CommandLine
 
 nbformat: Any = pytest.importorskip("nbformat")
 nbclient: Any = pytest.importorskip("nbclient")
@@ -53,12 +51,6 @@ except KeyboardInterrupt:  # the cell was interrupted
 ended
 """,
 ]
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[CommandLine]:
-    with command_line(tmp_path) as terminal:
-        yield terminal
 
 
 def test_class_of_a_cell_trains_on_ray(terminal: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,12 +151,6 @@ def test_scores_summarize_episodes() -> None:
     assert scores_of(strict, records)["success_rate"] == pytest.approx(2 / 3), "where the environment does not tell"
 
 
-def test_evaluation_sets_test_phase() -> None:
-    environment = {"id": f"{MODULE}:TellsPhase", "wrappers": [f"{MODULE}:PhaseWrapper"]}
-    records = played(config_of(environment, episodes=3, num_envs=2))
-    assert [record.episode_return for record in records] == [66.0] * 3
-
-
 def test_evaluation_scores_agents_and_policies() -> None:
     config = minimal_config(environment=CHASE, **CHASE_POLICIES, evaluation={"episodes": 3, "num_envs": 2})
     scores = played(config)

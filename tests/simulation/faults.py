@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from stagecoach.coordinator.lifecycle.run_lease import RunLease
+from stagecoach.shared.experience.spaces import Columns
+from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.runtime.run_context import RunContext
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.trainer_node.checkpointing.verification import promote
+from stagecoach.trainer_node.state.fork import Source, forked
+from stagecoach.trainer_node.state.snapshot import POLICY
 from tests.simulation.network import Delays
 from tests.simulation.redis_model import Keys
 from tests.simulation.run import Setting, SimulatedRun
@@ -17,7 +23,9 @@ from tests.simulation.scheduler import Process
 
 _LOADING = "LOADING Redis is loading the dataset in memory"
 _BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
-_DELAYS = "redis back", "redis back", "pause", "cut", "slow", "late", "late start", "redis forgets"
+_DELAYS = (
+    "redis back", "redis back", "pause", "too late", "too late", "cut", "slow", "late", "late start", "redis forgets",
+)  # fmt: skip
 """One of these is in each walk."""
 _BREAKS = 0.004
 """Probability that an answer is lost, until the faults stop."""
@@ -50,9 +58,11 @@ class Faults:
     """Carries out what is planned; `told` is what has been done so far."""
 
     KINDS: ClassVar[dict[str, str]] = {
-        "kill": "_kill", "kill often": "_kill_often", "pause": "_pause", "clock": "_jump", "scale": "_scale",
-        "actor": "_kill_actor", "coordinator": "_kill_coordinator",
+        "kill": "_kill", "kill often": "_kill_often", "pause": "_pause", "too late": "_too_late", "clock": "_jump",
+        "scale": "_scale",
+        "terminate": "_terminate", "actor": "_kill_actor", "coordinator": "_kill_coordinator",
         "second trainer": "_second_trainer", "second worker": "_second_worker",
+        "second coordinator": "_second_coordinator", "fork": "_fork",
         "stop": "_stop", "prune": "_prune", "promote": "_promote", "order": "_order",
         "redis away": "_redis_away", "redis refuses": "_redis_refuses", "redis back": "_redis_back",
         "redis forgets": "_redis_forgets",
@@ -89,7 +99,7 @@ class Faults:
         for server in (self.run.server, *self.run.shards.values()):
             server.delays.often = server.breaks = 0.0
         for process in (*self.run.processes.values(), *self._others):
-            process.paused_until = 0.0
+            process.paused_until = process.breaks = 0.0
         for process in self._others:
             process.kill()
 
@@ -130,6 +140,12 @@ class Faults:
             self.run.scheduler.after(self._draw.uniform(0.0, 3.0) * number, lambda: self.run.processes[role].kill())
         return f"{role} is killed {times} times"
 
+    def _terminate(self) -> str:
+        process, seconds = self.run.processes[self._role()], self._draw.uniform(0.1, 30.0)
+        process.signal()
+        self.run.scheduler.after(seconds, process.kill)
+        return f"{process.name} gets SIGTERM, and SIGKILL after {seconds:.1f} s"
+
     def _kill_actor(self) -> str:
         actors = [actor for actor in self.run.ray.actors if actor.alive]
         if not actors:
@@ -147,6 +163,16 @@ class Faults:
         self.run.processes[role].paused_until = self.run.scheduler.now + seconds
         return f"{role} stands still for {seconds} s"
 
+    def _too_late(self) -> str:
+        """A worker comes back when its lease has run out, and hears little of what it is answered."""
+        workers = [role for role in sorted(self.run.processes) if "worker" in role]
+        if not workers:
+            return "there is no worker"
+        process, seconds = self.run.processes[self._draw.choice(workers)], self._draw.choice((10.5, 12.0, 20.0))
+        process.paused_until, process.breaks = self.run.scheduler.now + seconds, 0.6
+        self.run.scheduler.after(seconds + self._draw.uniform(0.5, 4.0), partial(setattr, process, "breaks", 0.0))
+        return f"{process.name} stands still for {seconds} s, and then its connections break"
+
     def _jump(self) -> str:
         role, seconds = self._draw.choice([*sorted(self.run.processes), "redis"]), self._draw.choice((86400, -3600, -2))
         if role == "redis":
@@ -159,7 +185,8 @@ class Faults:
         return self._second("trainer")
 
     def _second_worker(self) -> str:
-        return self._second(self._draw.choice([role for role in sorted(self.run.processes) if "worker" in role]))
+        workers = [role for role in sorted(self.run.processes) if "worker" in role]
+        return self._second(self._draw.choice(workers)) if workers else "there is no worker"
 
     def _second(self, role: str) -> str:
         """Somebody starts one while the fleet's is at work, and may be slow."""
@@ -171,6 +198,31 @@ class Faults:
         if self._draw.random() < 0.5:
             ours.paused_until = self.run.scheduler.now + self._draw.uniform(0.0, 10.0)
         return f"another {role} is started while the first is running"
+
+    def _second_coordinator(self) -> str:
+        """Somebody resumes the run on another machine; if its coordinator is silent, that machine is gone."""
+
+        def resume(context: RunContext) -> None:
+            lease = RunLease(context)
+            lease.take()
+            self.run.processes["coordinator"].kill()
+            lease.release()
+
+        self.run.from_outside(resume)
+        return "somebody resumes the run on another machine"
+
+    def _fork(self) -> str:
+        """Another run begins with what this one has learned."""
+
+        def fork(context: RunContext) -> None:
+            source, name = context.checkpoints.newest_good()[0], next(iter(context.config.policies))
+            begun = forked(context, {name: Source(source, name)})
+            theirs, own = (weights_of(its, name) for its in (source, begun))
+            if any((theirs[key] != own[key]).any() for key in {*theirs, *own}):
+                self.run.failed = AssertionError(f"a fork of {source.manifest.name} begins with other weights")
+
+        self.run.from_outside(fork)
+        return "another run begins with the newest checkpoint"
 
     def _scale(self) -> str:
         workers = self._draw.randint(1, self.run.setting.workers)
@@ -348,3 +400,7 @@ class Faults:
     def _no_deletion(self) -> str:
         seconds = self._set_for_a_while(self.run.bucket, "deletes", False, True, 60.0)
         return f"the store deletes nothing for {seconds:.1f} s"
+
+
+def weights_of(checkpoint: Checkpoint, policy_id: str) -> Columns:
+    return state_arrays(decode_policy(checkpoint.objects[POLICY.format(policy_id)])[0])

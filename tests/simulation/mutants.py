@@ -1,4 +1,4 @@
-"""Plants faults into the product (mutants.toml), one at a time: walks must find each of them.
+"""Plants faults into the product (mutants.toml), one at a time, and walks until one is found.
 
 `python -m tests.simulation.mutants` plants one after the other, each in a process of its own, and prints how long walks
 took to find it; `--only NAME` plants those whose name has this in it.
@@ -67,7 +67,9 @@ def hunt(name: str, seconds: float = 1e9, walks: int = 1_000_000, first_seed: in
     command = [sys.executable, "-m", "tests.simulation.mutants", "--plant", name, "--seconds", str(seconds)]
     command += ["--walks", str(walks), "--first-seed", str(first_seed)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = (ended.stdout.strip() or ended.stderr.strip()[-300:]).partition("\n")[0]
+    said = ended.stdout.strip().partition("\n")[0]
+    if not said:
+        raise RuntimeError(f"walks with {name} did not run: {ended.stderr.strip()[-1000:]}")
     return ended.returncode == 1 and said.startswith("seed"), said
 
 

@@ -226,7 +226,8 @@ class Wire:
 
     def _deliver(self, data: bytes) -> None:
         draw = self.scheduler.random
-        if draw.random() < self.server.breaks:
+        own = self.process.breaks if self.process is not None else 0.0
+        if draw.random() < max(self.server.breaks, own):
             self.break_off()
         if self.open:
             self._inbox += b"\0" + data[1:] if draw.random() < self.server.garbles else data

@@ -442,7 +442,12 @@ class RedisModel:
             return self._plain(json.loads(text))
 
         globals_ = self._lua.globals()
-        globals_[b"redis"] = self._lua.table_from({b"call": called, b"pcall": protected, b"error_reply": error_reply})
+
+        def sha1hex(text: bytes) -> bytes:
+            return hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
+
+        functions = {b"call": called, b"pcall": protected, b"error_reply": error_reply, b"sha1hex": sha1hex}
+        globals_[b"redis"] = self._lua.table_from(functions)
         globals_[b"cjson"] = self._lua.table_from({b"decode": decoded})
 
     def _plain(self, value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
@@ -17,18 +17,22 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from redis import RedisError
 
 from stagecoach.coordinator.catalog.checkpoint_operations import prune_checkpoints
 from stagecoach.coordinator.fleet import fleet
+from stagecoach.coordinator.lifecycle import run_lease
 from stagecoach.coordinator.lifecycle.preparation import prepare_new, prepare_resume
+from stagecoach.coordinator.lifecycle.run_lease import RunLease
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.watchdog import Watchdog
 from stagecoach.rollout_worker.worker import Worker
 from stagecoach.shared.base import world
 from stagecoach.shared.base.address import Address, RoleName
-from stagecoach.shared.base.errors import Fenced, StagecoachError
+from stagecoach.shared.base.errors import CheckpointNotFound, Fenced, StagecoachError
 from stagecoach.shared.base.failure import EndReason, RunEnd
+from stagecoach.shared.config.rollout import MIN_LOG_BYTES
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.protocol.flow_control import Flow
@@ -123,8 +127,6 @@ _ALGORITHMS = "impala", "impala", "impala", *_REPLAY, "league"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is like."""
-
     workers: int = 2
     fragments_per_update: int = 2
     max_policy_lag: int = 1
@@ -137,6 +139,10 @@ class Setting:
     curriculum: bool = False
     pace: float = 0.1
     """Seconds that a step of the environment takes."""
+    transport: str = "redis"
+    """Transport of policy versions."""
+    evaluated_every: str | None = None
+    small_log: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Setting:
@@ -147,12 +153,19 @@ class Setting:
             archive=draw.random() < 0.6, evaluator=draw.random() < 0.3, shards=draw.choice((0, 0, 0, 1, 2)),
             shared_memory=draw.random() < 0.3, curriculum=draw.random() < 0.2,
             pace=draw.choice((0.1, 0.1, 0.5, 2.0)) if batch < 3 else 0.1,
+            transport=draw.choice(("redis", "redis", "redis", "redis", "object_store")),
+            evaluated_every=draw.choice((None, None, "4 updates")), small_log=draw.random() < 0.2,
         )  # fmt: skip
 
     @property
     def update_seconds(self) -> float:
         """Virtual seconds in which one worker acts what an update needs."""
         return 2 * self.fragments_per_update * self.pace
+
+    @property
+    def version_seconds(self) -> float:
+        """Virtual seconds after which a version should follow another, when nothing is in its way."""
+        return self.update_seconds + (15.0 if self.transport == "object_store" else 0.0)
 
     @property
     def window(self) -> int:
@@ -174,13 +187,14 @@ class Setting:
             rollout={
                 "workers": self.workers, "fragment_steps": 2, "fragments_per_update": self.fragments_per_update,
                 "max_policy_lag": self.max_policy_lag, "lease_seconds": 10.0, "silent_seconds": 11.0,
-                "restarts_allowed": 1000,
+                "restarts_allowed": 1000, **({"max_log_bytes": MIN_LOG_BYTES} if self.small_log else {}),
             },
+            policy_versions={"transport": self.transport},
             algorithm=algorithm,
             heatup="8 env_steps" if self.remembers else "0 env_steps",
             checkpoint={"every": "3 updates", "keep_last": 2},
             archive="all" if self.archive else "off",
-            evaluation={"episodes": 2 if self.evaluator else 0},
+            evaluation={"episodes": 2, "every": self.evaluated_every} if self.evaluator else {"episodes": 0},
             redis={"url": _ADDRESS.redis_url, "shards": [f"redis://{name}:6379/0" for name in self.shard_names]},
             metrics={"writers": []},
             stop_at={"updates": 1_000_000},
@@ -220,8 +234,16 @@ class SimulatedRun:
         self.over = False
         self.ray = RayModel(scheduler, self.start)
         self.redis_restarts, self.bodies_lost = 0, False
-        self.stop_ordered, self._resumes, self.prunes = False, False, False
-        """The last: whether a person prunes checkpoints before the next resume."""
+        self.lost = set[tuple[int, int]]()
+        """Positions of log entries that Redis has lost."""
+        self._stops = 0
+        """Orders to stop that may still reach the run."""
+        self._stopped = False
+        """Whether it was stopped once."""
+        self.stop_ordered, self._resumes, self.prunes, self.pruned = False, False, False, False
+        """The last two: whether a person prunes checkpoints before the next resume, and whether one has."""
+        self.ends = False
+        """Whether nobody resumes it after it was stopped."""
         self.when_started: dict[str, Callable[[Process], object]] = {}
         """Role → what is done to its next process."""
         self.resume_error: BaseException | None = None
@@ -247,10 +269,17 @@ class SimulatedRun:
         process.on_exit = self._coordinator_ended
 
         def main() -> RunEnd:
-            context = self.context("coordinator")
-            prepare(context)
-            self.stop_ordered = False
-            return fleet.Fleet(context, _LAUNCH, _HEAD, 0.0).run(world.Event())
+            context, abandoned = self.context("coordinator"), world.Event()
+            lease = RunLease(context, abandoned.set)
+            lease.take()
+            lease.keep()
+            try:
+                prepare(context)
+                lease.take()
+                self.stop_ordered = False
+                return fleet.Fleet(context, _LAUNCH, _HEAD, 0.0).run(abandoned)
+            finally:
+                lease.release()
 
         process.start(main)
 
@@ -260,23 +289,28 @@ class SimulatedRun:
         for actor in self.ray.actors:  # a coordinator's end takes its Ray with it
             actor.kill()
         end, error = process.result, process.error
-        stopped = error is None and end.reason == EndReason.STOPPED and self.stop_ordered
+        ordered = self._stops > 0 or (self._stopped and self.redis_restarts > 0)  # an older Redis says so again
+        stopped = error is None and end.reason == EndReason.STOPPED and ordered
         if not (stopped or isinstance(error, Killed) or (isinstance(error, StagecoachError) and self._resumes)):
             self.failed = error or AssertionError(f"the run ended as {end.reason!r}, which nobody has ordered")
+        self._stops, self._stopped = self._stops - stopped, self._stopped or stopped
+        if stopped and self.ends:
+            self.over = True
+            return
         self.resume_error, self._resumes = error, True
         self.scheduler.after(self.scheduler.random.uniform(0.5, 4.0), partial(self._coordinate, self._prepare_resume))
 
     def _prepare_resume(self, context: RunContext) -> None:
         """A resume may be refused, while the store is away; then a person tries it again."""
         if self.prunes:
+            self.prunes, self.pruned = False, True
             rule = self.config.checkpoint.model_copy(update={"keep_last": 1})
-            prune_checkpoints(context.checkpoints, rule, dry_run=False)
-            self.prunes = False
+            with suppress(CheckpointNotFound):
+                prune_checkpoints(context.checkpoints, rule, dry_run=False)
         prepare_resume(context)
         self._resumes = False
 
     def start(self, role: str) -> Process:
-        """Starts a process of a role."""
         process = self.processes[role] = Process(self.scheduler, role)
         process.on_exit = self._ended
         main = {"trainer": self._train, "worker": self._act, "evaluator": self._play}[role.partition("-")[0]]
@@ -287,17 +321,17 @@ class SimulatedRun:
 
     def _train(self, process: Process) -> str:
         incarnation = Incarnation(self.context("trainer"))
-        process.names_wait = lambda: incarnation.heartbeat.waits
+        process.names_wait, process.terminate = lambda: incarnation.heartbeat.waits, incarnation.request_shutdown
         return run_trainer(incarnation, self.trainer_class)
 
     def _act(self, process: Process) -> str:
         worker = Worker(self.context("worker"), int(process.name.partition("-")[2]))
-        process.names_wait = lambda: worker.heartbeat.waits
+        process.names_wait, process.terminate = lambda: worker.heartbeat.waits, worker.request_shutdown
         return str(worker.run())
 
     def _play(self, process: Process) -> str:
         evaluator = Evaluator(self.context("evaluator"))
-        process.names_wait = lambda: evaluator.heartbeat.waits
+        process.names_wait, process.terminate = lambda: evaluator.heartbeat.waits, evaluator.request_shutdown
         return str(evaluator.run())
 
     def _ended(self, process: Process) -> None:
@@ -308,6 +342,7 @@ class SimulatedRun:
     def stop(self) -> None:
         """A person stops the run, which then is resumed."""
         self.stop_ordered = True
+        self._stops += 1
         self.from_outside(lambda context: context.flow.order_stop())
 
     @property
@@ -326,14 +361,23 @@ class SimulatedRun:
     def restart_redis(self, keys: Keys) -> None:
         """Redis is there again, as another process that has these keys."""
         self.redis_restarts += 1
+        log = f"stagecoach:{{{RUN}}}:log".encode()
+        before, after = (its[log].ids if log in its else () for its in (self.model.keys, keys))
+        self.lost |= {*before} - {*after}
         self.model.restart(keys, self.scheduler.random.randbytes(20).hex())
         self.server.up = True
 
     def from_outside(self, order: Callable[[RunContext], object]) -> Process:
         """A person, or the coordinator, orders something of the run: a process of its own."""
         process = Process(self.scheduler, "order")
+        process.on_exit = self._order_ended
         process.start(lambda: order(self.context("coordinator")))
         return process
+
+    def _order_ended(self, process: Process) -> None:
+        """What stands in its way is told to the person; anything else is a fault of the product."""
+        if not isinstance(process.error, Killed | StagecoachError | RedisError | None):
+            self.failed = process.error
 
     def kill_roles(self) -> None:
         for process in list(self.processes.values()):
@@ -367,13 +411,15 @@ def simulated(seed: int, setting: Setting) -> Iterator[SimulatedRun]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No logs, no watchdog (a hang is found by the scheduler), and a fleet that looks less often."""
+    """No logs, no watchdog (a hang is found by the scheduler), a fleet that looks less often, and coordinators that
+    cannot see one another's processes."""
     disabled = logging.root.manager.disable
     logging.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Watchdog, "start", lambda self: None)
             patch.setattr(fleet, "POLL_SECONDS", 0.5)
+            patch.setattr(run_lease, "_alive", lambda holder: None)
             yield
     finally:
         logging.disable(disabled)

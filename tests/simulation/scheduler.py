@@ -27,6 +27,8 @@ from stagecoach.shared.base import world
 BEGAN = 1_700_000_000.0
 """Seconds since 1970 at which each simulation begins."""
 LONG_SECONDS = 30.0
+_MOST_POLLS = 10_000
+"""Times that a thread may ask without waiting at all."""
 _UNWINDING = 100
 """Calls that a killed thread may try while it unwinds."""
 
@@ -49,8 +51,14 @@ class Process:
         self.paused_until = 0.0
         self.late = 0.0
         """Seconds by which all that it sends now arrives later than usual, even after its end."""
+        self.breaks = 0.0
+        """Probability that a connection of it breaks before an answer arrives."""
         self.names_wait: Callable[[], bool] = lambda: True
         """Whether its main thread says what it waits for."""
+        self.terminate: Callable[[], None] = lambda: None
+        """The handler of SIGTERM."""
+        self.signalled = False
+        """Whether that is to run in its main thread."""
         self.result: Any = None
         self.error: BaseException | None = None
         self.on_exit: Callable[[Process], None] = lambda process: None
@@ -68,6 +76,13 @@ class Process:
             self._end_soon()
 
         self.scheduler.spawn(self, run, "main")
+
+    def signal(self) -> None:
+        """Sends SIGTERM: its main thread handles it when it runs next, or within what it waits for."""
+        self.signalled = True
+        for task in self.tasks:
+            if task.name == "main":
+                self.scheduler.wake(task)
 
     def kill(self) -> None:
         """Ends all its threads at once."""
@@ -138,6 +153,7 @@ class Scheduler:
         self.random, self.now, self.steps = random.Random(seed), 0.0, 0
         self.hub = greenlet.getcurrent()
         self.current: Task | None = None
+        self._polls = 0
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self.after_step: Callable[[], None] = lambda: None
@@ -158,6 +174,7 @@ class Scheduler:
         when, _, call = heapq.heappop(self._due)
         self.now = max(self.now, when)
         self.steps += 1
+        self._polls = 0
         call()
         self.after_step()
 
@@ -198,6 +215,14 @@ class Scheduler:
         self.hub.switch()
         if not task.process.alive:
             raise Killed
+        if task.process.signalled and task.name == "main":
+            task.process.signalled = False
+            task.process.terminate()
+
+    def _waited(self, task: Task, began: float, unnamed: bool) -> None:
+        seconds = self.now - max(began, task.process.paused_until)
+        if unnamed and seconds > LONG_SECONDS:
+            self.long_wait(task, seconds)
 
     def wait_until(self, waiters: deque[Task] | list[Task], done: Callable[[], bool], seconds: float | None) -> bool:
         """Waits until `done()`, which is looked at whenever one of `waiters` is woken; returns whether it is."""
@@ -208,15 +233,16 @@ class Scheduler:
         unnamed = task.name == "main" and not task.process.names_wait()
         while not done():
             if until is not None and self.now >= until:
+                self._polls += 1
+                assert self._polls < _MOST_POLLS, f"{task.process.name} waits for nothing, again and again"
+                self._waited(task, began, unnamed)
                 return False
             waiters.append(task)
             try:
                 self.block(None if until is None else until - self.now)
             finally:
                 waiters.remove(task)
-        began = max(began, task.process.paused_until)
-        if unnamed and self.now - began > LONG_SECONDS:
-            self.long_wait(task, self.now - began)
+        self._waited(task, began, unnamed)
         return True
 
     def _resume(self, task: Task, ticket: int) -> None:
@@ -247,7 +273,10 @@ class Scheduler:
         if self.current is None:
             self.run_until(self.now + seconds)
         else:
+            task, began = self.current, self.now
+            unnamed = task.name == "main" and not task.process.names_wait()
             self.block(seconds)
+            self._waited(task, began, unnamed)
 
     def token_hex(self, size: int = 8) -> str:
         return self.random.randbytes(size).hex()

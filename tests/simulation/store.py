@@ -31,11 +31,11 @@ class Bucket:
     """Called after each change of an object."""
 
     def write(self, key: str, data: bytes | None) -> None:
-        if data is None:
-            self.objects.pop(key, None)
-        else:
+        before = self.objects.pop(key, None)
+        if data is not None:
             self.objects[key] = data
-        self.changed(key)
+        if data != before:
+            self.changed(key)
 
 
 class Store:

@@ -16,15 +16,20 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
-from stagecoach.shared.base.errors import StagecoachError
+from stagecoach.shared.storage.metric_log import EVALUATIONS, segments
 from tests.simulation.faults import Fault, Faults, planned
-from tests.simulation.oracles import PROGRESS_SECONDS, Oracles, Violation
+from tests.simulation.oracles import PROGRESS_SECONDS, RESUME_SECONDS, Oracles, Violation
 from tests.simulation.run import Setting, simulated
-from tests.simulation.scheduler import Stuck
+from tests.simulation.store import Store
 
 _FAULTY_SECONDS = 30.0
 _MEAN_SECONDS = 0.9
+_MEAN_SECONDS_FOR_LONG = 20.0
 """Between two faults."""
+_ENDING_SECONDS = 60.0
+"""In which a run that is stopped has ended."""
+_SEGMENT_SECONDS = 0.15
+"""More for each segment of evaluations: the last trainer reads those of all former ones, and some requests are slow."""
 _SHRINKING = 150
 """Walks that shrinking may take."""
 
@@ -38,11 +43,13 @@ class Plan:
     faults: tuple[Fault, ...]
 
     @classmethod
-    def drawn(cls, seed: int) -> Self:
+    def drawn(cls, seed: int, hours: float = 0.0) -> Self:
+        """With faults for half a minute or, a few in a minute, for so many hours."""
         draw = random.Random(seed)
         setting = Setting.drawn(draw)
         slow = 1 + setting.update_seconds
-        return cls(seed, setting, planned(draw, setting, _FAULTY_SECONDS * slow, _MEAN_SECONDS * slow))
+        seconds = (3600 * hours, _MEAN_SECONDS_FOR_LONG) if hours else (_FAULTY_SECONDS * slow, _MEAN_SECONDS * slow)
+        return cls(seed, setting, planned(draw, setting, *seconds))
 
     @classmethod
     def parsed(cls, text: str) -> Self:
@@ -75,7 +82,6 @@ class Walked:
 
 
 def walk(plan: Plan) -> Walked:
-    """Takes one walk."""
     violation = ""
     with simulated(plan.seed, plan.setting) as run:
         scheduler, oracles = run.scheduler, Oracles(run)
@@ -84,13 +90,15 @@ def walk(plan: Plan) -> Walked:
         faults = Faults(run, plan.faults)
 
         def in_peace() -> None:
-            """Until it has continued for a while, or for longer than it may take."""
-            began, version, slow = scheduler.now, oracles.published, plan.setting.update_seconds
+            """Until it has continued for a while, or for longer than it may take; after a stop that was ordered."""
+            scheduler.run_until(scheduler.now + _ENDING_SECONDS, lambda: not run.stop_ordered)
+            oracles.progress_at = max(oracles.progress_at, scheduler.now)
+            began, version, slow = scheduler.now, oracles.published, plan.setting.version_seconds
 
             def continues() -> bool:
                 return oracles.published >= version + 3 and scheduler.now > began + 10 + slow
 
-            scheduler.run_until(began + PROGRESS_SECONDS + 10 + 6 * slow, continues)
+            scheduler.run_until(began + RESUME_SECONDS + PROGRESS_SECONDS + 10 + 6 * slow, continues)
             oracles.check_progress()
 
         try:
@@ -99,10 +107,16 @@ def walk(plan: Plan) -> Walked:
             in_peace()
             run.kill_roles()  # whatever has been: a resume starts the next ones, and they continue
             in_peace()
+            run.ends = True
+            run.stop()
+            slow = 4 * plan.setting.version_seconds + _SEGMENT_SECONDS * len(segments(Store(run.bucket), EVALUATIONS))
+            scheduler.run_until(scheduler.now + _ENDING_SECONDS + slow, lambda: run.over)
+            oracles.check_end()
+            oracles.check_bounded()
             oracles.check_ledger()
             oracles.check_replay()
             oracles.check()
-        except (Violation, Stuck, StagecoachError) as error:
+        except Exception as error:
             cause = f" ({_in_words(error.__cause__)})" if error.__cause__ else ""
             violation = f"{'' if isinstance(error, Violation) else type(error).__name__ + ': '}{error}{cause}"
         told, counted = tuple(faults.told), (scheduler.steps, scheduler.now, oracles.published, oracles.replayed)
@@ -142,6 +156,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first walk")
     parser.add_argument("--walks", type=int, default=1_000_000, help="how many")
     parser.add_argument("--seconds", type=float, default=60.0, help="for how long walks begin")
+    parser.add_argument("--hours", type=float, default=0.0, help="virtual, for which each has faults")
     parser.add_argument("--keep-going", action="store_true", help="go on after a violation, and shrink none")
     parser.add_argument("--replay", help="the plan of one walk, as it was printed")
     given = parser.parse_args()
@@ -151,7 +166,7 @@ def main() -> int:
         return bool(found.violation)
     began, walks, steps, virtual, bad = time.monotonic(), 0, 0, 0.0, 0
     while walks < given.walks and time.monotonic() - began < given.seconds:
-        found = walk(Plan.drawn(given.seed + walks))
+        found = walk(Plan.drawn(given.seed + walks, given.hours))
         walks, steps, virtual = walks + 1, steps + found.steps, virtual + found.seconds
         if not found.violation:
             continue

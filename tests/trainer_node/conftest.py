@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from stagecoach.shared.config.run_config import Config
 from tests.conftest import RedisServer
 from tests.support.experience.cartpole_data import played, write_played
+from tests.support.learning.threads import one_thread
 from tests.support.runs.game import Game, NewGame, make_game
 
 
@@ -39,7 +39,5 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """As a trainer has it by default; on a busy machine, threads of small sums mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield

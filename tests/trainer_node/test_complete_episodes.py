@@ -9,7 +9,6 @@ import pytest
 
 from stagecoach.rollout_worker.acting_policies import make_exploration
 from stagecoach.rollout_worker.exploration.base import RandomActing
-from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Phase
 from tests.conftest import minimal_config
 from tests.support.environments.small import MODULE
@@ -94,20 +93,6 @@ def test_run_resumes_and_replays_bit_equal(new_game: NewGame, sections: dict[str
     counters = finished["counters"]
     acted = sum(counters[phase]["env_steps"] for phase in ("heatup", "train"))
     assert finished["ledger"]["worker-0"]["consumed"]["transitions"] == acted, "the ledger counts steps, not empty rows"
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"environment": {"id": "CartPole-v1"}}, "it needs environment.max_episode_steps"),
-        ({"environment": CART | {"vectorization": "native"}}, "with environment.vectorization=native"),
-        ({"environment": CART | {"api": "pettingzoo"}}, "with environment.api=pettingzoo"),
-        ({"environment": CART, "dataset": {"path": "somewhere"}, "algorithm": "dqn"}, "recorded experience"),
-    ],
-)
-def test_config_refuses_what_cannot_wait(sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        minimal_config(rollout={"complete_episodes": True}, **sections)
 
 
 def test_warm_up_acts_by_the_policy_when_asked(new_game: NewGame) -> None:

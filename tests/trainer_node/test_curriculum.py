@@ -236,6 +236,33 @@ def test_levels_are_scored_by_episode_and_drawn_by_staleness(config: dict[str, A
     assert again.table(NONE) == made.table(NONE) and json.loads(encode(again)) == json.loads(encode(made))
 
 
+def test_learnability_scores_successes_of_about_ten_episodes() -> None:
+    """p (1 - p) of a success and a failure assumed beforehand, and of all episodes since, each weighing 0.9 as much as
+    the next; and an environment that reports no success is told so."""
+    made = levels({"score": "learnability"})
+    fragments, advantages, ended = fragments_of(np.random.default_rng(3), 8, 9, 3)
+    results: dict[int, list[bool]] = {0: [], 1: [], 2: []}
+    for item, scores in zip(fragments, advantages, strict=True):
+        opened = []
+        for its in item.header.episodes:
+            successes = results[int(its.parameters["level"])]
+            successes.append(len(successes) % 3 == 1)
+            opened.append(replace(its, success=successes[-1]))
+        made.observe_update([replace(item, header=replace(item.header, episodes=tuple(opened)))], scores)
+    assert sum(map(len, results.values())) == len(ended) > 20 and made.drain_events() == []
+    for level, successes in results.items():
+        weights = [0.9**age for age in range(len(successes))][::-1]
+        share = (1 + sum(weight for weight, won in zip(weights, successes, strict=True) if won)) / (2 + sum(weights))
+        assert made.levels["level"].scores[level] == pytest.approx(share * (1 - share))
+    again = levels({"score": "learnability"})
+    again.load_state(json.loads(encode(made)))
+    made.observe_update(fragments[:1], advantages[0])
+    again.observe_update(fragments[:1], advantages[0])
+    assert json.loads(encode(again)) == json.loads(encode(made))
+    (event,) = made.drain_events()
+    assert event.startswith("environment.parameters.level: levels are scored by success, and an episode reported none")
+
+
 def levels(config: dict[str, Any]) -> Curriculum:
     environment = {"id": f"{MODULE}:Slot", "num_envs": 2, "parameters": {"level": {"replay": {"of": 9, **config}}}}
     made = minimal_config(environment=environment)
@@ -277,8 +304,8 @@ def test_lessons_are_reported_and_recorded(new_game: NewGame) -> None:
     game = new_game(config_of({"length": {"lessons": EASY}}, algorithm=PPO, checkpoint=KEEP, stop_at={"updates": 7}))
     game.finish()
     assert "length: lesson 0 → 1 at" in game.events("curriculum")
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None and read_state(latest).version == 7
+    latest = game.latest()
+    assert read_state(latest).version == 7
     lesson = latest.manifest.provenance["fold_metrics"]["curriculum/lesson/length"]
     assert lesson >= 1 and latest.manifest.provenance["folds"]["curriculum"]["lessons"] == {"length": lesson}
     row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]

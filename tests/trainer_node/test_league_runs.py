@@ -11,13 +11,12 @@ import pytest
 
 from stagecoach.coordinator.catalog.league import league_of
 from stagecoach.coordinator.catalog.run_metrics import last_row
-from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.shared.base.errors import SharedObjectUnusable, StoreUnavailable
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.mixture import decode_mixture
 from stagecoach.shared.league.table import MatchTable, player_hash
 from stagecoach.shared.protocol.events import read_evaluations
-from stagecoach.shared.protocol.policy_board import PolicyBoard, version_of
+from stagecoach.shared.protocol.policy_board import version_of
 from stagecoach.shared.storage.metric_log import TRAIN
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.shared.storage.players import LEAGUE, read_mean
@@ -28,7 +27,7 @@ from stagecoach.trainer_node.learning.league import League
 from stagecoach.trainer_node.metrics.recorder import evaluation_row
 from stagecoach.trainer_node.state.snapshot import POLICY
 from tests.support.environments.small import CHASE, CHASE_POLICIES
-from tests.support.runs.game import Game, NewGame, archived, die_in_a_fragment, replayed
+from tests.support.runs.game import Game, NewGame, archived, die_in_a_fragment, evaluate_due, replayed
 
 LEAGUE_OF_TWO: dict[str, Any] = {
     "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},
@@ -43,7 +42,6 @@ def chase(league: dict[str, Any] = LEAGUE_OF_TWO, **sections: Any) -> Any:
 
 
 def league_in(game: Game) -> League:
-    """The league of its present trainer."""
     (league,) = game.trainer.learner.folds
     assert isinstance(league, League)
     return league
@@ -53,9 +51,7 @@ def whole_end(game: Game) -> dict[str, str]:
     """Plays to the end; SHA-256 of the objects of the last checkpoint, without the ledger's."""
     game.play()
     game.trainer.finish("exhausted")
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None
-    return {name: item.sha256 for name, item in latest.manifest.objects.items() if name != "trainer/state.json"}
+    return {name: item.sha256 for name, item in game.latest().manifest.objects.items() if name != "trainer/state.json"}
 
 
 def lose_throughout(game: Game) -> None:
@@ -71,14 +67,8 @@ def lose_throughout(game: Game) -> None:
 
 def scores_of_second_version(game: Game) -> Any:
     """Plays to version 2 and evaluates it."""
-    game.play_to(2)
-    game.durable()
-    evaluator = Evaluator(game.open())
-    evaluator.start()
-    try:
-        assert evaluator.step(0) == "evaluated"
-    finally:
-        evaluator.stop("")
+    game.play_to(2, durable=True)
+    assert evaluate_due(game) == 1
     (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
     return scores
 
@@ -101,8 +91,7 @@ def test_league_is_exact_after_deaths_and_in_replay(new_game: NewGame) -> None:
 def test_league_with_a_mean_strategy_survives_deaths_exactly(new_game: NewGame) -> None:
     """A successor has the snapshot that was drawn for the running episode: it resumes after each fragment."""
     first = new_game(chase())
-    first.play_to(4)
-    first.durable()
+    first.play_to(4, durable=True)
     store = first.role.checkpoints
     data = read_mean(store, store.names()[-1], "prey-mean")
     assert data is not None and len(decode_mixture(data)) > 2
@@ -140,17 +129,14 @@ def test_version_and_checkpoint_list_stored_players(new_game: NewGame) -> None:
     store = game.role.checkpoints.store
     for version in range(1, 6):
         game.play_to(version)
-        board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
-        assert board is not None
+        board = game.board()
         table = MatchTable.from_dict(board.header.folds["league"])
         for player in table.players.values():
             read_shared_object(store, player.sha256)
         assert table.sides == (("cat",), ("mouse",))
         assert table.seats == ("hunter", "prey")
     game.trainer.save_last("stopped")
-    checkpoint = game.role.checkpoints.load_latest()
-    assert checkpoint is not None and board is not None
-    assert version_of(checkpoint).header == board.header
+    assert version_of(game.latest()).header == board.header
     first = game.role.checkpoints.load(game.role.checkpoints.names()[0])
     begun = MatchTable.from_dict(first.manifest.provenance["folds"]["league"])
     hashes = {first.manifest.objects[POLICY.format(policy)].sha256 for policy in ("hunter", "prey")}
@@ -184,8 +170,7 @@ def test_player_stays_in_store_while_a_version_may_need_it(new_game: NewGame) ->
     named, gone = dict[int, set[str]](), set[str]()
     for version in range(1, 14):
         game.play_to(version)
-        board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
-        assert board is not None
+        board = game.board()
         table = MatchTable.from_dict(board.header.folds["league"])
         named[version] = {player.sha256 for player in table.players.values()}
         game.durable()
@@ -273,8 +258,7 @@ def test_episode_keeps_opponent_that_left_the_league(new_game: NewGame) -> None:
     whole = whole_end(new_game(config))
     game = new_game(config)
     for version in range(1, 18):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
         game.lose()
     assert whole_end(game) == whole
     assert "begins new episodes" not in game.events("environment")

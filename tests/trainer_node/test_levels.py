@@ -99,8 +99,7 @@ def test_two_levels_of_ppo_learn_with_own_metrics(new_game: NewGame) -> None:
     rollout = {"fragment_steps": 32, "fragments_per_update": 1}
     game = new_game(minimal_config(environment=corridor(levels, num_envs=4), policies=policies, rollout=rollout))
     game.finish()
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None and {"top/policy.safetensors", "bottom/policy.safetensors"} <= set(latest.objects)
+    assert {"top/policy.safetensors", "bottom/policy.safetensors"} <= set(game.latest().objects)
     tallies = game.trainer.learner.tallies
     assert 0 < tallies["top"].env_steps < tallies["bottom"].env_steps
     balanced(game)

@@ -14,8 +14,8 @@ from stagecoach.rollout_worker.environments.description import describe_environm
 from stagecoach.shared.base.errors import ConfigError, UserCodeError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.trainer_node.learning.fold import Fold, encode
+from stagecoach.trainer_node.learning.folds import OwnFold
 from stagecoach.trainer_node.learning.learner import make_learner
-from stagecoach.trainer_node.learning.own_fold import OwnFold
 from tests.conftest import minimal_config
 from tests.support.environments.lessons import MODULE
 from tests.support.runs.game import KEEP, NewGame, goes_on_exactly
@@ -39,8 +39,8 @@ def test_own_fold_resumes_and_replays_exactly(new_game: NewGame) -> None:
     algorithm = {"name": "ppo", "minibatch_size": 16, "epochs": 2}
     config = config_of(ADAPTIVE, algorithm=algorithm, checkpoint=KEEP, archive="all", stop_at={"updates": 7})
     game = goes_on_exactly(new_game, config)
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None and "trainer/difficulty.json" in latest.objects
+    latest = game.latest()
+    assert "trainer/difficulty.json" in latest.objects
     assert latest.manifest.provenance["fold_metrics"]["difficulty/length"] > 1, "the fold has moved"
     assert "length is 2 from" in game.events("difficulty")
 

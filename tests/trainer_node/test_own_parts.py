@@ -59,20 +59,12 @@ def network(name: str) -> dict[str, Any]:
     return {"default": {"hidden_sizes": [8], "network": {"path": f"own_network:{name}", "kwargs": {"blocks": 1}}}}
 
 
-def last(game: Game) -> dict[str, bytes]:
-    """Returns the objects of the last checkpoint."""
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None
-    return dict(latest.objects)
-
-
 def state_of(game: Game) -> Columns:
-    """Returns the algorithm's state."""
     return game.trainer.state.learner.algorithms["default"].state()
 
 
 def has_network(game: Game) -> None:
-    policy, _ = decode_policy(last(game)[POLICY])
+    policy, _ = decode_policy(game.latest().objects[POLICY])
     assert policy.kind.startswith("own_network:Residual") and policy.network["blocks"] == 1
     assert any(".blocks.0." in name for name in policy.state_dict())
 
@@ -93,9 +85,9 @@ CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "network-ppo": ({"algorithm": PPO, "policies": network("ResidualActorCritic")}, has_network),
     "network-dqn": ({"algorithm": DQN, "policies": network("ResidualQNetwork")}, has_network),
     "network-sac": ({"algorithm": SAC, "policies": network("ResidualActor"), "environment": PENDULUM}, has_network),
-    "loss-ppo": ({"algorithm": PPO | {"name": "own_loss:SimplePolicyOptimization"}}, last),
-    "loss-dqn": ({"algorithm": DQN | {"name": "own_loss:SoftDQN", "temperature": 0.5}}, last),
-    "loss-sac": ({"algorithm": SAC | {"name": "own_loss:GentleSAC"}, "environment": PENDULUM}, last),
+    "loss-ppo": ({"algorithm": PPO | {"name": "own_loss:SimplePolicyOptimization"}}, Game.latest),
+    "loss-dqn": ({"algorithm": DQN | {"name": "own_loss:SoftDQN", "temperature": 0.5}}, Game.latest),
+    "loss-sac": ({"algorithm": SAC | {"name": "own_loss:GentleSAC"}, "environment": PENDULUM}, Game.latest),
     "replay-buffer": (
         {"algorithm": DQN | {"replay_buffer": {"kind": "own_replay_buffer:RankBased", "capacity": 200}}},
         has_priorities,
@@ -103,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "reward-signal-ppo": ({"algorithm": PPO | {"reward_signals": SIGNALS}}, has_signals),
     "reward-signal-dqn": ({"algorithm": DQN | {"reward_signals": SIGNALS}}, has_signals),
     "wrapper": (
-        {"algorithm": PPO, "environment": {"id": "CartPole-v1", "wrappers": ["own_wrapper:StickyActions"]}}, last
+        {"algorithm": PPO, "environment": {"id": "CartPole-v1", "wrappers": ["own_wrapper:StickyActions"]}}, Game.latest
     ),
 }  # fmt: skip
 

@@ -9,11 +9,14 @@ import pytest
 from stagecoach.shared.base.errors import ConfigError
 from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY
+from tests.support.learning.cases import team
 
 RECORDED: dict[str, Any] = {"path": "d.csv"}
 SHOWN = {"demonstrations": RECORDED}
 CORE = {"policies": {"default": {"core": "lstm", "share_encoder": True}}}
 CLONING = {"behavioral_cloning": {"strength": 0.5, "minibatch_size": 24}, "minibatch_size": 16}
+WHOLE = {"complete_episodes": True}
+CART = {"id": "CartPole-v1", "num_envs": 4, "max_episode_steps": 40}
 FALLING = {"kind": "linear", "start": 0.5, "end": -0.1, "over": "4 updates"}
 ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ("a2c", {"rollout": {"max_policy_lag": 1}}, r"max_policy_lag=1 with algorithm.name=a2c: .* use impala or appo"),
@@ -51,6 +54,18 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ({"name": "r2d2", "minibatch_size": 7}, {}, "minibatch_size=7 is less than rollout.fragment_steps=8"),
     ({"name": "rainbow", "reward_signals": {"rnd": {}}}, {}, "n_step=3 with algorithm.reward_signals.*set n_step=1"),
     ("bc", {}, "bc needs recorded experience"),
+    ("ppo", {"policies": {"default": {"critic_observes": "team"}}}, "environment.api=gymnasium"),
+    ("dqn", team(critic_observes="state"), "critic_observes=state .*algorithm.name=dqn"),
+    ("ppo", team(critic_observes="team", share_encoder=True), "share_encoder=true and core=none"),
+    ("ppo", team(critic_observes="team", share_encoder=True, core="gru"), "core=gru"),
+    ({"name": "vdn", "n_step": 3}, {}, "n_step=3 with vdn"),
+    ({"name": "qmix", "noisy": True}, {}, "noisy=True with qmix"),
+    ({"name": "qmix", "replay_buffer": {"kind": "prioritized"}}, {}, "replay_buffer.kind=prioritized"),
+    ({}, {"rollout": WHOLE, "environment": {"id": "CartPole-v1"}}, "it needs environment.max_episode_steps"),
+    ({}, {"rollout": WHOLE, "environment": CART | {"vectorization": "native"}},
+     "with environment.vectorization=native"),
+    ({}, {"rollout": WHOLE, "environment": CART | {"api": "pettingzoo"}}, "with environment.api=pettingzoo"),
+    ("dqn", {"rollout": WHOLE, "environment": CART, "dataset": {"path": "somewhere"}}, "recorded experience"),
     ("dqn", {"dataset": RECORDED | {"only_heatup": True}}, "only_heatup=true with heatup='0 env_steps'"),
     ("bc", {"dataset": RECORDED | {"only_heatup": True}, "heatup": "96 env_steps"}, "and dataset.only_heatup=false"),
     *((name, {"environment": {"id": environment, "num_envs": 4}, "dataset": RECORDED | {"evaluation": evaluation}},

@@ -10,16 +10,16 @@ import torch
 from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
-from stagecoach.trainer_node.replay import replay
+from stagecoach.trainer_node.replay.comparison import replay
+from stagecoach.trainer_node.replay.drops import dropped_entries
 from stagecoach.trainer_node.state import snapshot
-from tests.support.runs.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
+from tests.support.runs.game import STEPS_PER_UPDATE, Game, NewGame, archived, push_garbage, replayed, small
 
 
 def play_durably(game: Game) -> None:
     """To the end, and each checkpoint that is due becomes durable before a newer one takes its place."""
     for version in range(1, 7):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
     game.finish()
 
 
@@ -50,13 +50,41 @@ def test_replayed_drops_and_crashes_change_no_weight(new_game: NewGame) -> None:
         entry: Any = {"worker": "stranger", "seq": "1", "fragment": "garbage"}
         game.role.redis.xadd(log, entry)
         if version in (2, 3):
-            game.crash()
-            game.restart()
+            game.replace_trainer()
     game.finish()
     finished = game.finished()
     assert finished["ledger"]["strangers"]["dropped"]["foreign"]["fragments"] >= 3
     assert flow.read().state == "finished"
     assert replayed(game, "start", finished["final"]).equal
+
+
+@pytest.mark.parametrize("heatup", ["0 env_steps", f"{2 * STEPS_PER_UPDATE} env_steps"])
+def test_dropped_entries_add_up_to_the_ledger(new_game: NewGame, heatup: str) -> None:
+    game = new_game(archived(heatup=heatup))
+    positions = set[str]()
+    for version in range(1, 6):
+        push_garbage(game)
+        game.play_to(version)
+        entry = {"worker": "stranger", "seq": "1", "fragment": "garbage"}
+        untyped: Any = game.role.redis
+        positions.add(untyped.xadd(RunKeys(game.role.run_id).log, entry).decode())
+        if version == 3:
+            game.replace_trainer()
+    play_durably(game)
+    names = game.role.checkpoints.names()
+    manifest = game.role.checkpoints.manifest(names[-1])
+    for start in ("start", names[1]):
+        found = dropped_entries(game.role.checkpoints, game.role.config, start, names[-1])
+        before: Any = {} if start == "start" else game.role.checkpoints.manifest(start).provenance["ledger"]
+        for worker, account in manifest.provenance["ledger"].items():
+            for reason, count in account["dropped"].items():
+                known = before.get(worker, {}).get("dropped", {}).get(reason, {"fragments": 0, "transitions": 0})
+                its = [entry for entry in found if (entry.worker, entry.reason) == (worker, reason)]
+                assert sum(entry.fragments for entry in its) == count["fragments"] - known["fragments"]
+                assert sum(entry.transitions for entry in its) == count["transitions"] - known["transitions"]
+        assert {entry.position for entry in found if entry.reason == "foreign"} <= positions
+        assert {"foreign", "undecodable"} == {entry.reason.value for entry in found}
+    assert len(dropped_entries(game.role.checkpoints, game.role.config, "start", names[-1])) == 10
 
 
 def test_replay_names_objects_that_differ(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:

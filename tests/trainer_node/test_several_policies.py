@@ -18,7 +18,7 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import TRAIN
-from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
+from stagecoach.trainer_node.export import compare, random_observations, to_onnx
 from stagecoach.trainer_node.state.fork import Source, forked
 from tests.conftest import minimal_config
 from tests.support.environments.games import MODULE
@@ -93,9 +93,7 @@ def test_each_policy_learns_by_its_own_algorithm(new_game: NewGame) -> None:
         same = [np.array_equal(before[name][key], array) for key, array in state_arrays(policy).items()]
         assert all(same) if name == "watcher" else not all(same), name
     balanced(game)
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None
-    assert {name for name in latest.objects if "watcher" in name} == {"watcher/policy.safetensors"}
+    assert {name for name in game.latest().objects if "watcher" in name} == {"watcher/policy.safetensors"}
     row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]
     returns = [row[f"rollout/ep_rew_mean/{name}"] for name in POLICIES]
     assert sum(returns) == pytest.approx(row["rollout/ep_rew_mean"]) and min(returns) != max(returns)
@@ -104,9 +102,7 @@ def test_each_policy_learns_by_its_own_algorithm(new_game: NewGame) -> None:
     assert row["time/episodes/hunter"] >= row["time/episodes"] > 0
 
 
-def test_frozen_policy_acts_in_warm_up_without_log_prob(
-    new_game: NewGame,
-) -> None:
+def test_frozen_policy_acts_in_warm_up_without_log_prob(new_game: NewGame) -> None:
     watcher = POLICIES["watcher"] | {"algorithm": {"name": "dqn", "exploration": {"kind": "epsilon_greedy"}}}
     game = new_game(three(policies=POLICIES | {"watcher": watcher}))
     assert game.worker.step(0) == "pushed"
@@ -182,9 +178,7 @@ def test_critics_of_several_policies_see_one_state(new_game: NewGame, name: str)
     )  # fmt: skip
     game.finish()
     balanced(game)
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None
-    policy: Any = decode_policy(blob := latest.objects["other/policy.safetensors"])[0]
+    policy: Any = decode_policy(blob := game.latest().objects["other/policy.safetensors"])[0]
     own = policy.spaces.observation.own
     assert own.column_names("obs") == ("obs",) and len(policy.spaces.observation.leaves) > 1
     seen = {key: torch.from_numpy(array) for key, array in next(random_observations(policy.spaces.observation)).items()}

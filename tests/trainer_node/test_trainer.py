@@ -16,7 +16,6 @@ from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.flow_control import RunState
 from stagecoach.shared.protocol.heartbeat import Heartbeat
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS
 from stagecoach.trainer_node import trainer
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
@@ -70,21 +69,25 @@ def test_object_store_transport_gives_equal_weights(new_game: NewGame) -> None:
     through_store.play_to(3)
     board: Any = through_store.role.redis.hgetall(RunKeys(through_store.role.run_id).board)
     assert board[b"blob"] == b"" and board[b"checkpoint"].decode() == f"3_Step-{3 * STEPS_PER_UPDATE}.ckpt"
-    through_store.crash()
-    through_store.restart()
+    through_store.replace_trainer()
     assert through_store.finish() == through_redis.finish()
     balanced(through_store)
 
 
 def test_run_at_its_bound_ends_with_final_checkpoint_and_ledger(new_game: NewGame) -> None:
+    """Evaluations are counted apart from training."""
     game = new_game(small(stop_at={"updates": 3}))
+    for version in (0, 2):
+        played = {"version": version, "mean_return": 1.0, "episodes": 4, "env_steps_played": 50}
+        record_evaluation(game.role.redis, game.role.run_id, f"{version}_Step-{64 * version}.ckpt", played)
     game.finish()
     content = game.finished()
+    counters = content["counters"]
     final = f"3_Step-{3 * STEPS_PER_UPDATE}.ckpt"
     assert content["reason"] == "exhausted" and content["final"] == final and content["version"] == 3
     assert content["run_id"] == game.role.run_id and content["time"] > 0
-    assert content["counters"]["train"]["updates"] == 3
-    assert content["counters"]["train"]["env_steps"] == 3 * STEPS_PER_UPDATE
+    assert (counters["train"]["updates"], counters["train"]["env_steps"]) == (3, 3 * STEPS_PER_UPDATE)
+    assert counters["test"] == {"env_steps": 100, "episodes": 8} and counters["heatup"]["env_steps"] == 0
     assert content["ledger"] == balanced(game)
     pointer = game.role.checkpoints.pointer()
     assert pointer is not None and pointer.final == pointer.latest == final
@@ -104,23 +107,11 @@ def test_event_says_that_no_evaluator_starts(new_game: NewGame, monkeypatch: pyt
     assert said in [event.text for event in read_events(client, run_id)]
 
 
-def test_finished_counts_evaluation_apart_from_training(new_game: NewGame) -> None:
-    game = new_game(small(stop_at={"updates": 3}))
-    for version in (0, 2):
-        played = {"version": version, "mean_return": 1.0, "episodes": 4, "env_steps_played": 50}
-        record_evaluation(game.role.redis, game.role.run_id, f"{version}_Step-{64 * version}.ckpt", played)
-    game.finish()
-    counters = game.finished()["counters"]
-    assert counters["test"] == {"env_steps": 100, "episodes": 8}
-    assert counters["train"]["env_steps"] == 3 * STEPS_PER_UPDATE and counters["heatup"]["env_steps"] == 0
-
-
 def test_stop_during_replay_ends_at_published_version(new_game: NewGame) -> None:
     expected = new_game(small(stop_at={"updates": 5})).finish()
     game = new_game(small())
     game.play_to(5)
-    game.crash()
-    game.restart()
+    game.replace_trainer()
     assert game.trainer.version < 5
     assert game.role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
     assert game.finish() == expected
@@ -141,8 +132,7 @@ def test_checkpoints_name_their_parents_and_their_range(new_game: NewGame, monke
     monkeypatch.setattr(ExperienceLog, "read", noted)
     log = ExperienceLog(game.role.redis, game.role.run_id)
     for version in range(1, 5):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
     manifests = [game.role.checkpoints.manifest(name) for name in game.role.checkpoints.names()]
     assert [(item.version, item.parent) for item in manifests] == [
         (0, None), (2, manifests[0].name), (4, manifests[1].name)
@@ -162,9 +152,7 @@ def test_checkpoints_name_their_parents_and_their_range(new_game: NewGame, monke
 # What it refuses
 
 
-def test_infinite_weights_fail_run_and_are_never_stored(
-    new_game: NewGame,
-) -> None:
+def test_infinite_weights_fail_run_and_are_never_stored(new_game: NewGame) -> None:
     game = new_game(small(algorithm={"minibatch_size": 32, "epochs": 2, "learning_rate": 1e30}))
     with pytest.raises(WeightsNotFinite, match=r"left infinite or NaN weights in default.*learning_rate") as caught:
         game.finish()
@@ -173,9 +161,8 @@ def test_infinite_weights_fail_run_and_are_never_stored(
     assert content["reason"].startswith("failed: update ") and "learning_rate" in content["reason"]
     assert content["final"] is None
     assert (game.role.flow.read().state, game.role.flow.read().reason) == ("finished", content["reason"])
-    board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
-    names = game.role.checkpoints.names()
-    assert board is not None and names
+    board, names = game.board(), game.role.checkpoints.names()
+    assert names
     for weights in (board.states["default"], *map(game.weights, names)):  # a normalizer's bound begins as infinite
         assert all(np.isfinite(array).all() for name, array in weights.items() if not name.endswith(".bound"))
     assert game.worker.step(0) == "finished"
@@ -214,8 +201,7 @@ def test_warm_up_trains_normalizer_and_no_weight(new_game: NewGame) -> None:
 
 def test_damaged_checkpoint_rolls_back_to_the_one_before(new_game: NewGame) -> None:
     game = new_game(archived())
-    game.play_to(5)
-    game.durable()
+    game.play_to(5, durable=True)
     newest, before = f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt", f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt"
     game.crash()
     damage(game, newest)
@@ -227,10 +213,8 @@ def test_damaged_checkpoint_rolls_back_to_the_one_before(new_game: NewGame) -> N
     restarted, old = state_arrays(game.trainer.learner.policies["default"]), game.weights(before)
     assert all(np.array_equal(restarted[name], old[name]) for name in old)
     game.finish()
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None and latest.manifest.version > 6
     final = game.finished()["final"]
-    assert latest.manifest.name == final
+    assert game.latest().manifest.name == final and game.latest().manifest.version > 6
     with pytest.raises(UserError, match=r"is not in the lineage of .* version 6 or later"):
         replayed(game, before, final)
     (continued,) = (name for name in game.role.checkpoints.names() if name.startswith("6_"))
@@ -261,8 +245,7 @@ def test_damaged_checkpoint_is_rebuilt_from_the_log(new_game: NewGame, monkeypat
 
 def test_trainer_refuses_run_without_readable_checkpoint(new_game: NewGame) -> None:
     game = new_game(small())
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     game.crash()
     for name in game.role.checkpoints.names():
         damage(game, name)
@@ -289,29 +272,25 @@ def test_checkpoint_order_waits_until_something_is_learned(new_game: NewGame, mo
         game = new_game(small(checkpoint={"every": "100 updates"}))
     assert game.trainer.step(0) == "waited"
     assert game.role.checkpoints.names() == ["0_Step-0.ckpt"]
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     made = ["0_Step-0.ckpt", f"1_Step-{STEPS_PER_UPDATE}.ckpt"]
     assert game.role.checkpoints.names() == made
     game.role.redis.hset(RunKeys(game.role.run_id).flow, "checkpoint_orders", 0)  # as in a Redis that was rolled back
     game.play_to(4)
     game.role.flow.order_checkpoint()
-    game.play_to(5)
-    game.durable()
+    game.play_to(5, durable=True)
     assert game.role.checkpoints.names() == [*made, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt"]
 
 
 def test_last_checkpoint_names_its_parent_when_due(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(small(stop_at={"updates": 4}))
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     with monkeypatch.context() as patch:  # the store takes its time: the due one still waits when the last one comes
         patch.setattr(game.trainer.state.writer, "submit", lambda snapshot: None)
         game.play_to(4)
     game.finish()
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None and latest.manifest.version == 4
-    assert latest.manifest.parent == f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt"
+    manifest = game.latest().manifest
+    assert manifest.version == 4 and manifest.parent == f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt"
 
 
 def test_foreign_config_is_refused(new_game: NewGame) -> None:

@@ -19,12 +19,8 @@ class Archiver:
     def store(
         self, through: str, trimmed: str, replay_from: str | None = None, same: Callable[[], bool] = lambda: True
     ) -> None:
-        """Archives the log through this position; raises as the store does.
-
-        Stops when the log is no longer the `same` that the trainer reads, since Redis may have lost entries or another
-        trainer may have trimmed some. The log begins after `trimmed`, and so does an archive that was off until now.
-        Replay buffers of checkpoints may need the entries from `replay_from` on.
-        """
+        """Archives the log, which begins after `trimmed`, through this position; raises as the store does. Stops when
+        it is not the `same` that the trainer reads. Replay buffers may need the entries from `replay_from` on."""
         if self._config.keep == "off" and replay_from is None:
             return
         segments, self._segments = self._segments, None  # after a failed write, list them again

@@ -16,20 +16,13 @@ from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.redis_client import retries
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.shared.storage.checkpoint_store import CheckpointStore, Pointer
+from stagecoach.trainer_node.checkpointing import write_stages
 from stagecoach.trainer_node.checkpointing.due_evaluations import DueEvaluations
 from stagecoach.trainer_node.checkpointing.fenced_store import FencedStore, LateDeletions
-from stagecoach.trainer_node.checkpointing.orders import CallbackOrders
 from stagecoach.trainer_node.checkpointing.store_status import StoreStatus
-from stagecoach.trainer_node.checkpointing.write_stages import (
-    ArchiveStage,
-    MetricsStage,
-    ObjectsStage,
-    PointerStage,
-    RetentionStage,
-    Stage,
-    TrimStage,
-)
+from stagecoach.trainer_node.checkpointing.verification import promote, withdraw
 from stagecoach.trainer_node.metrics.recorder import Recorder
+from stagecoach.trainer_node.metrics.writers import Orders
 from stagecoach.trainer_node.state.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.writer")
@@ -52,15 +45,15 @@ class CheckpointWriter:
         """Error that ended the thread (fenced, damaged store); the trainer raises it."""
         self._status = StoreStatus(role, self._pause)
         self.due = DueEvaluations(store, self._checkpoints, role.config.checkpoint.keep_best)
-        self._metrics = MetricsStage(role, recorder, self.due)
-        self._retention = RetentionStage(role, store, self._checkpoints, self.due, self._status)
-        self._pointer = PointerStage(
+        self._metrics = write_stages.MetricsStage(role, recorder, self.due)
+        self._retention = write_stages.RetentionStage(role, store, self._checkpoints, self.due, self._status)
+        self._pointer = write_stages.PointerStage(
             role, store.fenced, self._checkpoints, self._metrics, self._retention, self._status
         )
-        archive = ArchiveStage(role, store, self._pointer, redis_process)
-        self._trim = TrimStage(role, store.fenced.epoch, archive)
-        objects = ObjectsStage(role, self._checkpoints)
-        self._stages: tuple[Stage, ...] = self._metrics, objects, self._pointer, archive, self._trim
+        archive = write_stages.ArchiveStage(role, store, self._pointer, redis_process)
+        self._trim = write_stages.TrimStage(role, store.fenced.epoch, archive)
+        objects = write_stages.ObjectsStage(role, self._checkpoints)
+        self._stages: tuple[write_stages.Stage, ...] = self._metrics, objects, self._pointer, archive, self._trim
         self._thread = world.Thread(target=self._run, name="writer", daemon=True)
 
     @classmethod
@@ -68,14 +61,11 @@ class CheckpointWriter:
         cls, role: RunContext, began: tuple[int, int, int, int], run_folder: str | None = None,
         redis_process: Callable[[], str] = lambda: "",
     ) -> Self:  # fmt: skip
-        """Opens a recorder and starts a writer for the trainer that `began` at this epoch, version, env steps and
-        parent's version. Metric files need `run_folder` on this machine.
-
-        `redis_process` returns the process that the trainer's accounting was last matched with, '' for any.
-        """
+        """Starts a writer for the trainer that `began` at this epoch, version, env steps and parent's version. Metric
+        files need `run_folder` on this machine; `redis_process` is as for `ArchiveStage`."""
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
         store = LateDeletions(FencedStore(role.checkpoints.store, role.flow, began[0]))
-        recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began, CallbackOrders(role))
+        recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began, _orders(role))
         writer = cls(role, store, recorder, redis_process)
         writer._thread.start()
         return writer
@@ -87,7 +77,6 @@ class CheckpointWriter:
 
     @property
     def trimmed(self) -> str:
-        """The position through which the log was trimmed last."""
         return self._trim.trimmed
 
     def submit(self, snapshot: Snapshot) -> None:
@@ -104,7 +93,7 @@ class CheckpointWriter:
                 if retries(self._role.redis).abandoned:
                     raise WaitTimeout("it ends at once, while the checkpoint was not durable")
                 remaining = max(0.0, deadline - world.monotonic())
-                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and world.monotonic() > deadline:
+                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and world.monotonic() >= deadline:
                     raise WaitTimeout(
                         f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away? "
                         f"{self._status.error}. What is in the log is not lost: `stagecoach resume` reads it again "
@@ -117,7 +106,6 @@ class CheckpointWriter:
             raise self.failure
 
     def close(self, wait_seconds: float = 30.0) -> None:
-        """Ends the thread after its current work."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -133,7 +121,6 @@ class CheckpointWriter:
         self._retention.tidy()
 
     def notice_evaluations(self) -> None:
-        """Moves the mark `best` after new scores."""
         if self._pointer.evaluated and self._status.attempt(self._pointer.refresh):
             self._retention.tidy()
 
@@ -185,10 +172,19 @@ class CheckpointWriter:
             text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {seconds:.2f} s)"
             self._role.emit_event("checkpoint", text, name=manifest.name, version=manifest.version)
 
-    def _run_stage(self, stage: Stage, snapshot: Snapshot) -> None:
+    def _run_stage(self, stage: write_stages.Stage, snapshot: Snapshot) -> None:
         with self.timer.during(stage.name):
             stage.run(snapshot)
 
     def _pause(self, seconds: float) -> None:
         with self.timer.during("wait(the store)"), self._lock:
             self._lock.wait_for(lambda: self._closing, timeout=seconds)
+
+
+def _orders(role: RunContext) -> Orders:
+    """A callback's orders, through Redis and the store as from anywhere else."""
+
+    def mark(checkpoint: str | None) -> None:
+        withdraw(role.checkpoints) if checkpoint is None else promote(role.checkpoints, checkpoint, live=True)
+
+    return Orders(role.flow.order_stop, role.flow.order_checkpoint, mark)

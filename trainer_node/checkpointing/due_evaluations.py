@@ -18,10 +18,8 @@ from stagecoach.trainer_node.state.snapshot import Snapshot
 
 
 class DueEvaluations:
-    """Policies due by `evaluation.every`, as checkpoints that stay in the store until their score is recorded.
-
-    The trainer's thread submits; all other methods are the checkpoint writer's.
-    """
+    """Policies due by `evaluation.every`, as checkpoints that stay in the store until their score is recorded. The
+    trainer's thread submits; all other methods are the checkpoint writer's."""
 
     def __init__(self, store: LateDeletions, checkpoints: CheckpointStore, keep_best: int) -> None:
         self._store, self._checkpoints, self._keep_best = store, checkpoints, keep_best
@@ -34,24 +32,18 @@ class DueEvaluations:
 
     @property
     def names(self) -> set[str]:
-        """Names of those without a recorded score."""
         return {*self._submitted, *(self._stored or ())}
 
     @property
     def submitted(self) -> int:
-        """Number of those that are not in the store yet."""
         return len(self._submitted)
 
     @property
     def shared_objects(self) -> set[str]:
-        """The shared objects that one of them may need as a checkpoint."""
         return {sha256 for listed in (self._stored or {}).values() for sha256 in listed}
 
     def write(self, evaluated: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> None:
-        """Stores submitted policies. Keeps the best evaluated policies as checkpoints and deletes the others.
-
-        Raises as the store does, and loses nothing.
-        """
+        """Stores submitted policies; keeps the best of those with a score as checkpoints. Raises as the store does."""
         if self._stored is None:
             self._stored = {name: self._shared_objects_of(name) for name in due_evaluations(self._store)}
         for name in list(self._submitted):
@@ -76,7 +68,6 @@ class DueEvaluations:
         return ()
 
     def _best(self, done: Collection[str], evaluations: Mapping[str, dict[str, Any]]) -> list[str]:
-        """Returns those of `done` that are among the best and not yet checkpoints."""
         if not done:
             return []
         there = retention.take_inventory(self._checkpoints, evaluations)

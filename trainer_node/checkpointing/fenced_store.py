@@ -21,7 +21,6 @@ class FencedStore:
         self._store.delete(key)
 
     def ask(self) -> None:
-        """Raises `Fenced` for an older trainer."""
         if not self._flow.holds(self.epoch):
             raise Fenced(f"epoch {self.epoch} may not write checkpoints; a newer trainer has taken over")
 

@@ -1,4 +1,5 @@
-"""Retention of checkpoints: the last k, the best b by evaluation, every m-th, and those that have a mark.
+"""Retention of checkpoints: the last k, the best b by evaluation, every m-th, those that have a mark, and the first of
+a run that began with what another one has learned, since a replay needs it.
 
 It follows from what the store lists and the status file says, not from one process's memory.
 """
@@ -9,13 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stagecoach.shared.base.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointNotFound,
-    StoreError,
-    StoreUnavailable,
-)
+from stagecoach.shared.base import errors
 from stagecoach.shared.config.sections import CheckpointConfig
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.log_entry import id_order
@@ -45,10 +40,8 @@ class Inventory:
 
 
 def replay_from(entries: Mapping[str, Mapping[str, Any]], keep_last: int) -> str | None:
-    """The oldest log position in the replay buffers of the newest checkpoints; None if they have none.
-
-    Older checkpoints that are kept for their scores are played, not trained on; with `archive=all` that works as well.
-    """
+    """Returns the oldest log position in the replay buffers of the newest checkpoints; None if they have none. Older
+    checkpoints, kept for their scores, are played, not trained on."""
     newest = sorted(entries, key=lambda name: checkpoint_version(name) or 0)[-keep_last:]
     positions = [entries[name].get("replay_from") for name in newest]
     return min((position for position in positions if position), key=id_order, default=None)
@@ -87,10 +80,10 @@ def take_inventory(
         if entry is None or name == changed:
             try:
                 entry = _entry(checkpoints, name) | {"evaluation": entry["evaluation"] if entry else None}
-            except CheckpointNotFound:
+            except errors.CheckpointNotFound:
                 cut_off.append(name)
                 continue
-            except CheckpointDamaged:
+            except errors.CheckpointDamaged:
                 continue  # neither pointed to nor in the status file
         entries[name] = entry | {"evaluation": evaluations.get(name, entry["evaluation"])}
     return Inventory(names, entries, cut_off)
@@ -100,7 +93,7 @@ def unless_damaged(read: Callable[[], T | None]) -> T | None:
     """Reads a sync file that the next checkpoint replaces; returns None if it is lost or damaged."""
     try:
         return read()
-    except CheckpointDamaged:
+    except errors.CheckpointDamaged:
         return None
 
 
@@ -109,13 +102,13 @@ def status_file(checkpoints: CheckpointStore) -> dict[str, Any]:
 
 
 def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
-    """Returns the entries of the status file by name."""
     return {entry["name"]: entry for entry in status_file(checkpoints).get("checkpoints", [])}
 
 
 def to_prune(inventory: Inventory, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:
     """Returns what the rule does not keep, oldest first, including damaged and incomplete checkpoints."""
     named = {name for name in (pointer.latest, pointer.best, pointer.final, *protected) if name}
+    named |= {name for name, entry in inventory.entries.items() if entry.get("initialized_from")}
     readable = inventory.readable
     doomed = {*select_for_pruning(readable, inventory.scores, config, named)}
     outlived = inventory.names.index(readable[-config.keep_last :][0]) if readable else 0
@@ -135,7 +128,7 @@ def announce(
     try:
         promotion = checkpoints.promotion()
         doomed = to_prune(inventory, pointer, config, {*protected, promotion.checkpoint if promotion else ""})
-    except CheckpointDamaged:
+    except errors.CheckpointDamaged:
         doomed = []  # what the mark named is unknown: all stays until it can be read
     _write_status(checkpoints, inventory, pointer, doomed[:most])
     return doomed[:most], len(doomed)
@@ -147,13 +140,9 @@ def remove(
 ) -> Iterator[str]:  # fmt: skip
     """Removes the shared objects that only announced checkpoints list, but for those that are `kept`; then these
     checkpoints, manifest first. Yields the names that went. Raises as the store does; what stays whole is in the status
-    file again.
-
-    Shared objects go first: where it ends in between, the next one still finds the checkpoints that name them.
-
-    `promote` looks into the status file after it has set its mark, and the mark is looked for here after the
-    announcement. So one of the two sees the other, and what is promoted is never removed.
-    """
+    file again, and still names its objects. `promote` looks into the status file after it has set its mark, and the
+    mark is looked for here after the announcement: one of the two sees the other, so what is promoted is never
+    removed."""
     if not announced:
         return
     promotion = checkpoints.promotion()
@@ -168,7 +157,7 @@ def remove(
             checkpoints.delete(name)
             gone.append(name)
             yield name
-    except (StoreError, StoreUnavailable):
+    except (errors.StoreError, errors.StoreUnavailable):
         stopped_at = doomed[len(gone) :][:1]
         gone += [name for name in doomed if lost & _shared_objects_of(inventory, [name])]
         _write_status(checkpoints, inventory, pointer, [*gone, *_without_manifest(checkpoints, stopped_at)])
@@ -179,7 +168,7 @@ def _without_manifest(checkpoints: CheckpointStore, names: Sequence[str]) -> Ite
     for name in names:
         try:
             checkpoints.read_manifest(name)
-        except CheckpointError:
+        except errors.CheckpointError:
             yield name
 
 
@@ -190,7 +179,6 @@ def _write_status(checkpoints: CheckpointStore, inventory: Inventory, pointer: P
 
 
 def _shared_objects_of(inventory: Inventory, names: Collection[str]) -> set[str]:
-    """Returns the shared objects that these checkpoints list."""
     entries = (inventory.entries[name] for name in names if name in inventory.entries)
     return {sha256 for entry in entries for sha256 in entry.get("shared_objects", ())}
 
@@ -204,7 +192,10 @@ def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
             id_order(oldest)
         told = {**provenance["counters"]["train"], "mean_return": provenance["mean_return"], "replay_from": oldest}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamaged(f"the provenance of {name} makes no sense ({type(error).__name__}: {error})") from None
-    told |= {key: provenance[key] for key in ("shared_objects", "fold_metrics") if provenance.get(key)}
+        raise errors.CheckpointDamaged(
+            f"the provenance of {name} makes no sense ({type(error).__name__}: {error})"
+        ) from None
+    kept = "shared_objects", "fold_metrics", "initialized_from"
+    told |= {key: provenance[key] for key in kept if provenance.get(key)}
     own = {"name": name, "version": manifest.version, "created": manifest.created, "bytes": manifest.total_bytes}
     return told | own | {"manifest_sha256": hashlib.sha256(data).hexdigest()}

@@ -32,7 +32,6 @@ class StoreStatus:
 
     @property
     def error(self) -> str:
-        """The failure that the last try ended with."""
         return str(self._outage.get("error", "It has not responded yet"))
 
     def attempt(self, write: Callable[[], object]) -> bool:

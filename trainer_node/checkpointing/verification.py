@@ -1,7 +1,4 @@
-"""Verifies a run's checkpoints byte by byte, and marks verified checkpoints for deployment.
-
-A person's orders come here by `Run`; a callback's come from the trainer's process.
-"""
+"""Verifies a run's checkpoints byte by byte, and marks verified checkpoints for deployment."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -9,13 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stagecoach.shared.base import world
-from stagecoach.shared.base.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    PolicyKindUnknown,
-    SharedObjectUnusable,
-)
+from stagecoach.shared.base import errors, world
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.policies.serialization import decode_policy, finite_arrays, finite_weights
@@ -38,8 +29,6 @@ _POLL_SECONDS = 0.3
 
 
 class State(StrEnum):
-    """Verdict of `verify` on a checkpoint or sync file."""
-
     OK = "ok"
     DAMAGED = "damaged"
     CUT_OFF = "cut off"
@@ -56,10 +45,7 @@ class Verdict:
 
 
 def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool = False) -> list[Verdict]:
-    """Reads every object of every checkpoint (or of one) and compares it with its manifest.
-
-    Leaves out what a live run prunes meanwhile. Sync files appear only if they are damaged.
-    """
+    """Compares each object of all checkpoints (or one) with the manifest, but for what a live run prunes meanwhile."""
     if name is not None:
         return [_examine_one(checkpoints, name, live)]
     files = list(_damaged_sync_files(checkpoints))
@@ -71,15 +57,14 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
 
 
 def _damaged_shared(checkpoints: CheckpointStore, names: Sequence[str], live: bool) -> Iterator[Verdict]:
-    """Yields the damaged shared objects of whole checkpoints, each once."""
     listed: dict[str, str] = {}
     for name in names:
-        with suppress(CheckpointNotFound):  # pruned meanwhile
+        with suppress(errors.CheckpointNotFound):  # pruned meanwhile
             listed |= dict.fromkeys(checkpoints.manifest(name).provenance.get("shared_objects", ()), name)
     for sha256, name in sorted(listed.items()):
         try:
             read_shared_object(checkpoints.store, sha256)
-        except SharedObjectUnusable as error:
+        except errors.SharedObjectUnusable as error:
             if not _goes(checkpoints, name, live):
                 yield Verdict(SHARED_OBJECTS + sha256, State.DAMAGED, (str(error),))
 
@@ -90,16 +75,16 @@ def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict
         resolved = checkpoints.resolve(name)
         if found := _examine(checkpoints, resolved, _expected_hashes(checkpoints), live):
             return found
-    raise CheckpointNotFound(f"{resolved} was pruned while it was read")
+    raise errors.CheckpointNotFound(f"{resolved} was pruned while it was read")
 
 
 def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str, str]], live: bool) -> Verdict | None:
     """Returns None if the checkpoint was pruned meanwhile."""
     try:
         data, manifest = checkpoints.read_manifest(name)
-    except CheckpointNotFound:
+    except errors.CheckpointNotFound:
         return _without_manifest(checkpoints, name, live)
-    except CheckpointDamaged as error:
+    except errors.CheckpointDamaged as error:
         return Verdict(name, State.DAMAGED, (str(error).removeprefix(f"{name} "),))
     digest = hashlib.sha256(data).hexdigest()
     others = [file for file, expected in hashes.get(name, {}).items() if expected != digest]
@@ -108,7 +93,7 @@ def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str
     if problems and live:
         try:
             checkpoints.read_manifest(name)
-        except CheckpointNotFound:
+        except errors.CheckpointNotFound:
             return _without_manifest(checkpoints, name, live)  # it was pruned meanwhile, manifest first
     state = State.DAMAGED if problems else State.OK
     return Verdict(name, state, tuple(problems), len(manifest.objects), manifest.total_bytes)
@@ -121,7 +106,7 @@ def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterat
             data = checkpoints.read_object(manifest, key)
             if key.endswith(_POLICY) and not _finite(data):
                 yield f"{key} has weights that are not finite"
-        except CheckpointDamaged as error:
+        except errors.CheckpointDamaged as error:
             text = str(error).removeprefix(f"{manifest.name}/").removeprefix(f"{manifest.name} ")
             yield text if key in text else f"{key}: {text}"
 
@@ -129,7 +114,7 @@ def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterat
 def _finite(policy: bytes) -> bool:
     try:
         return finite_weights(decode_policy(policy)[0])
-    except PolicyKindUnknown:  # a custom class, which verification must not import
+    except errors.PolicyKindUnknown:  # a custom class, which verification must not import
         return finite_arrays(tensor_blob.decode(policy)[0])
 
 
@@ -168,12 +153,12 @@ def _damaged_sync_files(checkpoints: CheckpointStore) -> Iterator[Verdict]:
     """Yields sync files that are unreadable or name a missing checkpoint."""
     try:
         checkpoints.marker(STATUS)
-    except CheckpointDamaged as error:
+    except errors.CheckpointDamaged as error:
         yield Verdict(STATUS, State.DAMAGED, (str(error),))
     for file, marks in ((POINTER, MARKS[:3]), (PROMOTED, MARKS[3:])):
         try:
             problems = tuple(f"names {name} as {mark}, which is gone" for mark, name in _gone(checkpoints, marks))
-        except CheckpointDamaged as error:
+        except errors.CheckpointDamaged as error:
             problems = (str(error),)
         if problems:
             yield Verdict(file, State.DAMAGED, problems)
@@ -193,22 +178,19 @@ def _gone(checkpoints: CheckpointStore, marks: tuple[str, ...]) -> list[tuple[st
 
 
 def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion:
-    """Marks a verified checkpoint with finite weights for deployment.
-
-    If the trainer turns out to be pruning the checkpoint (see `remove`), the former mark is restored.
-    """
+    """Marks a verified checkpoint with finite weights for deployment, unless it is being pruned (see `remove`)."""
     (found,) = verify(checkpoints, name, live=live)
     if found.state is State.DAMAGED:
-        raise CheckpointDamaged(f"{found.name} is not promoted: {'; '.join(found.problems)}")
+        raise errors.CheckpointDamaged(f"{found.name} is not promoted: {'; '.join(found.problems)}")
     if found.state is not State.OK:
-        raise CheckpointNotFound(f"{found.name} is not promoted: it is not complete ({found.state})")
+        raise errors.CheckpointNotFound(f"{found.name} is not promoted: it is not complete ({found.state})")
     former = unless_damaged(checkpoints.promotion)
     digest = hashlib.sha256(checkpoints.read_manifest(found.name)[0]).hexdigest()
     promotion = Promotion(checkpoint=found.name, manifest_sha256=digest, time=round(world.unix_time(), 3))
     checkpoints.write_promotion(promotion)
     if live and found.name not in status_entries(checkpoints):
         checkpoints.write_promotion(former)
-        raise CheckpointNotFound(f"{found.name} is not promoted: the trainer is pruning it; promote a newer one")
+        raise errors.CheckpointNotFound(f"{found.name} is not promoted: the trainer is pruning it; promote a newer one")
     return promotion
 
 

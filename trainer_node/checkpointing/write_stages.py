@@ -95,8 +95,7 @@ class ObjectsStage:
 
 
 class RetentionStage:
-    """Deletes checkpoints that the retention rule does not keep, after all else: a store that refuses to delete delays
-    nothing."""
+    """Deletes checkpoints that the retention rule does not keep; a store that refuses to delete delays nothing."""
 
     name = "pruning"
 
@@ -191,10 +190,7 @@ class PointerStage:
 
 
 class ArchiveStage:
-    """Archives the log through the checkpoint's position, if Redis is still the process whose log the trainer has read.
-
-    Another process may have lost some of it; the next checkpoint archives then.
-    """
+    """Archives the log through the checkpoint's position, if Redis is still the process that the trainer reads."""
 
     name = "archive"
 
@@ -219,7 +215,6 @@ class ArchiveStage:
             self._archiver.store(snapshot.log_position, trimmed, oldest, complete)
 
     def same_redis(self) -> bool:
-        """Returns whether Redis is the process that was archived from."""
         return self.process in ("", self._role.flow.process())
 
 

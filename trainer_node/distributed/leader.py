@@ -40,14 +40,7 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.redis_client import own_address
 from stagecoach.shared.protocol.scripts import Script
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
-from stagecoach.trainer_node.distributed.process_group import (
-    Group,
-    GroupBroken,
-    Invitation,
-    Opening,
-    RankShard,
-    group_errors,
-)
+from stagecoach.trainer_node.distributed import process_group
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
 from stagecoach.trainer_node.state.snapshot import Snapshot, restore
 
@@ -65,7 +58,7 @@ class Call(NamedTuple):
     """One entry: the group of `epoch` is open (`invitation`), or has something to exchange."""
 
     epoch: int
-    invitation: Invitation | None
+    invitation: process_group.Invitation | None
 
 
 class Rendezvous:
@@ -74,7 +67,7 @@ class Rendezvous:
         self._call = Script(client, self._keys, "call_ranks")
         self._after = START
 
-    def call(self, epoch: int, invitation: Invitation | None = None) -> None:
+    def call(self, epoch: int, invitation: process_group.Invitation | None = None) -> None:
         """Calls the other ranks; raises `Fenced` where another trainer has taken over."""
         if not self._call(epoch=epoch, invitation=json.dumps(asdict(invitation)) if invitation else ""):
             raise Fenced(f"epoch {epoch} may not call the ranks; a newer trainer has taken over")
@@ -91,7 +84,7 @@ class Rendezvous:
         self._after = id_.decode()
         text, epoch = fields.get(b"invitation", b""), whole_number(fields.get(b"epoch", b""))
         what = f"the call {self._after} to the ranks of run {self._keys.run_id}"
-        invitation = foreign(TypeAdapter(Invitation), text, what) if text else None
+        invitation = foreign(TypeAdapter(process_group.Invitation), text, what) if text else None
         return Call(epoch, invitation) if epoch and (invitation or not text) else None
 
 
@@ -104,14 +97,12 @@ def meet_followers(
     client: redis.Redis, run_id: str, epoch: int, learner: Learner, trainer: TrainerConfig, wait: Wait,
     needless: Callable[[], bool],
 ) -> Leader | None:  # fmt: skip
-    """Opens the group of this epoch and waits for all other ranks; None once it is needless.
-
-    Raises `Fenced`, `GroupBroken`, and `WaitTimeout`, which names who is missing.
-    """
+    """Opens the group of this epoch and waits for all other ranks; None once it is needless. Raises `Fenced`,
+    `GroupBroken`, and `WaitTimeout`, which names who is missing."""
     rendezvous, host = Rendezvous(client, run_id), own_address(client)
     if not host:
-        raise GroupBroken("this machine has no address on the way to Redis")
-    opening = Opening(host, trainer.ranks, trainer.rank_timeout_seconds)
+        raise process_group.GroupBroken("this machine has no address on the way to Redis")
+    opening = process_group.Opening(host, trainer.ranks, trainer.rank_timeout_seconds)
     rendezvous.call(epoch, opening.invitation)
     checked = world.monotonic()
     while missing := opening.missing():
@@ -154,7 +145,7 @@ class SingleProcess:
 class Leader:
     """Rank 0 of a group: hands its learner over, then says before each update what is learned from."""
 
-    def __init__(self, group: Group, learner: Learner, call: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, group: process_group.Group, learner: Learner, call: Callable[[], None] = lambda: None) -> None:
         """`call` wakes the followers, before each message."""
         self._group, self._learner, self._call = group, learner, call
         self.size, self.backend = group.size, group.backend
@@ -174,18 +165,17 @@ class Leader:
     def turn(self, fragments: Sequence[Fragment], phase: Phase) -> Iterator[None]:
         """One update: within, this rank emulates acting and learns, as all the followers do."""
         self._tell("turn", _blobs(fragments), phase=phase.value)
-        with group_errors():
+        with process_group.group_errors():
             yield
         compare_weights(self._group, self._learner)
 
     def close(self) -> None:
         """Ends the group between two updates; the followers wait for the next one."""
-        with contextlib.suppress(GroupBroken):
+        with contextlib.suppress(process_group.GroupBroken):
             self._tell("over", {})
         self.leave()
 
     def leave(self) -> None:
-        """Leaves at once; the followers see the group break."""
         self._group.leave()
 
     def _tell(self, what: str, blobs: dict[str, bytes], **header: Any) -> None:
@@ -198,14 +188,12 @@ def _blobs(fragments: Sequence[Fragment]) -> dict[str, bytes]:
     return {str(number): fragment.encode(item) for number, item in enumerate(fragments)}
 
 
-def share_minibatches(group: Group, learner: Learner) -> None:
-    """Restricts the learner to this rank's part of each minibatch."""
+def share_minibatches(group: process_group.Group, learner: Learner) -> None:
     for algorithm in learner.algorithms.values():
-        algorithm.shard = RankShard(group)
+        algorithm.shard = process_group.RankShard(group)
 
 
-def compare_weights(group: Group, learner: Learner) -> None:
-    """Raises `RanksDiffer` unless every rank has the same weights."""
+def compare_weights(group: process_group.Group, learner: Learner) -> None:
     digest = xxhash.xxh3_64()
     for policy_id in sorted(learner.policies):
         for _, array in sorted(state_arrays(learner.policies[policy_id]).items()):
@@ -219,7 +207,9 @@ def compare_weights(group: Group, learner: Learner) -> None:
         )
 
 
-def follow(group: Group, config: Config, called: Callable[[Learner | None], None] = lambda learner: None) -> None:
+def follow(
+    group: process_group.Group, config: Config, called: Callable[[Learner | None], None] = lambda learner: None
+) -> None:
     """Learns in a group what rank 0 learns, until that says it is over; raises `GroupBroken`."""
     learner: Learner | None = None
     turns = 0
@@ -242,7 +232,7 @@ def follow(group: Group, config: Config, called: Callable[[Learner | None], None
             learner.recall(fragments, header["first"])
             continue
         turns += 1
-        with group_errors():
+        with process_group.group_errors():
             learner.emulate_acting(fragments, Phase(header["phase"]))
             learner.learn(fragments, Phase(header["phase"]))
         compare_weights(group, learner)

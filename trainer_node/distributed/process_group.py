@@ -80,7 +80,6 @@ class Opening:
             return [rank for rank in range(1, self.invitation.size) if not self._store.check([_place(rank)])]
 
     def close(self, device: torch.device) -> Group:
-        """The group of those that are there now; no other rank can join any more."""
         with group_errors():
             here = [_who(device)]
             here += [json.loads(self._store.get(_place(rank))) for rank in range(1, self.invitation.size)]
@@ -94,10 +93,7 @@ class Opening:
 def join(
     invitation: Invitation, rank: int, device: torch.device, timeout_seconds: float, poll: Callable[[], object]
 ) -> Group:
-    """Joins a group as `rank` and waits until it begins; calls `poll` repeatedly meanwhile.
-
-    Raises `GroupBroken` where rank 0 is gone, or the group has begun without this rank.
-    """
+    """Joins a group as `rank`, calling `poll` until it begins. Raises `GroupBroken` if it cannot."""
     where = (invitation.host, invitation.port)
     try:
         with socket.create_connection(where, timeout=_REACH_SECONDS) as probe:

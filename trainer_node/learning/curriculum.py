@@ -1,7 +1,4 @@
-"""The curriculum as a fold over the experience log: which lessons there are now, and which levels are worth a replay.
-
-It observes each episode, and each batch with its advantages (trainer_node/learning/fold.py).
-"""
+"""The curriculum as a fold over the experience log: the lessons of now, and the levels that are worth a replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,19 +14,19 @@ from stagecoach.shared.experience.parameters import ParameterTable, Sampler
 from stagecoach.shared.experience.spaces import Array, EnvironmentDescription
 from stagecoach.trainer_node.learning.fold import Fold
 
+_KEPT = 0.9
+"""Weight that an older episode keeps with each new one."""
+
 
 @dataclass
 class Lesson:
     """Progress of one entry with lessons."""
 
     number: int = 0
-    """Index of the lesson, from 0."""
     measures: dict[str, list[float]] = field(default_factory=dict)
     """`until` and `back` → the last episodes' numbers."""
     smoothed: dict[str, float] = field(default_factory=dict)
-    """Smoothed mean of each."""
     episodes: int = 0
-    """Episodes that ended in this lesson."""
     success_told: bool = False
     """True once an episode reported success or failure."""
 
@@ -41,9 +38,19 @@ class Levels:
     scores: list[float]
     played: list[int]
     """Episode in which each was played last; −1: never."""
+    successes: list[float] = field(default_factory=list)
+    """Successes in about the last ten episodes of each level, for `learnability`; `tries` counts these."""
+    tries: list[float] = field(default_factory=list)
     episodes: int = 0
     pending: dict[str, tuple[str, int, list[float], list[int]]] = field(default_factory=dict)
     """Worker → its life and last fragment; per environment the sum of its running episode's scores, and their count."""
+
+    def learnability(self, level: int, success: bool) -> float:
+        """Counts an episode; returns p (1 − p), p the share of successes with one of each assumed beforehand."""
+        for counts, one in ((self.successes, float(success)), (self.tries, 1.0)):
+            counts[level] = _KEPT * counts[level] + one
+        share = (self.successes[level] + 1.0) / (self.tries[level] + 2.0)
+        return share * (1.0 - share)
 
 
 class Curriculum(Fold):
@@ -59,12 +66,14 @@ class Curriculum(Fold):
         self._steps, self._description = config.stop_at.env_steps or 1, description
         self.lessons = {name: Lesson() for name, its in self._parameters.items() if its.lessons}
         self._replayed = {name: its.replay for name, its in self._parameters.items() if its.replay is not None}
-        self.levels = {name: Levels([0.0] * its.of, [-1] * its.of) for name, its in self._replayed.items()}
+        self.levels = {
+            name: Levels([0.0] * its.of, [-1] * its.of, [0.0] * its.of, [0.0] * its.of)
+            for name, its in self._replayed.items()
+        }
         self._events: list[str] = []
         self._told: set[str] = set()
 
     def table(self, counters: Counters) -> ParameterTable:
-        """Returns the samplers of the current lessons, and each level's weight."""
         table = table_at(self._parameters, {name: lesson.number for name, lesson in self.lessons.items()})
         weights = {name: Sampler("levels", self._weights(name)) for name in self.levels}
         return ParameterTable(table.samplers | weights, table.lessons)
@@ -93,7 +102,6 @@ class Curriculum(Fold):
     def _measured(
         self, name: str, lesson: Lesson, which: str, criterion: CriterionConfig, record: EpisodeRecord, env_steps: int
     ) -> float | None:  # fmt: skip
-        """Returns the criterion's measure; None before enough episodes have ended."""
         match criterion.measure:
             case "progress":
                 return env_steps / self._steps if lesson.episodes >= criterion.episodes else None
@@ -134,23 +142,26 @@ class Curriculum(Fold):
             self._events.append(text)
 
     def drain_events(self) -> list[str]:
-        """Returns lessons that changed, and criteria that cannot be met."""
         found, self._events = self._events, []
         return found
 
     def observe_update(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
-        """Scores the levels of the episodes that ended in `fragments`.
-
-        A level's score is the mean over all steps of its last episode, also where it spanned several fragments, of what
-        `LevelReplayConfig.score` says. An episode of which a fragment was dropped is scored by the rest.
-        """
+        """Scores the levels of the episodes that ended in `fragments`: by the mean of `LevelReplayConfig.score` over
+        all steps of the last episode, which may span several fragments, without those that were dropped."""
         if not self.levels or advantages is None:
             return
         first = 0
         for item in fragments:
             slots = item.header.num_envs
             for name, levels in self.levels.items():
-                _take_levels(levels, name, item, _scored(self._replayed[name], advantages[:, first : first + slots]))
+                config, learnability = self._replayed[name], self._replayed[name].score == "learnability"
+                scores = _scored(config, advantages[:, first : first + slots])
+                _take_levels(levels, name, item, scores, learnability)
+                if learnability and any(its.success is None for its in item.header.episodes):
+                    self._tell_once(
+                        f"environment.parameters.{name}: levels are scored by success, and an episode reported none; "
+                        f"report is_success or success in the last info, or score by value_loss"
+                    )
             first += slots
 
     def _weights(self, name: str) -> tuple[float, ...]:
@@ -180,7 +191,6 @@ class Curriculum(Fold):
         return tuple(weights.tolist())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the lesson and the measures of each entry, or how many of its levels were played and their score."""
         found: dict[str, float] = {}
         for name, lesson in self.lessons.items():
             found[f"lesson/{name}"] = lesson.number
@@ -207,7 +217,7 @@ class Curriculum(Fold):
 
 def _scored(config: LevelReplayConfig, advantages: Array) -> Array:
     match config.score:
-        case "value_loss":
+        case "value_loss" | "learnability":
             return np.abs(advantages)
         case "positive_value_loss":
             return np.clip(advantages, 0, None)
@@ -215,7 +225,7 @@ def _scored(config: LevelReplayConfig, advantages: Array) -> Array:
             return advantages
 
 
-def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array) -> None:
+def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array, learnability: bool) -> None:
     header, (columns,) = item.header, item.columns.values()
     life, seq, sums, counts = levels.pending.get(header.worker_id, ("", -1, [], []))
     if life != header.life or header.seq not in (0, seq + 1):  # other episodes, or one of its fragments is missing
@@ -232,8 +242,9 @@ def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array) -> No
         sums[slot], counts[slot], starts[slot] = 0.0, 0, step + 1
         level = record.parameters.get(name) if record is not None else None
         levels.episodes += 1
-        if isinstance(level, int) and 0 <= level < len(levels.scores):
-            levels.scores[level], levels.played[level] = score / count, levels.episodes
+        if record is not None and isinstance(level, int) and 0 <= level < len(levels.scores):
+            found = levels.learnability(level, bool(record.success)) if learnability else score / count
+            levels.scores[level], levels.played[level] = found, levels.episodes
     for slot in range(header.num_envs):
         begun = int(starts[slot])
         sums[slot] += float(total[-1, slot] - total[begun, slot])

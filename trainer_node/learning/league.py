@@ -1,7 +1,5 @@
 """The league as a fold over the experience log: payoffs, ratings, snapshots, and the table of who plays whom.
 
-It observes each episode, and takes the snapshots that are due after an update (trainer_node/learning/fold.py).
-
 Ratings are OpenSkill's Plackett-Luce model (Weng and Lin 2011) with the library's defaults, one per player and seat,
 and Elo as in ML-Agents: it begins at 1200, and a match moves it by result − expectation (K = 1).
 """
@@ -130,11 +128,8 @@ class League(Fold):
             super().observe_fragment(header, counters)
 
     def observe_episode(self, record: EpisodeRecord, counters: Counters) -> None:
-        """Counts and rates one match.
-
-        A match with a player that is not in the league (any more) counts nowhere. One that ended under a version from
-        before the reset of one of its learners counts only in the own play of the learner it was drawn for.
-        """
+        """Counts and rates one match, unless a player is not in the league (any more). One that ended under a version
+        from before the reset of one of its learners counts only in the own play of the learner it was drawn for."""
         match = record.match
         if match is None or not self._knows(match):
             return
@@ -177,7 +172,6 @@ class League(Fold):
         return known and match.players[match.side] == learner.policy and self._seats[match.side] == learner.seat
 
     def _rate(self, match: MatchRecord) -> None:
-        """Updates both ratings of all players, unless a player met itself."""
         places = list(zip(self._seats, match.players, strict=True))
         if len(set(places)) < len(places):
             return
@@ -290,7 +284,6 @@ class League(Fold):
         return {its for seat in self._met(self._learners[name].seat) for its, _ in self._opponents(name, seat)}
 
     def _current(self, name: str) -> set[str]:
-        """Returns the other policies whose current weights `name` may meet."""
         return self._drawn(name) & {*self._seats} - {self._learners[name].policy}
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
@@ -324,11 +317,9 @@ class League(Fold):
         return weights if any(weights.values()) else dict.fromkeys(ids, 1.0)
 
     def new_objects(self) -> dict[str, bytes]:
-        """Returns the snapshots of the last update."""
         return self._new
 
     def objects(self) -> list[str]:
-        """Returns the SHA-256 of all players, including fixed players."""
         fixed = (ref.sha256 for ref in self._fixed.values() if ref.sha256)
         return sorted({*(snapshot.sha256 for snapshot in self.now.snapshots), *fixed})
 
@@ -339,7 +330,6 @@ class League(Fold):
         return self.now.ratings[named[policy_id]][policy_id].ordinal
 
     def metrics(self) -> dict[str, float]:
-        """Returns the rating, form and counts of each learning policy."""
         found: dict[str, float] = {}
         for name, learner in sorted(self._learners.items()):
             standing = self.now.learners[name]

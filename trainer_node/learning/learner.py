@@ -37,19 +37,17 @@ from stagecoach.trainer_node.learning.building_blocks.reward_normalization impor
     RewardAverage,
     RewardFilter,
     RewardScaling,
+    ShapedReturns,
 )
 from stagecoach.trainer_node.learning.fold import Fold
 from stagecoach.trainer_node.learning.folds import make_folds
-from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
 
 
 class ExperienceFilter:
-    """Filters one policy's experience before learning: scales and clips rewards, applies a user's function.
-
-    It depends on one fragment alone, so that a replay buffer can be filled again from the log.
-    """
+    """Filters one policy's experience before learning: scales and clips rewards, applies a user's function. It depends
+    on one fragment alone, so that a replay buffer can be filled again from the log."""
 
     def __init__(self, config: PolicyConfig, field: str) -> None:
         self._scale, self._clip = config.reward_scale, config.reward_clip
@@ -59,10 +57,8 @@ class ExperienceFilter:
             self._transform = import_object(config.transform, f"{field}.transform", kind="function")
 
     def __call__(self, columns: Columns) -> Columns:
-        """Returns the filtered columns of a fragment (shared/experience/fragment.py), and leaves these as they are.
-
-        Raises `ConfigError` if the user's function raises, or returns what a fragment cannot hold.
-        """
+        """Returns the filtered columns of a fragment, and leaves these as they are. Raises `ConfigError` if the user's
+        function raises, or returns what a fragment cannot hold."""
         reward = columns["reward"]
         if self._scale != 1.0:
             reward = reward * np.float32(self._scale)
@@ -102,15 +98,13 @@ class Learner:
     remembered: deque[str]
     """Log positions of the fragments that replay buffers hold, oldest first."""
     demonstrations: dict[str, Demonstrations] = field(default_factory=dict)
-    """Demonstrations of the policies that imitate; read at first use."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Returns of the policies that learn from other rewards than the environment gave."""
     tallies: dict[str, Counters] = field(default_factory=dict)
     """Transitions (`env_steps`) and episodes in training by policy; empty with one policy."""
-    every_step_counts: bool = False
-    """True if an agent acts in every step, and rows do not show it (turns, or rows of opponents left out)."""
+    count_steps: Callable[[Fragment], int]
+    """Counts the environment steps of a fragment."""
     folds: Sequence[Fold] = ()
-    """Folds, in the order in which they observe an episode."""
     initial: dict[str, Columns] = field(default_factory=dict)
     """Weights and state of the algorithm of each policy that a fold may reset, to begin again with."""
 
@@ -120,7 +114,6 @@ class Learner:
             len(its)
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Returns by name what each fold has workers decide episodes by."""
         return {fold.name: fold.table(self.counters.train).as_dict() for fold in self.folds}
 
     def mean_return(self) -> float | None:
@@ -128,17 +121,25 @@ class Learner:
         returns = [record.episode_return for record in self.episodes]
         return sum(returns) / len(returns) if returns else None
 
+    def count(self, item: Fragment, phase: Phase) -> None:
+        """Counts a fragment's steps and episodes."""
+        counters = self.counters.of(phase)
+        counters.env_steps += self.count_steps(item)
+        counters.episodes += len(item.header.episodes)
+
     def emulate_acting(self, fragments: Sequence[Fragment], phase: Phase) -> None:
         """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
         counters = self.counters.of(phase)
         for item in fragments:
-            counters.env_steps += item.header.transitions if self.every_step_counts else _env_steps(item)
-            counters.episodes += len(item.header.episodes)
+            self.count(item, phase)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
                 for fold in self.folds:
                     fold.observe_fragment(item.header, counters)
-                self._tally(item)
+                for policy_id, tally in self.tallies.items():
+                    columns = item.columns[policy_id]
+                    tally.env_steps += int(columns["mask"].sum())
+                    tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
             self.remembered.append(item.position)
             self._filter(item)
             for policy_id, scaling in self.rewards.items():
@@ -148,12 +149,6 @@ class Learner:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
             for policy_id, shaped in self.shaped.items():
                 shaped.take(_source(item), _begins(item), item.columns[policy_id])
-
-    def _tally(self, item: Fragment) -> None:
-        for policy_id, tally in self.tallies.items():
-            columns = item.columns[policy_id]
-            tally.env_steps += int(columns["mask"].sum())
-            tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
 
     def recall(self, fragments: Iterable[Fragment], first: int = 0) -> None:
         """Fills the replay buffers with what they held again: the fragments at `remembered` from number `first` on."""
@@ -165,8 +160,7 @@ class Learner:
                     algorithm.remember([Experience(_source(item), item.columns[policy_id])])
 
     def remember_only(self, positions: Collection[str]) -> bool:
-        """Leaves other log positions out of what replay buffers hold; returns whether there were any. If so, call
-        `recall_anew`."""
+        """Forgets other log positions in replay buffers; returns whether there were any (then `recall_anew`)."""
         kept = [position for position in self.remembered if position in positions]
         fewer = len(kept) < len(self.remembered)
         if fewer:
@@ -186,10 +180,8 @@ class Learner:
             item.columns[policy_id] = filtered(item.columns[policy_id])
 
     def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
-        """Updates every policy (in warm-up, only normalizers and replay buffers); returns the metrics.
-
-        With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
-        """
+        """Updates every policy (in warm-up, only normalizers and replay buffers); returns the metrics. With several
+        policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`."""
         metrics: dict[str, float] = {}
         gradient_steps = 0
         for policy_id, algorithm in self.algorithms.items():
@@ -266,11 +258,8 @@ def make_learner(
     config: Config, description: EnvironmentDescription,
     begin: Callable[[Mapping[str, Policy]], None] = lambda _: None, read_dataset: DatasetReader = _no_reader,
 ) -> Learner:  # fmt: skip
-    """Returns an untrained learner, decided by the config and its seed alone.
-
-    `begin` may give the policies other weights, before algorithms make target networks of them. `read_dataset` reads
-    the run's demonstrations at first use; without it a learner of a run that has demonstrations cannot learn.
-    """
+    """Returns an untrained learner, decided by the config and its seed alone. `begin` may give the policies other
+    weights, before target networks copy them; without `read_dataset` a run that has demonstrations cannot learn."""
     device = torch_device(config.trainer.device)
     sections = {policy_id: config.algorithm_of(policy_id) for policy_id in config.trainable}
     policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.slots)
@@ -306,19 +295,25 @@ def make_learner(
     changed = [name for name in sections if name in rewards or config.policies[name].changes_rewards]
     shaped = {name: ShapedReturns(config.metrics.window_episodes, description.in_turns) for name in changed}
     tallies = {name: Counters() for name in sorted(policies)} if len(policies) > 1 else {}
+    count_steps = _env_steps
+    if config.environment.api == "external":
+        count_steps = _turns
+    elif description.in_turns or description.seats:  # an agent acts in every step, and rows do not show it
+        count_steps = _all_steps
     folds = make_folds(config, description, policies)
     initial = {name: _initial(policies[name], algorithms[name]) for fold in folds for name in fold.resettable}
     return Learner(
         policies=policies, algorithms=algorithms, rewards=rewards, filters=filters, counters=PhaseCounters(),
         episodes=episodes, remembered=remembered, demonstrations=demonstrations, shaped=shaped, tallies=tallies,
-        every_step_counts=description.in_turns or bool(description.seats), folds=folds, initial=initial,
+        count_steps=count_steps, folds=folds, initial=initial,
     )  # fmt: skip
 
 
 def turns_lost(config: Config, description: EnvironmentDescription) -> str:
     """Returns a warning if agents act in turns and fragments' ends cut off more than a tenth of them, else ""."""
     steps, agents = config.rollout.fragment_steps, len(description.agents)
-    if not description.in_turns or config.environment.hierarchy or config.dataset or agents / steps <= _MUCH:
+    uncut = config.environment.api == "external" or config.environment.hierarchy or config.dataset
+    if not description.in_turns or uncut or agents / steps <= _MUCH:
         return ""
     return (
         f"up to {agents / steps:.0%} of all turns are not learned from, since their outcome comes after a fragment's "
@@ -334,6 +329,15 @@ def _begins(item: Fragment) -> bool:
 
 def _source(item: Fragment) -> str:
     return f"{item.header.worker_id}:{item.header.life}"
+
+
+def _turns(item: Fragment) -> int:
+    """Counts the turns of clients' agents, each at its own pace."""
+    return sum(int(columns["mask"].sum()) for columns in item.columns.values())
+
+
+def _all_steps(item: Fragment) -> int:
+    return item.header.transitions
 
 
 def _env_steps(item: Fragment) -> int:

@@ -52,10 +52,8 @@ _FARTHEST = 1e100
 
 @dataclass(frozen=True)
 class Evidence:
-    """E episodes of up to H steps, float64 `[E, H]`; `mask` is false after an episode's end.
-
-    The last reward of a truncated episode includes the discounted value of what follows.
-    """
+    """E episodes of up to H steps, float64 `[E, H]`; `mask` is false after an episode's end. The last reward of a
+    truncated episode includes the discounted value of what follows."""
 
     target_log_prob: Array
     behavior_log_prob: Array
@@ -68,7 +66,6 @@ class Evidence:
     gamma: float
 
     def of(self, which: Array) -> Evidence:
-        """Returns the evidence of the episodes `which`, `[E]` bool."""
         arrays = {name: value[which] for name, value in vars(self).items() if name != "gamma"}
         return replace(self, **arrays)
 
@@ -158,9 +155,7 @@ class Transitions:
 
 class FittedQ(nn.Module):
     """q(s, a) and, for a policy, v(s): fitted Q evaluation (Le, Voloshin and Yue 2019, algorithm 3), a small network.
-
-    It starts as a regression on the recorded returns, which is close if the policies are.
-    """
+    It starts as a regression on the recorded returns, which is close if the policies are."""
 
     def __init__(self, policy: Policy, observations: Tensors, scale: float) -> None:
         """`observations` determine the scale of the inputs, `scale` is that of the returns."""
@@ -200,7 +195,6 @@ class FittedQ(nn.Module):
 
 
 def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, seed: int) -> FittedQ:
-    """Fits the Q function of `policy` to `data`; all randomness follows from `seed`."""
     device = data.reward.device
     horizon = min(1 / (1 - gamma) if gamma < 1 else float(len(data)), float(len(data)))
     scale = max(float(data.reward.abs().mean()) * horizon, 1e-6)
@@ -274,7 +268,6 @@ def _chosen(recording: Recording, most: int) -> list[Episode]:
 def evaluate(
     policy: Policy, episodes: Sequence[Episode], gamma: float, gradient_steps: int, seed: int
 ) -> dict[str, float]:
-    """Returns all estimates of the return of `policy` from these episodes."""
     data = _transitions(episodes, gamma, next(policy.parameters()).device)
     return estimates(_evidence(policy, fit(policy, data, gamma, gradient_steps, seed), episodes, data, gamma, seed))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,8 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_env_steps
 from stagecoach.shared.experience.log_entry import id_order
 from stagecoach.shared.protocol.events import EVENT_ID, emit, event_row, read_events
-from stagecoach.shared.protocol.flow_control import Flow
-from stagecoach.shared.protocol.heartbeat import read_heartbeats
+from stagecoach.shared.protocol.flow_control import Flow, FlowState
+from stagecoach.shared.protocol.heartbeat import Beat, read_heartbeats
 from stagecoach.shared.protocol.metric_tail import append_row
 from stagecoach.shared.storage.metric_log import (
     ENV_STEPS,
@@ -39,11 +40,10 @@ from stagecoach.shared.storage.metric_log import (
     VERSION,
     MetricStream,
     read,
+    segments,
 )
 from stagecoach.shared.storage.object_store import ObjectStore
-from stagecoach.trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
-from stagecoach.trainer_node.metrics.writer_thread import WriterThread
-from stagecoach.trainer_node.metrics.writers import MetricWriter, Orders, WrittenRun, open_writer
+from stagecoach.trainer_node.metrics.writers import MetricWriter, Orders, WriterThread, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _MOST_METRICS, _MOST_OF_ENVIRONMENT = 1000, 128
@@ -52,6 +52,7 @@ an environment may make up a new one in each episode, and each is a column and a
 _QUEUED = 100_000
 """Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
 _FLUSH_SECONDS = 10.0
+PAUSE_SECONDS = 5.0
 _STORE_SECONDS = 15.0
 """Rows reach the store with each checkpoint, and after so long without one."""
 
@@ -72,7 +73,6 @@ class Recorder:
         self._unwritten: list[tuple[dict[str, float], str]] = []
         """Evaluations that are not in the store yet: writers have each once, and after it."""
         self._event: tuple[int, ...] | None = None
-        """The id of the last event that is recorded."""
         self._names = defaultdict[str, set[str]](set)
         """Names by prefix of an environment's own numbers, '' for all others."""
         self._stored_at = world.monotonic()
@@ -112,7 +112,6 @@ class Recorder:
 
     @property
     def tested(self) -> dict[str, int]:
-        """Steps and episodes of all recorded evaluations."""
         return {"test_env_steps": self._tested[TEST_ENV_STEPS], "test_episodes": self._tested[TEST_EPISODES]}
 
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -133,15 +132,19 @@ class Recorder:
         return self._evaluated
 
     def take_events(self) -> None:
-        """Records new events of the run; raises as the store does."""
         if self._event is None:
-            self._event = (0, 0)
-            for _, rows in read(self._store, EVENTS, damaged=self._damaged):
-                self._event = tuple(int(rows.columns[name][-1]) for name in EVENT_ID)
+            self._event = self._last_event()
         for event in read_events(self._redis, self._run_id, "{}-{}".format(*self._event)):
             self._event = id_order(event.id)
             label, row = event_row(event)
             self._streams[EVENTS].append(row, label)
+
+    def _last_event(self) -> tuple[int, ...]:
+        """Returns the id of the last event in the store, from the newest segment: each former trainer has left some."""
+        for segment in reversed(segments(self._store, EVENTS)):
+            for _, rows in read(self._store, EVENTS, (segment.epoch, segment.last - 1), self._damaged):
+                return tuple(int(rows.columns[name][-1]) for name in EVENT_ID)
+        return 0, 0
 
     def store(self) -> None:
         """Puts all rows into the store, after the writers have had them; raises as the store does."""
@@ -251,3 +254,50 @@ def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:
             row |= {f"{prefix}{metric}/{name}": float(value) for name, value in one.get(told, {}).items()}
         row |= {f"{prefix}environment/{name}": float(value) for name, value in one.get("metrics", {}).items()}
     return row
+
+
+class FleetMetrics:
+    """Rows of the fleet: speed of the workers, where each role's time goes, depth of the log. They compare two readings
+    of the heartbeats, by the clock: nothing learned depends on them."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, str], Beat] = {}
+        self._time = world.monotonic()
+
+    def row(self, beats: Sequence[Beat], flow: FlowState) -> dict[str, float]:
+        now = world.monotonic()
+        seconds, self._time = max(now - self._time, 1e-9), now
+        alive = {(beat.role, beat.id): beat for beat in beats if beat.alive}
+        both = [(its, beat) for key, beat in alive.items() if (its := self._before.get(key)) is not None]
+        both = [(its, beat) for its, beat in both if its.process == beat.process]
+        self._before = alive
+        workers = [beat for beat in alive.values() if beat.role == "worker"]
+        row: dict[str, float] = {
+            "fleet/workers": len(workers),
+            "fleet/workers_wanted": flow.desired_workers,
+            "fleet/worker_restarts": sum(int(beat.progress.get("incarnation", 0)) for beat in workers),
+            "log/bytes": flow.log_bytes,
+            "log/in_flight": flow.in_flight,
+            "log/window": flow.window,
+        }
+        acted = [_transitions(beat) - _transitions(its) for its, beat in both if beat.role == "worker"]
+        if acted:
+            row |= {"fleet/fps": sum(acted) / seconds, "fleet/worker_fps_mean": fmean(acted) / seconds}
+            row["fleet/worker_fps_min"] = min(acted) / seconds
+            row["fleet/heartbeat_age_max"] = max(beat.age_seconds for beat in workers)
+        for role in ("trainer", "worker", "evaluator"):
+            row |= _time_shares(role, [(its, beat) for its, beat in both if beat.role == role])
+        return row
+
+
+def _time_shares(role: str, both: Sequence[tuple[Beat, Beat]]) -> dict[str, float]:
+    spent = defaultdict[str, float](float)
+    for before, beat in both:
+        for stage, seconds in beat.stages.items():
+            spent[stage] += max(0.0, seconds - before.stages.get(stage, 0.0))
+    total = sum(spent.values())
+    return {f"time_share/{role}/{stage}": seconds / total for stage, seconds in spent.items()} if total else {}
+
+
+def _transitions(beat: Beat) -> int:
+    return int(str(beat.progress.get("transitions", 0)))

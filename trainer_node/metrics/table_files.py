@@ -24,10 +24,7 @@ LABELS = {"evaluations": "checkpoint", "episodes": "worker"}
 
 
 class CsvFile:
-    """A column per metric; one that appears later gets its column then.
-
-    The cost of a row does not depend on how many there are.
-    """
+    """Table with a column per metric, which is added when it first appears; the cost of a row does not grow."""
 
     SUFFIX = ".csv"
 
@@ -74,7 +71,6 @@ class JsonlFile:
     SUFFIX = ".jsonl"
 
     def __init__(self, path: Path, env_steps: float, label: str | None = None) -> None:
-        """Removes the rows beyond `env_steps`, and a row that a crash cut off."""
         self._path, self._label = path, label
         _truncate(path, 0, lambda line: float(json.loads(line)[ENV_STEPS]), env_steps)
 

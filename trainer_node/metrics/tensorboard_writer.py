@@ -80,7 +80,6 @@ class TensorBoardWriter(MetricWriter):
         return found if first else {(step, version) for step, version in found if step < self._purge_step}
 
     def _show_config(self, config: dict[str, Any]) -> None:
-        """Writes the config as text and as hyperparameters."""
         from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_config_pb, hparams_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
 

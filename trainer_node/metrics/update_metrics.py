@@ -59,7 +59,6 @@ class UpdateMetrics:
                     self._measured.info[metric].append(columns[name][known])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
-        """Adds one update: the fragments, its metrics, and the version that it produced."""
         measured = self._measured
         measured.lags += [version - 1 - item.header.version for item in fragments]
         known = [item for item in fragments if item.pushed_at is not None]
@@ -75,7 +74,6 @@ class UpdateMetrics:
         return index > before or learner.counters.train.updates == 0
 
     def row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
-        """Returns the row of the updates since the last one, and starts the next row."""
         measured, self._measured = self._measured, _Measured()
         train, now = learner.counters.train, world.monotonic()
         before, self._env_steps = self._env_steps, learner.counters.env_steps
@@ -114,7 +112,6 @@ class UpdateMetrics:
 
 
 def _suffix(policy_id: str, policies: Collection[str]) -> str:
-    """Returns the end of a metric's name, which has the policy's id if there are several."""
     return "" if len(policies) == 1 else f"/{policy_id}"
 
 

@@ -1,12 +1,18 @@
-"""Base classes of metric writers, and the built-in writers by name; a custom writer is `module:Class`."""
+"""Base classes of metric writers, and the built-in writers by name; a custom writer is `module:Class`.
 
-from collections.abc import Mapping, Sequence
+Each has a thread of its own, so that one which is slow, or hangs, holds up no other.
+"""
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+from stagecoach.shared.base import world
 from stagecoach.shared.base.errors import ConfigError, UserError
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.user_code import import_class, misfit, with_extra
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TRAIN
@@ -21,12 +27,12 @@ WRITERS = {
 }
 
 
-class Orders(Protocol):
-    """A person's orders to a live run."""
+class Orders(NamedTuple):
+    """A person's orders to a live run, each of which returns once it is recorded."""
 
-    def stop(self) -> None: ...
-    def checkpoint(self) -> None: ...
-    def promote(self, checkpoint: str | None) -> None: ...
+    stop: Callable[[], object]
+    checkpoint: Callable[[], object]
+    promote: Callable[[str | None], object]
 
 
 @dataclass(frozen=True)
@@ -154,3 +160,63 @@ def check_writers(config: MetricsConfig, here: bool = True) -> None:
         for package in made.PACKAGES if here else ():
             if find_spec(package) is None:
                 raise ConfigError(f"metrics.writers={writer.path}: " + with_extra(f"No module named '{package}'"))
+
+
+class WriterThread:
+    """Opens a writer and passes calls on in order; reports what it raises by `failed`."""
+
+    def __init__(
+        self, name: str, opens: Callable[[], Any], failed: Callable[[str, str], None], slow: Callable[[str, str], None],
+        most: int,
+    ) -> None:  # fmt: skip
+        """`failed` and `slow` take the writer's name and why; `most` calls wait for it, more are left out."""
+        self.name, self._opens, self._failed, self._slow = name, opens, failed, slow
+        self._queue: world.Queue[tuple[str, tuple[Any, ...]]] = world.Queue(most)
+        self._flushed, self._overdue = world.Event(), False
+        self._flushed.set()
+        self._thread = world.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, *arguments: Any) -> bool:
+        """Calls a method of the writer, later; whether it will be."""
+        try:
+            self._queue.put_nowait((method, arguments))
+        except queue.Full:
+            self._failed(self.name, f"{self._queue.maxsize} rows wait for it; the newest are left out")
+            return False
+        return True
+
+    def flush(self) -> None:
+        self._overdue = not self._flushed.is_set()
+        self.put("flush")
+        if not self._overdue and self.put("flushed", flushed := world.Event()):
+            self._flushed = flushed
+
+    def wait_flushed(self, until: float) -> None:
+        """Waits for the last `flush` until then (monotonic clock); not for one that was late before and still is."""
+        if not self._overdue and not self._flushed.wait(max(0.0, until - world.monotonic())):
+            self._slow(self.name, "it is still busy; checkpoints and other writers go ahead")
+
+    def join(self, seconds: float) -> None:
+        """Waits for its end after `close` was put; reports the calls that are still queued."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            left = counted(self._queue.qsize(), "call")
+            self._slow(self.name, f"{left} to it are still waiting as the trainer ends; their rows are in the store")
+
+    def _run(self) -> None:
+        writer = self._try(self._opens)
+        method = ""
+        while method != "close":
+            method, arguments = self._queue.get()
+            if method == "flushed":
+                arguments[0].set()
+            elif writer is not None:
+                self._try(getattr(writer, method), *arguments)
+
+    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (Exception, SystemExit) as error:  # whatever it is, no metric is worth a run
+            self._failed(self.name, f"{type(error).__name__}: {error}")
+            return None

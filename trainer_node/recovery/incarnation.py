@@ -55,10 +55,7 @@ class Incarnation:
             return retry_until_deadline(wait, call, passing)
 
     def read_log(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """Reads as `ExperienceLog.read` does; retries, as a named wait, while a shard is away.
-
-        While it retries it returns no entries once shutdown was requested or the run is ending.
-        """
+        """Reads as `ExperienceLog.read` does; retries, as a named wait, while a shard is away, until the run ends."""
         with contextlib.suppress(ShardUnavailable):
             return self.log.read(after, count, block_seconds)
 
@@ -100,10 +97,8 @@ class Incarnation:
         self.heartbeat.stop(f"fenced: {error}", last_beat=False)
 
     def fail(self, error: Exception) -> None:
-        """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are.
-
-        A trainer that never took over, or that was fenced since, has no right to end the run.
-        """
+        """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are. A trainer that never
+        took over, or that was fenced since, has no right to."""
         _LOGGER.exception("the trainer failed")
         self.ranks.leave()
         failure = Failure.of(error)

@@ -3,8 +3,9 @@
 What happens between a `kill -9` of the trainer and its next update, in the order in which it happens:
 
 1. The coordinator (or a person) starts a new process. `Recovery.start` fences the dead trainer with a higher epoch and
-   counts its death. Log entries over which several trainers died in a row go into quarantine.
-2. It loads the newest checkpoint that verifies. Without one the run begins with version 0, untrained.
+   loads the newest checkpoint that verifies. Without one the run begins with version 0, untrained.
+2. It counts the death. Log entries over which several trainers died in a row, and from which that checkpoint has not
+   learned, go into quarantine.
 3. `_continuation` decides how to continue: by reading the log again; by fast-forwarding a Redis that knows less than
    the checkpoint; or, where the log behind the checkpoint is gone, by rolling back to it as a new version.
 4. `restore_learner` puts the checkpoint into the learner, and reads again what replay buffers held.
@@ -32,7 +33,7 @@ from stagecoach.shared.base.errors import (
 from stagecoach.shared.datasets.read import read_dataset
 from stagecoach.shared.experience import fragment
 from stagecoach.shared.experience.fragment import Fragment
-from stagecoach.shared.experience.log_entry import LogEntry, before, id_order
+from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
 from stagecoach.shared.protocol.events import emit
 from stagecoach.shared.protocol.experience_log import ExperienceLog
 from stagecoach.shared.protocol.ledger import Forward, Ledger, fast_forward
@@ -45,9 +46,9 @@ from stagecoach.trainer_node.checkpointing.retention import unless_damaged
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
 from stagecoach.trainer_node.recovery.trainer_state import TrainerState
+from stagecoach.trainer_node.state import snapshot
 from stagecoach.trainer_node.state.fork import rolled_back
 from stagecoach.trainer_node.state.log_consumer import RedisAccounting
-from stagecoach.trainer_node.state.snapshot import Lineage, Parent, Restored, Snapshot, other_versions, restore
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 
@@ -64,19 +65,18 @@ class Recovery:
 
     @classmethod
     def start(cls, incarnation: Incarnation) -> Self:
-        """Fences all older trainers, counts a death, and returns with a version on the board.
-
-        Raises `StagecoachError` if too many trainers have died in a row (shared/protocol/quarantine.py).
-        """
+        """Fences all older trainers, counts a death, and returns with a version on the board. Raises `StagecoachError`
+        if too many trainers have died in a row (shared/protocol/quarantine.py)."""
         role = incarnation.role
         incarnation.heartbeat.start()
         description = incarnation.with_store(role.description)  # a trainer that cannot reach the store fences none
         last = incarnation.with_store(lambda: last_epoch(role.checkpoints))
         incarnation.epoch = role.flow.take_over(last, role.bodies.memory.token)
         accounting = RedisAccounting(role.redis, role.run_id, incarnation.epoch)
-        accounting.begin(role.config.rollout.restarts_allowed)
-        accounting.redis_process = role.flow.process()
         checkpoint = incarnation.with_store(lambda: newest_checkpoint(role.checkpoints, role.redis))
+        durable = checkpoint.manifest.log_position if checkpoint else START
+        accounting.begin(role.config.rollout.restarts_allowed, durable)
+        accounting.redis_process = role.flow.process()
         learner = make_learner(role.config, description, read_dataset=read_dataset)
         incarnation.with_store(learner.read_demonstrations)
         rolled, how = None, ""
@@ -101,7 +101,7 @@ class Recovery:
         self.state.consumer.commit(0)
         taken = self.state.save_durably("first")
         self.publish(0)
-        self.state.parent = Parent(taken.name, taken.log_position)
+        self.state.parent = snapshot.Parent(taken.name, taken.log_position)
 
     def _restore(self, checkpoint: Checkpoint, text: str) -> None:
         """Continues from a checkpoint; a Redis that knows less is fast-forwarded to it."""
@@ -111,10 +111,14 @@ class Recovery:
                 lambda: restore_learner(state.learner, checkpoint, archive, self._log)
             )
         except ArchiveIncomplete as error:
-            self._restore_what_is_left(checkpoint, error)
+            known = snapshot.read_state(checkpoint)
+            state.consumer.restore(known.committed)
+            behind = self._role.flow.read().version < known.version
+            same = not behind or self._forward(Forward.ANYWAY)  # before anything is archived from this Redis
+            self._restore_what_is_left(checkpoint, str(error), self._log if same else None)
             return
         state.version, state.lineage = restored.version, restored.lineage
-        state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
+        state.parent = snapshot.Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
         state.restore_objects(checkpoint.manifest.provenance.get("shared_objects", ()))
         if self._role.flow.read().version < state.version:
@@ -124,13 +128,10 @@ class Recovery:
             self.publish(0)
         state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
 
-    def _restore_what_is_left(self, checkpoint: Checkpoint, error: ArchiveIncomplete) -> None:
-        """Continues as a new version, without what replay buffers held and is nowhere any more.
-
-        Redis or a shard lost it after it was learned, and before it was archived. So the log does not lead to the same
-        weights as before.
-        """
-        archive, log = self._role.archive(), self._log
+    def _restore_what_is_left(self, checkpoint: Checkpoint, lost: str, log: ExperienceLog | None) -> None:
+        """Continues as a new version, without what replay buffers held and is neither in the archive nor, if given, in
+        the log: Redis or a shard lost it before it was archived, so the log does not lead to the same weights."""
+        archive = self._role.archive()
 
         def forget(learner: Learner) -> None:
             learner.remember_only(readable(learner, archive, log))
@@ -138,9 +139,15 @@ class Recovery:
 
         taken = self._roll_back(checkpoint, forget)
         checkpoint = self.state.save_durably("version", taken).checkpoint
-        self._restore(checkpoint, f"{error}: continues without it as version {checkpoint.manifest.version}")
+        self._restore(checkpoint, f"{lost}: continues without it as version {checkpoint.manifest.version}")
+        begins, ranks, description = self.state.snapshot(), self.incarnation.ranks, self.state.description
+        self.incarnation.with_store(
+            lambda: ranks.begin(begins, description, held(self.state.learner, archive, self._log))
+        )
 
-    def _roll_back(self, checkpoint: Checkpoint, change: Callable[[Learner], None] = lambda learner: None) -> Snapshot:
+    def _roll_back(
+        self, checkpoint: Checkpoint, change: Callable[[Learner], None] = lambda learner: None
+    ) -> snapshot.Snapshot:
         role, epoch = self._role, self.incarnation.epoch
         return self.incarnation.with_store(lambda: rolled_back(role, checkpoint, epoch, change))
 
@@ -169,11 +176,8 @@ class Recovery:
         return self._role.flow.process() != self.accounting.redis_process
 
     def redis_came_back(self) -> Published:
-        """Restores a Redis that came back with less than it had from what the trainer knows.
-
-        Whatever it has learned is in the log or in a durable checkpoint before any worker acts with it, wherever it
-        dies: so the next trainer reaches the same versions, or continues behind them.
-        """
+        """Restores a Redis that came back with less than it had. All that the trainer knows is in the log or durable
+        before any worker acts with it: so the next trainer reaches the same versions, or continues behind them."""
         state, process = self.state, self._role.flow.process()
         if not self._role.flow.holds(self.incarnation.epoch):
             raise Fenced(f"epoch {self.incarnation.epoch}: a newer trainer has taken over")
@@ -186,8 +190,11 @@ class Recovery:
             self.continue_without(VersionsDiverged("Redis came back with another log than the one that was learned"))
             return self.state.publish(0)
         lost = not self._forward(Forward.IF_SAME)
-        if lost:
+        if lost and state.writer.durable < state.version:
             self._save_what_is_lost()
+            if self._forgets_what_is_lost(process):
+                return self.publish(0)
+        if lost:
             self._forward(Forward.ANYWAY)
         self.accounting.redis_process = process
         published = self.publish(0)
@@ -202,21 +209,26 @@ class Recovery:
     def _save_what_is_lost(self) -> None:
         """The present version becomes durable: what it comes from is in no log any more. A lineage begins with it."""
         state = self.state
-        if state.writer.durable >= state.version:
-            return
-        state.lineage = Lineage(state.version, state.consumer.committed.position)
-        learner, archive = state.learner, self._role.archive()
-        fewer = learner.remember_only(self.incarnation.with_store(lambda: readable(learner, archive)))
-        if fewer:  # a replay buffer forgets what the next trainer cannot read again
-            self.incarnation.with_store(lambda: learner.recall_anew(held(learner, archive)))
-        taken = state.save_durably("version", state.snapshot_of_lineage())
-        if fewer:
-            self.incarnation.ranks.begin(taken, state.description, held(learner, archive))
+        state.lineage = snapshot.Lineage(state.version, state.consumer.committed.position)
+        state.save_durably("version", state.snapshot_of_lineage())
+
+    def _forgets_what_is_lost(self, process: str) -> bool:
+        """Replay buffers forget what the next trainer cannot read again; returns whether there was any. With fewer in
+        them the same log leads to other weights, so the run continues as a new version then."""
+        learner, archive = self.state.learner, self._role.archive()
+        if {*learner.remembered} <= self.incarnation.with_store(lambda: readable(learner, archive)):
+            return False
+        self._forward(Forward.ANYWAY)  # before anything is archived from this Redis: the archive must name the hole
+        self.accounting.redis_process = process
+        self._restore_what_is_left(self.state.snapshot().checkpoint, "Redis lost what a replay buffer held", None)
+        return True
 
     def _forward(self, mode: Forward) -> bool:
         """Version, credit and accounting of a Redis that knows less become what this trainer knows; returns whether its
         log holds all that was learned, and in the same order."""
         consumer, epoch = self.state.consumer, self.incarnation.epoch
+        for through in (self.state.writer.trimmed, self._role.flow.read().trimmed_id):
+            consumer.trimmed(through)  # it may be later than the last publication
         position, ledger = consumer.committed.position, Ledger.from_json(consumer.committed.ledger)
         taken = consumer.taken()
         self._forwards += 1
@@ -239,7 +251,7 @@ def _refuse_lost_checkpoints(role: RunContext) -> None:
         )
 
 
-def _continuation(role: RunContext, checkpoint: Checkpoint, epoch: int) -> tuple[Snapshot | None, str]:
+def _continuation(role: RunContext, checkpoint: Checkpoint, epoch: int) -> tuple[snapshot.Snapshot | None, str]:
     """Returns how to continue from a checkpoint, in words, with the snapshot to roll back to where that is needed."""
     flow, manifest, rolled = role.flow.read(), checkpoint.manifest, None
     trimmed = id_order(flow.trimmed_id) > id_order(manifest.log_position)
@@ -289,21 +301,17 @@ def newest_checkpoint(checkpoints: CheckpointStore, client: redis.Redis) -> Chec
 
 def tell_other_versions(client: redis.Redis, manifest: Manifest) -> None:
     """Reports a run that continues from a checkpoint of other code or libraries."""
-    if said := other_versions(manifest):
+    if said := snapshot.other_versions(manifest):
         _LOGGER.warning("%s", said)
         emit(client, manifest.run_id, "trainer", said)
 
 
 def restore_learner(
     learner: Learner, checkpoint: Checkpoint, archive: Archive, log: ExperienceLog | None = None
-) -> Restored:
-    """`snapshot.restore`, and the contents of replay buffers, of which a checkpoint holds only the log positions (so
-    that it costs the same however large a buffer is). `log` has what the archive may not have yet.
-
-    May be called again after the store was away. Raises `CheckpointDamaged`, and `ArchiveIncomplete` where some of the
-    contents are in neither.
-    """
-    restored = restore(learner, checkpoint)
+) -> snapshot.Restored:
+    """Restores the snapshot, and replay buffers from the archive and, if given, the log. May be called again. Raises
+    `CheckpointDamaged`, and `ArchiveIncomplete` where some of the contents are in neither."""
+    restored = snapshot.restore(learner, checkpoint)
     learner.recall(held(learner, archive, log))
     return restored
 

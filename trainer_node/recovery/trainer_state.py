@@ -49,7 +49,6 @@ class RunSchedule:
         self._checkpointed_at = world.monotonic()
 
     def exhausted(self, counters: PhaseCounters) -> bool:
-        """Returns whether a bound on steps, updates, episodes or hours is reached."""
         stop, train = self._config.stop_at, counters.train
         hours = (world.monotonic() - self._started) / 3600
         bounds = stop.env_steps, stop.updates, stop.episodes, stop.hours
@@ -86,7 +85,6 @@ class TrainerState:
         self.schedule = RunSchedule(role.config)
         self.version, self.lineage, self.parent = 0, Lineage(), Parent()
         self._stored = set[str]()
-        """New objects of the folds that are in the store."""
         self._named = set[str]()
         """All objects that the folds named in the last version."""
         self._left: dict[str, int] = {}
@@ -95,7 +93,6 @@ class TrainerState:
 
     @property
     def phase(self) -> Phase:
-        """Phase of the next fragments."""
         return phase_at(self._config, self.learner.counters)
 
     def snapshot(self) -> Snapshot:
@@ -105,7 +102,6 @@ class TrainerState:
         return self._taken
 
     def snapshot_of_lineage(self) -> Snapshot:
-        """Takes the snapshot of the same version as the beginning of the present lineage."""
         self._taken = None
         taken = self.snapshot()
         self._descend_from(taken)
@@ -123,7 +119,6 @@ class TrainerState:
         return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
 
     def restore_objects(self, listed: Iterable[str]) -> None:
-        """Continues with the shared objects that the restored checkpoint lists."""
         self._named = {sha256 for fold in self.learner.folds for sha256 in fold.objects()}
         self._left = dict.fromkeys({*listed} - self._named, self.version)
 
@@ -159,10 +154,7 @@ class TrainerState:
         return taken
 
     def publish(self, consumed: int) -> Published:
-        """The present version on the board, with its credit and the accounting, in one step.
-
-        Raises `Fenced`, and `RedisRolledBack` where Redis may have lost what the ledger says.
-        """
+        """Publishes version, credit and accounting in one step. Raises `Fenced`, and `RedisRolledBack`."""
         self.consumer.trimmed(self.writer.trimmed)
         self.consumer.commit(self.version)
         self._store_objects()

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint that is not the newest (roll back), or not this run's (fork).
+"""Continuing from a checkpoint that is not the newest (roll back), or not this run's (fork, of policies or whole).
 
 Versions never go back. So the older learner becomes a new checkpoint, newer than all others, at the committed offset; a
 trainer that starts then finds it as it finds any other.
@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointError, ConfigError
 from stagecoach.shared.config.run_config import Config
@@ -38,10 +39,7 @@ _SCALE = "v_min", "v_max", "prior_scale", "rescaled"
 def rolled_back(
     role: RunContext, checkpoint: Checkpoint, epoch: int, change: Callable[[Learner], None] = lambda learner: None
 ) -> Snapshot:
-    """The learner of `checkpoint` (of this run) as the newest version, behind everything that is committed.
-
-    `change` may change the learner before the snapshot is taken.
-    """
+    """Returns the learner of this run's `checkpoint`, after `change`, as the newest version, behind all commits."""
     learner = make_learner(role.config, role.description())
     restored, state = snapshot.restore(learner, checkpoint), role.flow.read()
     change(learner)
@@ -76,18 +74,17 @@ class Source:
 
 def beginnings(config: Config) -> dict[str, str]:
     """Policy id → where its first weights come from, as the config has it; of those that do not begin untrained."""
+    if config.fork_from is not None:
+        return dict.fromkeys(config.policies, config.fork_from)
     found = {policy_id: policy.initialize_from for policy_id, policy in config.policies.items()}
     told = {policy_id: config.initialize_from if its is None else its for policy_id, its in found.items()}
     return {policy_id: source for policy_id, source in told.items() if source is not None}
 
 
 def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
-    """Version 0 of a new run with what was learned elsewhere, by policy id; its provenance says what that is.
-
-    Policies (weights, observation statistics) are taken, and target networks begin as they are. Of a run of the same
-    algorithm the other networks and reward statistics are taken as well; counters and optimizers are reset.
-    Raises `ConfigError` where the policies do not fit.
-    """
+    """Returns version 0 of a new run with what was learned elsewhere, by policy id: weights, observation statistics,
+    and of a run of the same algorithm the other networks and reward statistics. Counters and optimizers are reset.
+    Raises `ConfigError` where the policies do not fit."""
 
     def begin(policies: Mapping[str, Policy]) -> None:
         for policy_id, source in sources.items():
@@ -95,8 +92,6 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
 
     learner = make_learner(role.config, role.description(), begin, read_dataset)
     said = {name: _take_over_rest(name, learner, role.config, source) for name, source in sources.items()}
-    nothing = Committed(START, Ledger().as_json(), {}, {0: ""})
-    taken = snapshot.take(learner, role.config, role.run_id, Progress(0, epoch=0), nothing).checkpoint
     manifests = list({str(source): source.checkpoint.manifest for source in sources.values()}.values())
     if len(manifests) > 1 or any(name != source.policy_id for name, source in sources.items()):
         said = {name: f"{sources[name].policy_id} of {sources[name]}: {text}" for name, text in said.items()}
@@ -105,12 +100,38 @@ def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
         "checkpoint": ", ".join(dict.fromkeys(its.name for its in manifests)), "created": manifests[0].created,
         "summary": "; ".join(f"{name}: {text}" if len(learner.policies) > 1 else text for name, text in said.items()),
     }  # fmt: skip
+    return _first(learner, role, origin)
+
+
+def forked_whole(role: RunContext, source: Checkpoint) -> Checkpoint:
+    """Returns version 0 of a new run whose learner is that of `source`, but for what the config has otherwise. Raises
+    `ConfigError` where it does not fit."""
+    manifest = source.manifest
+    learner = make_learner(role.config, role.description(), read_dataset=read_dataset)
+    whose = f"fork_from: {manifest.name} of run {manifest.run_id}"
+    if learner.remembered.maxlen or any(fold.objects() for fold in learner.folds):
+        raise ConfigError(f"{whose}: its replay buffer or players are in that run alone; use initialize_from")
+    try:
+        snapshot.restore(learner, source)
+    except CheckpointDamaged as error:
+        raise ConfigError(
+            f"{whose} does not fit this config ({error}); networks, spaces and what is learned are the same in a fork"
+        ) from None
+    return _first(learner, role, {
+        "run_id": manifest.run_id, "checkpoint": manifest.name, "created": manifest.created,
+        "learned_sha256": snapshot.learned_sha256(manifest), "summary": "taken: everything",
+    })  # fmt: skip
+
+
+def _first(learner: Learner, role: RunContext, origin: dict[str, Any]) -> Checkpoint:
+    """The learner as version 0 of the run, with its origin in the provenance."""
+    nothing = Committed(START, Ledger().as_json(), {}, {0: ""})
+    taken = snapshot.take(learner, role.config, role.run_id, Progress(0, epoch=0), nothing).checkpoint
     provenance = taken.manifest.provenance | {"initialized_from": origin}
     return Checkpoint(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
 def policies_in(checkpoint: Checkpoint) -> list[str]:
-    """The ids of the policies whose files are at hand."""
     return sorted(key.partition("/")[0] for key in checkpoint.objects if key.endswith(snapshot.POLICY.format("")))
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 import redis
 
 from stagecoach.shared.base.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.stage_timer import StageTimer
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience import fragment
@@ -22,7 +23,7 @@ from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.log_entry import START, LogEntry, before, id_order
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.protocol.events import emit
-from stagecoach.shared.protocol.ledger import Ledger, Taken
+from stagecoach.shared.protocol.ledger import Ledger, Taken, digest_of
 from stagecoach.shared.protocol.quarantine import WorkRecord
 from stagecoach.shared.protocol.scripts import Script
 
@@ -32,6 +33,8 @@ _NO_FAULT = {
     DropReason.STALE, DropReason.DUPLICATE, DropReason.LOST_BODY, DropReason.POISON, DropReason.FOREIGN,
 }  # fmt: skip
 """Reasons that say nothing against the environment or the worker's code."""
+ObserveDrop = Callable[[LogEntry, DropReason, int, str], None]
+"""Called with an entry, why it was dropped (or, for LOST, fragments before it), the fragments, and the details."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Committed:
     lags: dict[int, int]
     histories: dict[int, str] = field(default_factory=dict)
     """Histories of the versions that may still have acted."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """Positions of versions since the log was trimmed, each with the digest of all entries taken through it."""
 
 
 class DropReply(StrEnum):
@@ -69,12 +74,9 @@ class RedisAccounting(WorkRecord):
         """Positions of lost bodies, which a Redis that comes back with less may have forgotten."""
 
     def commit_drop(self, position: str, claims: int, ledger: Ledger, decided: DropReason | None = None) -> bool:
-        """Commits all up to `position` to `ledger` and gives `claims` back; returns whether this is the first time.
-
-        `decided` (LOST_BODY, POISON): for this reason the entry there is dropped from now on, whatever it holds.
-        Idempotent for each position. Raises `Fenced` for an older trainer, `RedisRolledBack` where Redis may have lost
-        what the ledger says, and `BodyLost` where the entry was committed while its body was there.
-        """
+        """Commits all up to `position` to `ledger` and gives `claims` back; returns whether this is the first time. For
+        the reason `decided` (LOST_BODY, POISON) the entry there is dropped from now on, whatever it holds. Raises
+        `Fenced`, `RedisRolledBack`, and `BodyLost` where the entry was committed while its body was there."""
         found = self._drop(
             epoch=self._epoch, committed_id=position, claims=claims, process=self.redis_process,
             decided=decided or "", accounts=ledger.news(),
@@ -102,10 +104,11 @@ class LogConsumer:
     def __init__(
         self, run_id: str, config: Config, description: EnvironmentDescription,
         read: Callable[[str, int, float], list[LogEntry]], accounting: RedisAccounting | None,
-        stages: StageTimer | None = None,
+        stages: StageTimer | None = None, *, observe_drop: ObserveDrop | None = None,
     ) -> None:  # fmt: skip
-        """`read` is that of the log or its archive; without `accounting` (a replay) nothing is recorded."""
-        self._stages = stages or StageTimer()
+        """`read` is that of the log or its archive; without `accounting` (a replay) nothing is recorded. `observe_drop`
+        is called for each drop instead of a line in the process's log."""
+        self._stages, self._observe_drop = stages or StageTimer(), observe_drop or _log_drop
         self._run_id, self._description = run_id, description
         self._rollout, self._shape = config.rollout, (config.fragment_rows, config.environment.num_envs)
         self._by_log_prob = {name for name in config.trainable if not config.algorithm_of(name).learns_from_others}
@@ -126,9 +129,11 @@ class LogConsumer:
         self._history = ""
         """Digest of the consumed fragments in order: equal digests give equal weights."""
         self._histories: dict[int, str] = {}
-        self._taken: deque[tuple[str, str]] = deque()
-        """Position and name of each entry taken after `_taken_after`: learned from, or dropped."""
-        self._taken_after = START
+        self._digest = ""
+        """Digest of the names of all entries taken, also of those that were dropped."""
+        self._marks = {START: ""}
+        """`Committed.marks`."""
+        self._trimmed = START
         self.commit()
 
     def restore(self, committed: Committed) -> None:
@@ -138,11 +143,9 @@ class LogConsumer:
         self.ledger = Ledger.from_json(committed.ledger)
         self._histories = dict(committed.histories)
         self._history = self._histories[max(self._histories)] if self._histories else ""
-        if id_order(self.position) < id_order(self._taken_after) or not self._taken:
-            self._taken.clear()
-            self._taken_after = self.position
-        while self._taken and id_order(self._taken[-1][0]) > id_order(self.position):
-            self._taken.pop()
+        self._marks = dict(committed.marks)
+        self._digest = self._marks.setdefault(self.position, "")
+        self.trimmed(self._trimmed)
         self.commit()
 
     def commit(self, version: int | None = None) -> None:
@@ -151,21 +154,26 @@ class LogConsumer:
             self._histories[version] = self._history
             oldest = version - self._rollout.max_policy_lag
             self._histories = {known: name for known, name in self._histories.items() if known >= oldest}
-        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags), dict(self._histories))
+            if self._accounting is not None:
+                self._marks[self.position] = self._digest
+        marks = tuple(self._marks.items())
+        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags), dict(self._histories), marks)
 
     def history(self, version: int) -> str:
-        """Returns the history of one of the last versions, '' for others."""
         return self._histories.get(version, "")
 
     def taken(self) -> Taken:
-        """The entries taken since the log was trimmed last."""
-        return Taken(self._taken_after, tuple(name for _, name in self._taken))
+        """The entries through the last published version that were taken since the log was trimmed last."""
+        marks = list(self._marks.items())
+        (after, before), (_, digest) = marks[0], marks[-1]
+        return Taken(after, before, digest)
 
     def trimmed(self, through: str) -> None:
         """The log needs no entry up to there any more: a durable checkpoint covers it."""
-        while self._taken and id_order(self._taken[0][0]) <= id_order(through):
-            self._taken.popleft()
-        self._taken_after = max(self._taken_after, through, key=id_order)
+        self._trimmed = max(self._trimmed, through, key=id_order)
+        reached = id_order(through)
+        while len(self._marks) > 1 and id_order(first := next(iter(self._marks))) < reached:
+            del self._marks[first]
 
     def take(self, version: int, phase: Phase, block_seconds: float) -> Fragment | None:
         """The next fragment to learn from at policy `version`; None where the log has no more for now."""
@@ -184,7 +192,7 @@ class LogConsumer:
                 return taken
 
     def _judge(self, entry: LogEntry, version: int, phase: Phase) -> Fragment | None:
-        self._taken.append((entry.id, _name(entry)))
+        self._digest = digest_of(self._digest, _name(entry))
         last = self.ledger.of(entry.worker).high_water.get(entry.incarnation, -1)
         if entry.pushed and entry.seq <= last:
             self._dropped(entry, DropReason.DUPLICATE, f"sequence number {entry.seq} after {last}")
@@ -249,7 +257,8 @@ class LogConsumer:
 
     def _count_lost(self, entry: LogEntry, gap: int) -> None:
         if gap > 0:
-            _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
+            detail = f"{counted(gap, 'fragment')} before number {entry.seq} never reached the log, or were lost there"
+            self._observe_drop(entry, DropReason.LOST, gap, detail)
             self.ledger.drop(entry.worker, DropReason.LOST, gap * entry.transitions, gap)
             self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq - 1)  # committed with it, so counted once
             if self._accounting is not None:  # Redis lost the others' credit with them
@@ -257,7 +266,7 @@ class LogConsumer:
 
     def _dropped(self, entry: LogEntry, reason: DropReason, detail: str) -> None:
         """Counted; an event for the first of its kind; the end of the run where nothing but bad fragments comes."""
-        _LOGGER.warning("log entry %s (%s) dropped as %s: %s", entry.id, entry.worker, reason, detail)
+        self._observe_drop(entry, reason, 1, detail)
         self.ledger.drop(entry.worker, reason, entry.transitions)
         decided = reason if reason in (DropReason.LOST_BODY, DropReason.POISON) else None
         accounting = self._accounting
@@ -271,6 +280,12 @@ class LogConsumer:
             raise StagecoachError(
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
             )
+
+
+def _log_drop(entry: LogEntry, reason: DropReason, fragments: int, detail: str) -> None:
+    level = logging.ERROR if reason is DropReason.LOST else logging.WARNING
+    whose = f"{counted(fragments, 'fragment')} of {entry.worker}:{entry.incarnation}"
+    _LOGGER.log(level, "log entry %s: %s dropped as %s: %s", entry.id, whose, reason, detail)
 
 
 def _name(entry: LogEntry) -> str:

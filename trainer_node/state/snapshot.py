@@ -3,6 +3,7 @@
 `<policy id>/policy.safetensors` is what acts; `trainer/…` is what only learning needs. Both directions stand here.
 """
 
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,7 +34,7 @@ from stagecoach.trainer_node.learning.building_blocks.compilation import compile
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.state.log_consumer import Committed
 
-_STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
+STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
 _EPISODES = TypeAdapter(list[EpisodeRecord])
@@ -48,12 +49,8 @@ def phase_at(config: Config, counters: PhaseCounters) -> Phase:
 
 
 class Snapshot:
-    """A checkpoint before it is stored.
-
-    What it holds was copied when it was taken. Encoding and hashing come with the first look at `checkpoint`, which is
-    the checkpoint writer's: so a checkpoint costs the trainer the copies, and nothing where a newer one takes its place
-    before the store is ready for it.
-    """
+    """Checkpoint before it is stored. What it holds was copied when it was taken; the checkpoint writer encodes and
+    hashes it at the first look at `checkpoint`, unless a newer one takes its place before."""
 
     def __init__(self, name: str, version: int, log_position: str, encode: Callable[[], Checkpoint]) -> None:
         self.name, self.version, self.log_position = name, version, log_position
@@ -71,11 +68,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Start of the lineage of a version: since then nothing but the log was learned from, without a gap.
-
-    A run begins one at version 0. Rolling back to an older checkpoint begins another, and so does a Redis that lost
-    what was already learned. Within a lineage, and only there, a replay arrives at the same weights.
-    """
+    """Start of the lineage of a version: since then nothing but the log was learned from, so that a replay arrives at
+    the same weights. Rolling back begins another, and so does a Redis that lost what was learned."""
 
     version: int = 0
     position: str = START
@@ -102,11 +96,8 @@ def take(
     learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed,
     left: Collection[str] = (),
 ) -> Snapshot:  # fmt: skip
-    """The snapshot of the learner at `progress`; copies everything, so that training may continue.
-
-    `left` are shared objects that its folds do not name any more and no durable checkpoint lists: they are removed
-    along with it.
-    """
+    """Copies the learner at `progress`, so that training may continue. `left` are shared objects that its folds do not
+    name any more and no durable checkpoint lists: they are removed along with it."""
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
     policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
@@ -139,7 +130,7 @@ def take(
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
             "seed": config.seed, "histories": histories, **({"tallies": tallies} if tallies else {}),
         }  # fmt: skip
-        objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+        objects[STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
         provenance = {
             "code_version": code_version(), "computed_with": computed, "algorithm": config.algorithm.name,
             "algorithms": {id_: its.algorithm.name for id_, its in config.policies.items() if its.algorithm},
@@ -149,6 +140,7 @@ def take(
             "lag_histogram": lags, "ledger": ledger,
             "history": committed.histories.get(version, ""), "mean_return": mean_return,
             "replay_from": remembered[0] if remembered else None, **told, "shared_objects": shared_objects,
+            "log_marks": committed.marks,
         }  # fmt: skip
         manifest = Manifest(
             run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
@@ -162,14 +154,15 @@ def take(
 
 def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
     devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
-    found = _libraries() | {"device": ", ".join(sorted(devices))}
+    found = libraries() | {"device": ", ".join(sorted(devices))}
     found |= {"threads": str(torch.get_num_threads()), "ranks": str(config.ranks)}
     if config.compile:
         found["compiled"] = f"{compiler_version(compiler())} for {torch.backends.cpu.get_cpu_capability()}"
     return found
 
 
-def _libraries() -> dict[str, str]:
+def libraries() -> dict[str, str]:
+    """Returns the versions that are installed here of what decides a checkpoint's bits."""
     return {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
 
 
@@ -186,7 +179,7 @@ def unlike(manifest: Manifest, now: Mapping[str, str]) -> list[str]:
 
 def other_versions(manifest: Manifest) -> str:
     """One line where other code or libraries than those here wrote a checkpoint, and what that means; else nothing."""
-    found = "; ".join(unlike(manifest, {"code": code_version()} | _libraries()))
+    found = "; ".join(unlike(manifest, {"code": code_version()} | libraries()))
     promise = (
         "training from here on may differ bit by bit from what those versions would have learned, and from a replay"
     )
@@ -195,33 +188,36 @@ def other_versions(manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class Restored:
-    """Contents of a checkpoint besides the weights."""
-
     version: int
     lineage: Lineage
     committed: Committed
 
 
+def learned_sha256(manifest: Manifest) -> str:
+    """Hash of what was learned: of all objects but the state, which has log positions, so times."""
+    learned = {name: item.sha256 for name, item in manifest.objects.items() if name != STATE}
+    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+
+
 def read_state(checkpoint: Checkpoint) -> Restored:
     """Version, lineage, offset and accounting of a checkpoint; raises `CheckpointDamaged`."""
+    provenance = checkpoint.manifest.provenance
     with _named(checkpoint):
-        state = json.loads(checkpoint.objects[_STATE])
+        state = json.loads(checkpoint.objects[STATE])
         ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
         lags = {int(lag): int(count) for lag, count in state["lags"].items()}
         histories = {int(version): str(name) for version, name in state["histories"].items()}
-        committed = Committed(str(state["log_position"]), ledger, lags, histories)
+        marks = tuple((str(position), str(digest)) for position, digest in provenance.get("log_marks", ()))
+        committed = Committed(str(state["log_position"]), ledger, lags, histories, marks)
         return Restored(int(state["version"]), Lineage(**state["line"]), committed)
 
 
 def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
-    """Puts the checkpoint's state into the learner; raises `CheckpointDamaged` where it does not fit.
-
-    Everything is decoded before anything is changed. What replay buffers held is not in a checkpoint: a trainer
-    that continues fills them as well (`trainer_node/recovery/recovery.py: restore_learner`).
-    """
+    """Puts the checkpoint's state into the learner, once all of it is decoded; raises `CheckpointDamaged` where it does
+    not fit. `restore_learner` (recovery/recovery.py) fills replay buffers as well."""
     objects, restored = checkpoint.objects, read_state(checkpoint)
     with _named(checkpoint):
-        state = json.loads(objects[_STATE])
+        state = json.loads(objects[STATE])
         weights = {id_: _fitting(objects[POLICY.format(id_)], policy) for id_, policy in learner.policies.items()}
         algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.algorithms}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}

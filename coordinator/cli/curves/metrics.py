@@ -3,14 +3,13 @@
 Rows are streamed, so memory is bounded.
 """
 
-import csv
 import difflib
 import io
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -79,16 +78,17 @@ def metrics(
         _write_tensorboard(run, names, tensorboard)
     if csv_file is None and jsonl_file is None and tensorboard is None:
         shown = {name: row.get(name) for name in names or sorted(row)}
-        labels = _labels(stream, label)
+        from stagecoach.coordinator.catalog.metric_tables import label_columns
+
+        labels = label_columns(stream, label)
         console.json(labels | shown) if as_json else _print_row(run.run_id, labels, shown)
 
 
 def metric_names(handle: "Run", stream: str) -> list[str]:
     """Names of all metrics of a stream; axes come first."""
-    from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME, VERSION
+    from stagecoach.coordinator.catalog.metric_tables import column_names
 
-    found = {name for rows in handle.metrics(stream) for name in rows.columns}
-    return sorted(found, key=lambda name: (name not in (ENV_STEPS, UNIX_TIME, VERSION), name))
+    return column_names(handle.metrics(stream))
 
 
 def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> None:
@@ -98,16 +98,6 @@ def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> N
         hint = " or ".join(list(dict.fromkeys(similar))[:3])
         hint = f"did you mean {hint}?" if hint else f"it has {counted(len(known), 'other')}"
         raise UserError(f"run {run_id!r} has no {name!r} {where}; {hint}")
-
-
-def _labels(stream: Stream, label: str) -> dict[str, str]:
-    """Label columns of a row."""
-    from stagecoach.trainer_node.metrics.table_files import LABELS
-
-    if stream is Stream.EVENTS:
-        kind, text = label.split("\t")[:2]
-        return {"kind": kind, "text": text}
-    return {LABELS[stream]: label} if stream in LABELS else {}
 
 
 def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]) -> None:
@@ -144,27 +134,24 @@ def _write(path: str, write: Callable[[TextIO], int]) -> None:
 
 
 def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
-    """Writes CSV; the columns are the metrics known at the start."""
-    known, count = metric_names(handle, stream), 0
-    columns = [name for name in _with_axes(names) if name in known] if names else known
-    writer = csv.DictWriter(file, [*_labels(stream, "\t"), *columns], extrasaction="ignore")
-    writer.writeheader()
-    for label, row in _chosen(handle, stream, names):
-        writer.writerow(_labels(stream, label) | row)
-        count += 1
-    return count
+    from stagecoach.coordinator.catalog.metric_tables import write_csv
+
+    return write_csv(lambda: handle.metrics(stream), stream, file, names)
 
 
 def _write_jsonl(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
+    from stagecoach.coordinator.catalog.metric_tables import label_columns, named_rows
+
     count = 0
-    for label, row in _chosen(handle, stream, names):
+    for label, row in named_rows(handle.metrics(stream), names):
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        file.write(json.dumps(_labels(stream, label) | finite) + "\n")
+        file.write(json.dumps(label_columns(stream, label) | finite) + "\n")
         count += 1
     return count
 
 
 def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> None:
+    from stagecoach.coordinator.catalog.metric_tables import named_rows
     from stagecoach.shared.storage.metric_log import ENV_STEPS
     from stagecoach.trainer_node.metrics.tensorboard_writer import TensorBoardWriter
     from stagecoach.trainer_node.metrics.writers import WrittenRun
@@ -174,23 +161,9 @@ def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> Non
         config = handle.config.model_dump(mode="json")
         writer = TensorBoardWriter(WrittenRun(handle.run_id, None, config), str(folder / handle.run_id))
         for stream in (Stream.TRAIN, Stream.EVALUATIONS):
-            for _, row in _chosen(handle, stream, names):
+            for _, row in named_rows(handle.metrics(stream), names):
                 writer.write(stream, row, int(row[ENV_STEPS]), "")
                 count += 1
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
     console.text(f"{folder / handle.run_id}: {counted(count, 'row')}; look at them: tensorboard --logdir {folder}")
-
-
-def _chosen(handle: "Run", stream: Stream, names: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields label and metrics of each row: all metrics, or `names` and the axes."""
-    kept = set(_with_axes(names))
-    for rows in handle.metrics(stream):
-        for label, row in rows.named():
-            yield label, {name: value for name, value in row.items() if name in kept} if names else row
-
-
-def _with_axes(names: Sequence[str]) -> list[str]:
-    from stagecoach.shared.storage.metric_log import ENV_STEPS, UNIX_TIME
-
-    return list(dict.fromkeys([ENV_STEPS, UNIX_TIME, *names]))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _FORMATS = (".png", ".svg")
-_RETURN = "rollout/ep_rew_mean"
+RETURN = "rollout/ep_rew_mean"
 _UPDATES = "train/updates"
 _POINTS = 500
 _STREAMS = (Stream.TRAIN, Stream.EVALUATIONS, Stream.FLEET)
@@ -61,14 +61,21 @@ def plot(
 ) -> None:
     """Draw curves of runs, with evaluations as dots; runs that differ only in the seed become a mean with its 95 %
     interval."""
-    make_figure, style = require_matplotlib()
-    from stagecoach.coordinator.run_access.run_comparison import groups_by_seed
-
+    require_matplotlib()
     handles = [attached(run, runs_dir, endpoint_url=endpoint_url) for run in dict.fromkeys(runs)]
     path = output or Path(f"{handles[0].run_id}.png")
     if path.suffix.lower() not in _FORMATS:
         raise UserError(f"--output {path}: expected a name that ends in {' or '.join(_FORMATS)}")
-    names, groups = list(dict.fromkeys(metric or [_RETURN])), groups_by_seed(handles)
+    draw(handles, list(dict.fromkeys(metric or [RETURN])), path, x)
+    console.text(path)
+
+
+def draw(handles: "Sequence[Run]", names: Sequence[str], path: Path, x: Axis = Axis.ENV_STEPS) -> None:
+    """Draws a chart per metric into a file; raises `UserError` without matplotlib, and for an unknown metric."""
+    make_figure, style = require_matplotlib()
+    from stagecoach.coordinator.run_access.run_comparison import groups_by_seed
+
+    groups = groups_by_seed(handles)
     read = {run.run_id: _bins(run, names) for run in handles}
     with style.context(["default", "tableau-colorblind10"]):
         figure = make_figure(figsize=(8.0, 1.0 + 3.6 * len(names)), dpi=144, layout="constrained")
@@ -87,7 +94,6 @@ def plot(
         figure.savefig(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    console.text(path)
 
 
 def require_matplotlib() -> tuple[Any, Any]:
@@ -153,7 +159,7 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
     """Draws a line for a run, or thin lines for several seeds with mean and interval over their common range."""
     import numpy as np
 
-    from stagecoach.coordinator.run_access.run_comparison import interval
+    from stagecoach.coordinator.run_access.seed_statistics import interval
 
     color, style = f"C{number % 10}", ("-", "--", ":")[number // 10 % 3]
     for curve in curves:

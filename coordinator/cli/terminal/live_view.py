@@ -144,7 +144,8 @@ def metrics_table(status: Status) -> Table:
     table.add_row("last evaluation", _evaluated(status))
     table.add_row("best", _best(status))
     speed = f"{metrics.get('time/fps') or 0:,.0f} env steps/s"
-    table.add_row("trained", f"{counted(status.env_steps, 'env step')}, {speed}")
+    where = " at its newest checkpoint" if status.state is RunStatus.INTERRUPTED and not status.live else ""
+    table.add_row("trained", f"{counted(status.env_steps, 'env step')}{where}, {speed}")
     for policy_id, rating in ratings_in(metrics).items():
         elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("elo", "win_rate"))
         table.add_row("rating", f"{policy_id} {figure(rating)}, Elo {figure(elo)}, {rate or 0:.0%} won")
@@ -246,12 +247,10 @@ def scores_of_note(status: Status, league: bool = False) -> Iterator[tuple[str, 
     if status.best_evaluation:
         yield "best", _best(status)
     if status.latest and status.latest != newest.get("checkpoint"):
-        hint = "league" if league else "evaluate"
-        why = (
-            "was not evaluated before the run ended" if status.evaluates else "has no score, with evaluation.episodes=0"
-        )
-        name = status.run_id if league else f"{status.run_id}/{status.latest}"
-        yield "not evaluated", f"{status.latest} {why}: stagecoach {hint} {name}"
+        command = f"league {status.run_id}" if league else f"evaluate {status.run_id}/{status.latest}"
+        unscored = "has no score, with evaluation.episodes=0"
+        why = "was not evaluated before the run ended" if status.evaluates else unscored
+        yield "not evaluated", f"{status.latest} {why}: stagecoach {command}"
 
 
 def _speed(run: Run, status: Status) -> str:
@@ -270,10 +269,13 @@ def _use(run: Run, status: Status) -> Iterator[tuple[str, str]]:
     folder = here if here.resolve() == run.folder.path.resolve() else run.folder.path
     path = place.replace(str(run.folder.path), str(folder), 1) if embedded else place
     yield f"{'best' if status.best else 'newest'} policy", f"{name} in {path}/{CHECKPOINTS}"
-    yield "use it", f"stagecoach evaluate {run.run_id if folder is here else folder}"
+    use = "use it"
+    if run.config.environment.api != "external":  # whose clients alone can play
+        yield use, f"stagecoach evaluate {run.run_id if folder is here else folder}"
+        use = ""
     own = "" if "default" in run.config.policies else f', "{next(iter(run.config.policies))}"'
     loaded = f'load_policy("{folder if embedded else place}"{own})'
-    yield "", f'Run.attach("{run.run_id}").policy()' if place.startswith("s3://") else loaded
+    yield use, f'Run.attach("{run.run_id}").policy()' if place.startswith("s3://") else loaded
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 // Charts by uPlot (a global of uPlot.iife.min.js): lines with a band, stacked shares, dots; one cursor and zoom for all.
 
-import { bytes, clock, compact, el, setText } from "./dom.js";
+import { button, bytes, clock, compact, el, setText } from "./dom.js";
 
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power); // ticks of bytes
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
@@ -8,9 +8,17 @@ const SYNC = "run";
 const charts = new Set();
 let zoom = null;
 let zoomed = () => {};
+let picked = null;
+let picking = 0;
+const DOUBLE_CLICK_MILLISECONDS = 300;
 
 export const onZoom = (listener) => {
   zoomed = listener;
+};
+
+/** Called with the x of a click on any chart, which is not a zoom. */
+export const onPick = (listener) => {
+  picked = listener;
 };
 
 /** Shows this range of the x axis in every chart; null shows all. */
@@ -37,7 +45,7 @@ function color(name) {
 const faded = (rgb, alpha) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
 
 export class Chart {
-  /** Lines of `draw`: {label, hue (1 to 8, or "grey"), series, band: [low, high]?, dots?, best?, dashed?}. */
+  /** Lines of `draw`: {label, hue (1 to 8, or "grey"), series, band: [low, high]?, dots?, best?}. */
   constructor({ label, format = compact, stacked = false, legend = true, wholeTicks = false }) {
     Object.assign(this, { label, format, stacked, legend, wholeTicks, hidden: new Set(), lines: [], bound: null });
     this.keys = el("div", { class: "legend" });
@@ -80,12 +88,8 @@ export class Chart {
   }
 
   stackedIfSo(data) {
-    return this.stacked
-      ? stack(
-          data,
-          this.lines.map((line) => this.hidden.has(line.label)),
-        )
-      : data;
+    const hidden = this.lines.map((line) => this.hidden.has(line.label));
+    return this.stacked ? stack(data, hidden) : data;
   }
 
   /** Returns the table: heads, and rows of x and values, newest first. */
@@ -150,7 +154,7 @@ export class Chart {
         setCursor: [(plot) => this.showValues(plot.cursor.idx)],
         setSelect: [(plot) => this.selected(plot)],
         draw: [(plot) => this.drawOver(plot)],
-        ready: [(plot) => plot.over.addEventListener("dblclick", () => zoomTo(null))],
+        ready: [(plot) => this.listen(plot)],
       },
     };
   }
@@ -160,25 +164,18 @@ export class Chart {
     const bands = [];
     this.lines.forEach((line, index) => {
       const stroke = this.tints[index];
-      const show = this.stacked || !this.hidden.has(line.label);
-      const points = { show: line.dots ? true : undefined, size: line.series.mean.length > 60 ? 3.5 : 5, stroke, fill: stroke };
-      const dash = line.dashed ? [4, 4] : undefined;
-      const paths = line.dots ? () => null : undefined;
-      series.push({
-        label: line.label,
-        stroke,
-        width: this.stacked ? 1 : 1.75,
-        show,
-        points,
-        dash,
-        paths,
-        spanGaps: true,
-      });
+      const common = { label: line.label, stroke, spanGaps: true };
+      const show = !this.hidden.has(line.label);
       if (this.stacked) {
-        series.at(-1).fill = index === 0 ? faded(stroke, 0.75) : undefined;
-        series.at(-1).points = { show: false };
-        if (index) bands.push({ series: [index + 1, index], fill: faded(stroke, 0.75) });
-      } else if (line.band) {
+        const fill = faded(stroke, 0.75);
+        series.push({ ...common, width: 1, points: { show: false }, fill: index ? undefined : fill });
+        if (index) bands.push({ series: [index + 1, index], fill });
+        return;
+      }
+      const size = line.series.mean.length > 60 ? 3.5 : 5;
+      const points = { show: line.dots ? true : undefined, size, stroke, fill: stroke };
+      series.push({ ...common, width: 1.75, show, points, paths: line.dots ? () => null : undefined });
+      if (line.band) {
         const edge = { show, stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
         series.push({ ...edge }, { ...edge });
         bands.push({ series: [series.length - 1, series.length - 2], fill: faded(stroke, 0.18) });
@@ -225,6 +222,18 @@ export class Chart {
     ctx.restore();
   }
 
+  listen(plot) {
+    let began = 0;
+    plot.over.addEventListener("mousedown", (event) => (began = event.clientX));
+    plot.over.addEventListener("click", (event) => {
+      clearTimeout(picking);
+      if (event.detail > 1 || Math.abs(event.clientX - began) >= 8 || !picked) return;
+      const x = plot.posToVal(plot.cursor.left, "x");
+      picking = setTimeout(() => picked(x, this.axis), DOUBLE_CLICK_MILLISECONDS);
+    });
+    plot.over.addEventListener("dblclick", () => zoomTo(null));
+  }
+
   selected(plot) {
     const { left, width } = plot.select;
     if (width < 8) return;
@@ -256,13 +265,7 @@ export class Chart {
         this.rebuild();
         this.keys.children[index].focus();
       };
-      return el(
-        "button",
-        { type: "button", "aria-pressed": pressed, onclick: toggle },
-        swatch,
-        line.label,
-        this.values[index],
-      );
+      return button({ "aria-pressed": pressed, onclick: toggle }, swatch, line.label, this.values[index]);
     });
     this.keys.replaceChildren(...toggles);
   }

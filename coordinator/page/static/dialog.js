@@ -1,21 +1,15 @@
 // A modal form: Escape or Cancel resolves to null, the button to the values of its fields.
 
-import { el } from "./dom.js";
+import { button, el } from "./dom.js";
 
 /** Fields: {name, label, type?, value?, required?, options?}. */
 export function ask(title, fields, { text = "", yes = "OK", danger = false } = {}) {
   const labels = fields.map((field) => el("label", {}, field.label, input(field)));
-  const cancel = el("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
+  const cancel = button({ onclick: () => dialog.close() }, "Cancel");
   const submit = el("button", { type: "submit", class: danger ? "danger" : "primary" }, yes);
   const buttons = el("div", { class: "buttons" }, cancel, submit);
-  const form = el(
-    "form",
-    { method: "dialog" },
-    el("h2", { id: "question" }, title),
-    text ? el("p", {}, text) : null,
-    ...labels,
-    buttons,
-  );
+  const head = el("h2", { id: "question" }, title);
+  const form = el("form", { method: "dialog" }, head, text ? el("p", {}, text) : null, ...labels, buttons);
   const dialog = el("dialog", { "aria-labelledby": "question" }, form);
   document.body.append(dialog);
   dialog.showModal();

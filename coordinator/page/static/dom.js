@@ -11,6 +11,8 @@ export function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+export const button = (attributes, ...children) => el("button", { type: "button", ...attributes }, ...children);
+
 export function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -76,18 +78,16 @@ export function seconds(value) {
 
 /** Formats local time, with the date if it is not today. */
 export function clock(unixSeconds) {
-  if (!known(unixSeconds)) return NONE;
   const date = new Date(1000 * unixSeconds);
-  const time = date.toLocaleTimeString("en-GB");
   const today = date.toDateString() === new Date().toDateString();
-  return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
+  return known(unixSeconds) && today ? date.toLocaleTimeString("en-GB") : day(unixSeconds, 8);
 }
 
-/** Formats local date and time to the minute. */
-export function day(unixSeconds) {
+/** Formats local date and time, by default to the minute. */
+export function day(unixSeconds, digits = 5) {
   if (!known(unixSeconds)) return NONE;
   const date = new Date(1000 * unixSeconds);
-  return `${date.toLocaleDateString("en-CA")} ${date.toLocaleTimeString("en-GB").slice(0, 5)}`;
+  return `${date.toLocaleDateString("en-CA")} ${date.toLocaleTimeString("en-GB").slice(0, digits)}`;
 }
 
 /** Fetches JSON; throws an `Error` with the server's message and `status` (0: no response). */

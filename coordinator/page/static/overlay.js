@@ -11,24 +11,15 @@ export class Overlay {
     this.shown = new Map(); // run → {hue, series}
     this.chart = new Chart({ label: "Training return", format: figure });
     this.absent = el("p", { class: "absent" }, "No episode of these runs has ended yet.");
-    this.root = el(
-      "section",
-      { class: "overlay", hidden: true, "aria-labelledby": "overlay" },
-      el("h2", { id: "overlay" }, "Training return over env steps"),
-      this.absent,
-      this.chart.root,
-    );
+    const title = el("h2", { id: "overlay" }, "Training return over env steps");
+    const attributes = { class: "overlay", hidden: true, "aria-labelledby": title.id };
+    this.root = el("section", attributes, title, this.absent, this.chart.root);
   }
 
   /** The checkbox that adds a run to the chart. */
   box(runId) {
-    const input = el("input", {
-      type: "checkbox",
-      checked: this.shown.has(runId),
-      "aria-label": `Show ${runId} in the chart`,
-    });
-    input.addEventListener("change", () => this.choose(runId, input.checked));
-    return input;
+    const attributes = { type: "checkbox", checked: this.shown.has(runId), "aria-label": `Show ${runId} in the chart` };
+    return el("input", { ...attributes, onchange: (event) => this.choose(runId, event.target.checked) });
   }
 
   choose(runId, chosen) {
@@ -44,12 +35,11 @@ export class Overlay {
   /** Reads the curves again; a run that cannot be read keeps its curve. */
   async read() {
     const query = new URLSearchParams({ stream: "train", metric: METRIC });
-    await Promise.all(
-      [...this.shown].map(async ([runId, one]) => {
-        const found = await api(`${runPath(runId)}/series?${query}`).catch(() => ({}));
-        one.series = found[METRIC] ?? one.series;
-      }),
-    );
+    const reading = [...this.shown].map(async ([runId, one]) => {
+      const found = await api(`${runPath(runId)}/series?${query}`).catch(() => ({}));
+      one.series = found[METRIC] ?? one.series;
+    });
+    await Promise.all(reading);
     this.draw();
   }
 

@@ -1,7 +1,7 @@
 // Entry point: shows the index or one run, depending on the URL, and reconnects to the server.
 
 import { recolor } from "./charts.js";
-import { api, day, el, ranked, runPath, setText, whole } from "./dom.js";
+import { api, button, day, el, ranked, runPath, setText, whole } from "./dom.js";
 import { Overlay } from "./overlay.js";
 import { RunPage } from "./run.js";
 import { PagedTable } from "./tables.js";
@@ -13,14 +13,14 @@ const main = document.getElementById("main");
 const banner = document.getElementById("banner");
 
 function startTheme() {
-  const button = document.getElementById("theme");
+  const chooser = document.getElementById("theme");
   let theme = read("theme") || "auto";
   const apply = () => {
     document.documentElement.dataset.theme = theme;
-    setText(button, { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme]);
+    setText(chooser, { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme]);
     recolor();
   };
-  button.addEventListener("click", () => {
+  chooser.addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
     try {
       localStorage.setItem("theme", theme);
@@ -39,12 +39,14 @@ function read(name) {
   }
 }
 
-function showBanner(text, button = null) {
+function showBanner(text, ...more) {
   if (banner.dataset.text === text) return;
   banner.dataset.text = text;
   banner.hidden = !text;
-  banner.replaceChildren(el("span", {}, text), ...(button ? [button] : []));
+  banner.replaceChildren(el("span", {}, text), ...more);
 }
+
+const REMEDIES = { 401: "open the URL with the token that `stagecoach page` printed", 429: "wait a minute" };
 
 /** Retries `work` until it succeeds, with growing pauses; a banner shows the error and a button to retry now. */
 async function insistently(work) {
@@ -52,10 +54,8 @@ async function insistently(work) {
     try {
       return await work();
     } catch (error) {
-      const needs = { 401: "open the URL with the token that `stagecoach page` printed", 429: "wait a minute" }[
-        error.status
-      ];
       if (error.status === 404) throw error;
+      const needs = REMEDIES[error.status];
       await countDown(`${capital(error.message)}${needs ? `; ${needs}` : ""}`, pause);
     }
   }
@@ -68,7 +68,7 @@ function countDown(text, pause) {
       clearInterval(timer);
       resolve();
     };
-    const button = el("button", { type: "button", onclick: done }, "Retry now");
+    const now = button({ onclick: done }, "Retry now");
     const left_ = el("span", { class: "count" });
     const tick = () => {
       setText(left_, `retrying in ${left} s`);
@@ -76,7 +76,7 @@ function countDown(text, pause) {
       if (left < 0) done();
     };
     showBanner("");
-    showBanner(`${text}. `, el("span", { class: "retry" }, left_, button));
+    showBanner(`${text}. `, el("span", { class: "retry" }, left_, now));
     const timer = setInterval(tick, 1000);
     tick();
   });
@@ -103,9 +103,8 @@ async function showRun(runId) {
       }
     } catch (error) {
       showBanner("");
-      main.replaceChildren(
-        el("p", { class: "absent" }, `${capital(error.message)}. `, el("a", { href: "/" }, "All runs")),
-      );
+      const index = el("a", { href: "/" }, "All runs");
+      main.replaceChildren(el("p", { class: "absent" }, `${capital(error.message)}. `, index));
       return;
     }
     page.take(snapshot);
@@ -134,22 +133,14 @@ function updates(path, page) {
 async function showIndex() {
   document.title = "Runs · Stagecoach";
   const overlay = new Overlay();
+  const link = (row) => el("a", { href: `/runs/${encodeURIComponent(row.run_id)}` }, row.run_id);
+  const state = (row) => el("span", { class: "state", "data-state": row.state }, row.state);
   const table = new PagedTable(
     "All runs",
     [
       { label: "", value: (row) => row.run_id, node: (row) => overlay.box(row.run_id) },
-      {
-        label: "run",
-        left: true,
-        value: (row) => row.run_id,
-        node: (row) => el("a", { href: `/runs/${encodeURIComponent(row.run_id)}` }, row.run_id),
-      },
-      {
-        label: "state",
-        left: true,
-        value: (row) => row.state,
-        node: (row) => el("span", { class: "state", "data-state": row.state }, row.state),
-      },
+      { label: "run", left: true, value: (row) => row.run_id, node: link },
+      { label: "state", left: true, value: (row) => row.state, node: state },
       { label: "best", value: (row) => row.best, text: (best, row) => ranked(best, row.ranked_by) },
       { label: "env steps", value: (row) => row.env_steps, text: whole },
       { label: "environment", left: true, value: (row) => row.environment, text: (value) => value || "–" },

@@ -2,20 +2,7 @@
 
 import { Chart } from "./charts.js";
 import {
-  api,
-  bytes,
-  clock,
-  compact,
-  el,
-  figure,
-  percent,
-  prose,
-  ranked,
-  runPath,
-  seconds,
-  setText,
-  svg,
-  whole,
+  api, button, bytes, clock, compact, el, figure, percent, prose, ranked, runPath, seconds, setText, svg, whole,
 } from "./dom.js";
 import { PagedTable } from "./tables.js";
 
@@ -34,16 +21,9 @@ class Panel {
     this.note = el("p", { class: "note", hidden: !spec.note }, ...prose(spec.note));
     this.absent = el("p", { class: "absent", hidden: true }, ...prose(spec.absent));
     this.body = el("div", { class: "body" });
-    const unit =
-      spec.unit && spec.unit !== "share" && spec.unit !== spec.title.toLowerCase()
-        ? el("span", { class: "unit" }, spec.unit)
-        : null;
-    const head = el("header", {}, this.title, unit, this.tools);
-    const attributes = {
-      class: `panel kind-${spec.kind}`,
-      id: `panel-${spec.id}`,
-      "aria-labelledby": `title-${spec.id}`,
-    };
+    const named = spec.unit && spec.unit !== "share" && spec.unit !== spec.title.toLowerCase();
+    const head = el("header", {}, this.title, named ? el("span", { class: "unit" }, spec.unit) : null, this.tools);
+    const attributes = { class: `panel kind-${spec.kind}`, id: `panel-${spec.id}`, "aria-labelledby": this.title.id };
     this.root = el("section", attributes, head, this.note, this.absent, this.body);
     this.wants = spec.lines.flatMap((line) =>
       [line.metric, ...this.parts(line), ...(line.band || [])].map((name) => [this.stream(line), name]),
@@ -57,6 +37,11 @@ class Panel {
   /** Patterns of the same metric for each policy or agent. */
   parts(line) {
     return this.spec.group === "Learning" && !line.metric.endsWith("*") ? [`${line.metric}/*`] : [];
+  }
+
+  /** Returns whether the panel says anything about this run. */
+  fits(run) {
+    return !this.spec.needs || run.has(this.spec.needs);
   }
 
   update() {}
@@ -76,8 +61,8 @@ class Panel {
       const series = run.series[this.stream(line)]?.[line.metric];
       if (!series?.mean.length) return [];
       const [low, high] = (line.band || []).map((name) => run.series[this.stream(line)][name]);
-      const named = low &&
-        high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
+      const names = ["10th percentile", "90th percentile"];
+      const named = low && high && { ...low, low: low.mean, high: high.mean, names };
       const reduced = series.low.some((value, at) => value !== series.high[at]);
       const band = named || (reduced ? { ...series, names: ["minimum", "maximum"] } : null);
       return [{ label: line.label, of: line.of || line.label, hue: (index % HUES) + 1, series, band }];
@@ -107,12 +92,8 @@ class ChartPanel extends Panel {
     this.charts = new Map();
     this.plots = el("div", { class: spec.kind === "multiples" ? "multiples" : "single" });
     this.tableHost = el("div", { hidden: true });
-    this.button = el(
-      "button",
-      { type: "button", class: "quiet", "aria-pressed": "false", "aria-label": `${spec.title} as a table` },
-      "Table",
-    );
-    this.button.addEventListener("click", () => this.turn());
+    const attributes = { class: "quiet", "aria-pressed": "false", "aria-label": `${spec.title} as a table` };
+    this.button = button({ ...attributes, onclick: () => this.turn() }, "Table");
     this.tools.append(this.button);
     this.body.append(this.plots, this.tableHost);
   }
@@ -162,21 +143,15 @@ class ChartPanel extends Panel {
     const heads = [...this.charts.values()].flatMap((chart, index) =>
       tables[index].heads.map((head) => (tables.length > 1 && head !== chart.label ? `${chart.label}: ${head}` : head)),
     );
-    const rows = tables.length === 1 ? tables[0].rows : mergedRows(tables);
-    const x = {
-      label: run.axis === "time" ? "time" : "env steps",
-      left: run.axis === "time",
-      value: (row) => row[0],
-      text: run.axis === "time" ? clock : whole,
-    };
+    const axis = run.axis === "time" ? { label: "time", left: true, text: clock } : { label: "env steps", text: whole };
     const key = JSON.stringify([heads, run.axis]);
     if (key !== this.tableKey) {
       const values = heads.map((label, index) => ({ label, value: (row) => row[index + 1], text: this.format }));
-      this.table = new PagedTable(this.spec.title, [x, ...values]);
+      this.table = new PagedTable(this.spec.title, [{ ...axis, value: (row) => row[0] }, ...values]);
       this.tableHost.replaceChildren(this.table.root);
       this.tableKey = key;
     }
-    this.table.set(rows);
+    this.table.set(tables.length === 1 ? tables[0].rows : mergedRows(tables));
   }
 
   close() {
@@ -216,24 +191,17 @@ class ReturnPanel extends ChartPanel {
       return sides;
     }
     const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
-    const found = run.snapshot.evaluations.filter(
-      (row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined,
-    );
-    if (!found.length) return trained;
-    const rows = found.toSorted((one, other) => one["time/env_steps"] - other["time/env_steps"]);
+    const rows = run.snapshot.evaluations
+      .filter((row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined)
+      .sort((one, other) => one["time/env_steps"] - other["time/env_steps"]);
+    if (!rows.length) return trained;
     const column = (name) => rows.map((row) => row[name] ?? null);
-    const series = {
-      env_steps: column("time/env_steps"),
-      unix_seconds: column("time/unix_seconds"),
-      mean: column("eval/ep_rew_mean"),
-    };
-    const best = rows.find((row) => row.label === run.snapshot.state.best);
-    const confirmed = run.snapshot.state.best_evaluation;
-    const marked = best && confirmed && {
-      env_steps: best["time/env_steps"],
-      unix_seconds: best["time/unix_seconds"],
-      value: confirmed.mean_return,
-    };
+    const axes = { env_steps: column("time/env_steps"), unix_seconds: column("time/unix_seconds") };
+    const series = { ...axes, mean: column("eval/ep_rew_mean") };
+    const at = rows.findIndex((row) => row.label === run.snapshot.state.best);
+    const value = run.snapshot.state.best_evaluation?.mean_return;
+    const place = { env_steps: axes.env_steps[at], unix_seconds: axes.unix_seconds[at] };
+    const marked = at >= 0 && value !== undefined && { ...place, value };
     const hue = trained.length > 1 ? HUES : 2;
     return [...trained, { label: "evaluations", hue, series, dots: true, best: marked }];
   }
@@ -277,11 +245,8 @@ function sum(parts) {
     });
   }
   const sorted = [...rows.values()].sort((one, other) => one.time - other.time);
-  return {
-    env_steps: sorted.map((row) => row.steps),
-    unix_seconds: sorted.map((row) => row.time),
-    mean: sorted.map((row) => row.value),
-  };
+  const [steps, times, values] = ["steps", "time", "value"].map((name) => sorted.map((row) => row[name]));
+  return { env_steps: steps, unix_seconds: times, mean: values };
 }
 
 class FleetPanel extends ChartPanel {
@@ -308,12 +273,8 @@ class FleetPanel extends ChartPanel {
 
   update(run) {
     super.update(run);
-    const rows = run.snapshot.state.roles.map((beat) => ({
-      beat,
-      name: nameOf(beat),
-      speed: this.speed(beat),
-      does: doing(beat),
-    }));
+    const row = (beat) => ({ beat, name: nameOf(beat), speed: this.speed(beat), does: doing(beat) });
+    const rows = run.snapshot.state.roles.map(row);
     this.processes.set(rows);
     this.tiles.hidden = !rows.length;
     const workers = rows.filter(({ beat }) => beat.role === "worker" && beat.alive);
@@ -357,10 +318,9 @@ function least(rows, value) {
 function doing(beat) {
   if (beat.ended) return `ended: ${beat.ended}`;
   if (!beat.alive) return "silent";
-  const wait = beat.waiting_for
-    ? `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}`
-    : beat.progress.phase || "working";
-  return beat.last_error ? `${wait}: ${beat.last_error}` : wait;
+  const wait = beat.waiting_for && `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}`;
+  const does = wait || beat.progress.phase || "working";
+  return beat.last_error ? `${does}: ${beat.last_error}` : does;
 }
 
 /** Pairs of name and value. */
@@ -387,10 +347,7 @@ class AutoscalerPanel extends ChartPanel {
     super.update(run);
     const { scaling, desired_workers: wanted } = run.snapshot.state;
     setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live, so it cannot be scaled.");
-    const steps = run.snapshot.events
-      .filter(({ kind }) => kind === "scaling")
-      .slice(-5)
-      .reverse();
+    const steps = run.snapshot.events.filter(({ kind }) => kind === "scaling").slice(-5).reverse();
     const lines = steps.map(({ time, text }) => el("li", {}, el("time", {}, clock(time)), text));
     this.why.replaceChildren(...(lines.length ? lines : [el("li", {}, "The fleet has not been scaled.")]));
   }
@@ -418,29 +375,23 @@ class TimelinePanel extends Panel {
     super(spec);
     this.wants = [["train", "time/env_steps"]];
     this.lanes = el("div", { class: "lanes" });
+    const score = (label, scores) => ({
+      label,
+      value: (row) => scores(row)?.ranking ?? scores(row)?.mean_return ?? null,
+      text: (value, row) => ranked(value, scores(row)?.ranked_by),
+    });
+    const marked = (row) => `${row.name} ${row.marks}`;
+    const marks = (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark)));
     this.checkpoints = new PagedTable(
       "Kept checkpoints",
       [
         { label: "checkpoint", left: true, value: (row) => row.name },
-        {
-          label: "evaluation",
-          value: ({ evaluation }) => evaluation?.ranking ?? evaluation?.mean_return ?? null,
-          text: (value, { evaluation }) => ranked(value, evaluation?.ranked_by),
-        },
-        {
-          label: "second evaluation",
-          value: ({ evaluation }) => evaluation?.confirmation?.ranking ?? evaluation?.confirmation?.mean_return ?? null,
-          text: (value, { evaluation }) => ranked(value, evaluation?.confirmation?.ranked_by),
-        },
+        score("evaluation", (row) => row.evaluation),
+        score("second evaluation", (row) => row.evaluation?.confirmation),
         { label: "size", value: (row) => row.bytes, text: bytes },
         { label: "created", value: (row) => row.created, text: clock },
-        {
-          label: "marks",
-          left: true,
-          value: (row) => `${row.name} ${row.marks}`,
-          node: (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
-        },
-        { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
+        { label: "marks", left: true, value: marked, node: marks },
+        { label: "", value: marked, node: (row) => promoteButton(row, run) },
       ],
       { empty: "No checkpoint yet; the first one is written when training starts.", sortBy: 4, descending: true },
     );
@@ -453,13 +404,9 @@ class TimelinePanel extends Panel {
       ],
       { filter: "Find an event", empty: "No events yet." },
     );
-    const halves = el(
-      "div",
-      { class: "halves" },
-      el("div", {}, el("h4", {}, "Kept checkpoints"), this.checkpoints.root),
-      el("div", {}, el("h4", {}, "Events"), this.events.root),
-    );
-    this.body.append(this.lanes, halves);
+    const kept = el("div", {}, el("h4", {}, "Kept checkpoints"), this.checkpoints.root);
+    const events = el("div", {}, el("h4", {}, "Events"), this.events.root);
+    this.body.append(this.lanes, el("div", { class: "halves" }, kept, events));
   }
 
   update(run) {
@@ -472,65 +419,35 @@ class TimelinePanel extends Panel {
 
 function promoteButton(row, run) {
   const promoted = row.marks.includes("promoted");
-  const attributes = {
-    type: "button",
-    class: "quiet",
-    disabled: promoted || !run.canOrder,
-    "aria-label": `Promote ${row.name}`,
-    onclick: () => run.promote(row.name),
-  };
-  return el("button", attributes, promoted ? "promoted" : "Promote");
+  const attributes = { class: "quiet", disabled: promoted || !run.canOrder, "aria-label": `Promote ${row.name}` };
+  return button({ ...attributes, onclick: () => run.promote(row.name) }, promoted ? "promoted" : "Promote");
 }
 
 /** A row of marks for each kind of event, over the x axis of the charts. */
 function drawLanes(run, events) {
   const placed = events.map((event) => ({ ...event, x: run.axis === "time" ? event.time : run.stepsAt(event.time) }));
   const known = placed.filter(({ x }) => x !== null);
-  if (!known.length)
-    return [
-      el(
-        "p",
-        { class: "absent" },
-        events.length ? "The env steps of these events are not recorded yet." : "No events yet.",
-      ),
-    ];
+  const why = events.length ? "The env steps of these events are not recorded yet." : "No events yet.";
+  if (!known.length) return [el("p", { class: "absent" }, why)];
   const xs = known.map(({ x }) => x);
   const [first, last] = [Math.min(...xs, run.axis === "time" ? Infinity : 0), Math.max(...xs)];
   const percentOf = (x) => 1 + (98 * (x - first)) / (last - first || 1);
-  const rows = LANES.map(([name, kinds, hue]) => [name, known.filter(({ kind }) => kinds.includes(kind)), hue]).filter(
-    ([, found]) => found.length,
-  );
-  const lanes = rows.map(([name, found, hue]) => {
+  const lanes = LANES.flatMap(([name, kinds, hue]) => {
+    const found = known.filter(({ kind }) => kinds.includes(kind));
+    if (!found.length) return [];
     const marks = found.map(({ x, time, text }) => {
       const mark = svg("circle", { cx: `${percentOf(x)}%`, cy: "50%", r: 4.5 }, svg("title"));
       mark.firstChild.textContent = `${clock(time)}: ${text}`;
       return mark;
     });
-    const drawing = svg(
-      "svg",
-      { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` },
-      svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }),
-      ...marks,
-    );
-    return el(
-      "div",
-      { class: "lane" },
-      el("span", {}, name),
-      drawing,
-      el("span", { class: "count" }, whole(found.length)),
-    );
+    const attributes = { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` };
+    const drawing = svg("svg", attributes, svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }), ...marks);
+    const count = el("span", { class: "count" }, whole(found.length));
+    return [el("div", { class: "lane" }, el("span", {}, name), drawing, count)];
   });
   const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} steps`;
-  return [
-    ...lanes,
-    el(
-      "div",
-      { class: "lane ends" },
-      el("span"),
-      el("div", {}, el("span", {}, say(first)), el("span", {}, say(last))),
-      el("span"),
-    ),
-  ];
+  const ends = el("div", {}, el("span", {}, say(first)), el("span", {}, say(last)));
+  return [...lanes, el("div", { class: "lane ends" }, el("span"), ends, el("span"))];
 }
 
 class LedgerPanel extends Panel {
@@ -554,13 +471,10 @@ class LedgerPanel extends Panel {
     this.showBody(rows.length > 0);
     const total = rows.find(({ name }) => name === "total");
     if (!total) return;
-    const parts = ["consumed", "dropped", "in_flight"].map(
-      (name) => `${whole(transitions(total[name]))} ${name.replace("_", " ")}`,
-    );
-    setText(
-      this.sentence,
-      `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "balances" : "DOES NOT BALANCE"}`,
-    );
+    const part = (name) => `${whole(transitions(total[name]))} ${name.replace("_", " ")}`;
+    const parts = ["consumed", "dropped", "in_flight"].map(part).join(" + ");
+    const verdict = total.balances ? "balances" : "DOES NOT BALANCE";
+    setText(this.sentence, `${whole(transitions(total.produced))} env steps produced = ${parts}: ${verdict}`);
     this.sentence.classList.toggle("bad", !total.balances);
     this.table.set(rows);
   }
@@ -576,13 +490,9 @@ function transitions(entry) {
 class ConfigPanel extends Panel {
   constructor(spec, run) {
     super(spec);
-    this.other = el(
-      "select",
-      { "aria-label": "Compare with another run" },
-      el("option", { value: "" }, "Compare with …"),
-    );
-    this.other.addEventListener("change", () => this.compare(run));
-    this.other.addEventListener("focus", () => this.offer(run));
+    const events = { onchange: () => this.compare(run), onfocus: () => this.offer(run) };
+    const none = el("option", { value: "" }, "Compare with …");
+    this.other = el("select", { "aria-label": "Compare with another run", ...events }, none);
     this.tools.append(this.other);
     this.table = new PagedTable("Config", this.columns(), { filter: "Find a field" });
     this.body.append(this.table.root);
@@ -637,11 +547,9 @@ class VideoPanel extends Panel {
     const path = `${runPath(run.runId)}/videos`;
     const name = (await api(path).catch(() => []))[0]?.name; // newest first
     if (!name) return;
-    const source = `${path}/${encodeURIComponent(name)}`;
-    this.body.append(
-      el("video", { src: source, controls: true, muted: true, loop: true, preload: "metadata", "aria-label": name }),
-      el("p", { class: "note" }, name),
-    );
+    const plays = { controls: true, muted: true, loop: true, preload: "metadata", "aria-label": name };
+    const video = el("video", { src: `${path}/${encodeURIComponent(name)}`, ...plays });
+    this.body.append(video, el("p", { class: "note" }, name));
     this.showBody(true);
   }
 }
@@ -651,15 +559,12 @@ const OPPONENTS = 10;
 class LeaguePanel extends Panel {
   constructor(spec) {
     super(spec);
+    const kind = (row) => (row.env_steps === null ? row.kind : `at ${whole(row.env_steps)} steps`);
     this.players = new PagedTable(
       "Players",
       [
         { label: "player", left: true, value: (row) => row.called },
-        {
-          label: "kind",
-          left: true,
-          value: (row) => (row.env_steps === null ? row.kind : `at ${whole(row.env_steps)} steps`),
-        },
+        { label: "kind", left: true, value: kind },
         { label: "rating", value: (row) => row.rating, text: figure },
         { label: "±", value: (row) => 3 * row.sigma, text: figure },
         { label: "Elo", value: (row) => row.elo, text: whole },
@@ -705,13 +610,53 @@ class LeaguePanel extends Panel {
       value: ({ met }) => met.get(name)?.rate ?? null,
       text: (value, { met }) => (value === null ? figure(null) : `${percent(value)} of ${whole(met.get(name).games)}`),
     });
-    const columns = names.filter((name) => met.has(name)).slice(0, OPPONENTS);
-    const table = new PagedTable("Win rates", [
-      { label: "wins against", left: true, value: ({ player }) => player },
-      ...columns.map(cell),
-    ]);
+    const columns = names.filter((name) => met.has(name)).slice(0, OPPONENTS).map(cell);
+    const mine = { label: "wins against", left: true, value: ({ player }) => player };
+    const table = new PagedTable("Win rates", [mine, ...columns]);
     table.set(rows.map(({ player }) => ({ player, met: new Map(Object.entries(payoff[player])) })));
     return table;
+  }
+}
+
+/** Clients of the run's gateways, for environments in other programs. */
+class ClientsPanel extends Panel {
+  constructor(spec) {
+    super(spec);
+    const counted = (name) => ({ label: name, value: (row) => row[name], text: whole });
+    this.table = new PagedTable(
+      "Clients",
+      [
+        { label: "client", left: true, value: (row) => row.client },
+        { label: "gateway", left: true, value: (row) => row.gateway },
+        ...["sessions", "turns", "older", "late", "abandoned"].map(counted),
+      ],
+      { filter: "Find a client", empty: "No client has played yet." },
+    );
+    this.line = el("p", { class: "note" });
+    this.body.append(this.line, this.table.root);
+  }
+
+  gateways(run) {
+    return run.snapshot.state.roles.filter(({ progress }) => progress.gateway);
+  }
+
+  fits(run) {
+    return this.gateways(run).length > 0;
+  }
+
+  update(run) {
+    const gateways = this.gateways(run);
+    this.table.set(
+      gateways.flatMap(({ id, progress }) =>
+        Object.entries(progress.clients).map(([client, counts]) => ({ client, gateway: id, ...counts })),
+      ),
+    );
+    const told = gateways.map(({ id, progress }) => {
+      const trip = `${figure(progress.round_trip_p50_ms)} ms (p50), ${figure(progress.round_trip_p99_ms)} ms (p99)`;
+      return `${id}: ${whole(progress.sessions)} sessions, ${whole(progress.sessions_away)} away; round trip ${trip}`;
+    });
+    setText(this.line, told.join(" · "));
+    this.showBody(true);
   }
 }
 
@@ -734,7 +679,7 @@ const KINDS = {
   config: ConfigPanel,
   video: VideoPanel,
   league: LeaguePanel,
-  empty: EmptyPanel,
+  clients: ClientsPanel,
 };
 
 export const makePanel = (spec, run) => new (KINDS[spec.kind] || EmptyPanel)(spec, run);

@@ -1,16 +1,12 @@
 // A run's page: header, panels and orders, updated by server-sent events.
 
-import { onZoom, zoomTo } from "./charts.js";
+import { onPick, onZoom, zoomTo } from "./charts.js";
 import { ask } from "./dialog.js";
-import { api, compact, el, figure, notify, ranked, runPath, setText, whole } from "./dom.js";
+import { api, button, compact, el, figure, notify, ranked, runPath, setText, whole } from "./dom.js";
+import { explain } from "./explain.js";
 import { drawTiles, makePanel } from "./panels.js";
 
-const ALWAYS = [
-  ["train", "time/env_steps"],
-  ["train", "rollout/ep_rew_mean"],
-  ["train", "time/fps"],
-  ["train", "league/rating/*"],
-];
+const ALWAYS = ["time/env_steps", "policy/version", "rollout/ep_rew_mean", "time/fps", "league/rating/*"].map((name) => ["train", name]);
 const SERIES_MILLISECONDS = 3000;
 const RATINGS = "league/rating/";
 const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
@@ -26,52 +22,33 @@ export class RunPage {
     this.panels = specs.map((spec) => makePanel(spec, this));
     this.watch = new IntersectionObserver((seen) => this.scrolled(seen), { rootMargin: "300px" });
     this.draw();
+    onPick((x, axis) => explain(this.runId, this.versionAt(x, axis)));
     onZoom((range) => (this.resetZoom.hidden = range === null));
-    this.readConfig()
-      .then(
-        (data) => (this.config = data.config),
-        () => {},
-      )
-      .then(() => this.update());
+    const kept = (data) => (this.config = data.config);
+    this.readConfig().then(kept, () => {}).then(() => this.update());
   }
 
   draw() {
     this.state = el("span", { class: "state" });
     this.reason = el("p", { class: "reason" });
     this.tiles = el("dl", { class: "tiles summary" });
-    this.resetZoom = el(
-      "button",
-      { type: "button", class: "quiet", hidden: true, onclick: () => zoomTo(null) },
-      "Reset zoom",
-    );
-    const order = (label, action, kind = "") =>
-      el("button", { type: "button", class: kind, onclick: () => action.call(this) }, label);
-    this.orders = [
-      order("Checkpoint", this.checkpoint),
-      order("Scale …", this.scale),
-      order("Note …", this.note),
-      order("Stop …", this.stop, "danger"),
+    this.resetZoom = button({ class: "quiet", hidden: true, onclick: () => zoomTo(null) }, "Reset zoom");
+    const checkpoint = button({ onclick: () => this.order("checkpoint") }, "Checkpoint");
+    this.promoteOrder = button({ onclick: () => this.promote() }, "Promote …");
+    const others = [
+      button({ onclick: () => this.scale() }, "Scale …"),
+      button({ onclick: () => this.note() }, "Note …"),
+      button({ class: "danger", onclick: () => this.stop() }, "Stop …"),
     ];
-    this.promoteOrder = order("Promote …", () => this.promote());
-    const [checkpoint, scale, note, stop] = this.orders;
-    const orders = el(
-      "div",
-      { class: "orders", role: "group", "aria-label": "Actions on the run" },
-      checkpoint,
-      this.promoteOrder,
-      scale,
-      note,
-      stop,
-    );
+    this.orders = [checkpoint, ...others];
+    const group = { class: "orders", role: "group", "aria-label": "Actions on the run" };
+    const why = button({ onclick: () => explain(this.runId, this.snapshot?.state.version) }, "Explain …");
+    const orders = el("div", group, why, checkpoint, this.promoteOrder, ...others);
     const head = el("div", { class: "head" }, el("h1", {}, this.runId), this.state, orders);
     const groups = GROUPS.map((name) => {
       const own = this.panels.filter((panel) => panel.spec.group === name).map((panel) => panel.root);
-      return el(
-        "section",
-        { class: "group", "aria-label": name },
-        el("h2", { id: name.toLowerCase() }, name),
-        el("div", { class: "panels" }, ...own),
-      );
+      const title = el("h2", { id: name.toLowerCase() }, name);
+      return el("section", { class: "group", "aria-label": name }, title, el("div", { class: "panels" }, ...own));
     });
     this.root = el("div", { class: "run" }, head, this.reason, this.tiles, ...groups);
     this.tools = el("span", {}, this.resetZoom, this.axisSwitch());
@@ -79,7 +56,7 @@ export class RunPage {
   }
 
   axisSwitch() {
-    const button = (axis, label) => {
+    const choice = (axis, label) => {
       const choose = () => {
         this.axis = axis;
         history.replaceState(null, "", axis === "time" ? "?x=time" : location.pathname);
@@ -87,20 +64,17 @@ export class RunPage {
         zoomTo(null);
         this.update();
       };
-      const made = el("button", { type: "button", "aria-pressed": String(this.axis === axis), onclick: choose }, label);
+      const made = button({ "aria-pressed": String(this.axis === axis), onclick: choose }, label);
       return made;
     };
-    const group = el(
-      "span",
-      { class: "switch", role: "group", "aria-label": "Horizontal axis" },
-      button("steps", "Env steps"),
-      button("time", "Time"),
-    );
+    const attributes = { class: "switch", role: "group", "aria-label": "Horizontal axis" };
+    const group = el("span", attributes, choice("steps", "Env steps"), choice("time", "Time"));
     return group;
   }
 
   close() {
     this.closed = true;
+    onPick(null);
     this.watch.disconnect();
     clearTimeout(this.timer);
     for (const panel of this.panels) panel.close();
@@ -127,7 +101,7 @@ export class RunPage {
 
   update() {
     if (this.snapshot === null) return;
-    for (const panel of this.panels) panel.root.hidden = Boolean(panel.spec.needs) && !this.has(panel.spec.needs);
+    for (const panel of this.panels) panel.root.hidden = !panel.fits(this);
     for (const panel of this.visible) panel.update(this);
   }
 
@@ -182,18 +156,16 @@ export class RunPage {
   }
 
   missing() {
-    return Object.entries(this.wanted()).flatMap(([stream, names]) =>
-      [...names].filter((name) => !this.series[stream][name]),
-    );
+    const lacking = ([stream, names]) => [...names].filter((name) => !this.series[stream][name]);
+    return Object.entries(this.wanted()).flatMap(lacking);
   }
 
   /** Refetches curves at most every three seconds, less often if that is slow; missing curves immediately. */
   readSeries() {
     clearTimeout(this.timer);
     if (this.closed) return;
-    const due = this.missing().length
-      ? 0
-      : this.seriesAt + Math.max(SERIES_MILLISECONDS, 5 * (this.took || 0)) - performance.now();
+    const pause = Math.max(SERIES_MILLISECONDS, 5 * (this.took || 0));
+    const due = this.missing().length ? 0 : this.seriesAt + pause - performance.now();
     this.timer = setTimeout(() => this.readNow(), Math.max(due, 0));
   }
 
@@ -214,10 +186,8 @@ export class RunPage {
     this.seriesAt = performance.now();
     this.took = this.seriesAt - begun;
     this.reading = false;
-    if (this.again) {
-      this.again = false;
-      this.readSeries();
-    }
+    if (this.again) this.readSeries();
+    this.again = false;
   }
 
   async readOf(panels) {
@@ -238,6 +208,13 @@ export class RunPage {
   bound(path) {
     const found = path.split(".").reduce((data, name) => data?.[name], this.snapshot.state);
     return found ?? this.config?.[CONFIGURED[path]];
+  }
+
+  /** Policy version at a place of the horizontal axis; that of the newest row behind all. */
+  versionAt(x, axis) {
+    const { mean: versions = [], ...places } = this.series.train["policy/version"] || {};
+    const at = (places[axis === "time" ? "unix_seconds" : "env_steps"] || []).findIndex((place) => place >= x);
+    return Math.max(1, Math.round(versions.at(at) ?? 1));
   }
 
   /** Env steps trained by a time, interpolated between rows; null without rows. */
@@ -261,54 +238,39 @@ export class RunPage {
     }
   }
 
-  checkpoint() {
-    return this.order("checkpoint");
-  }
-
   async stop() {
     const text = `${this.runId} will write a final checkpoint and end. It can be resumed.`;
     if (await ask("Stop the run?", [], { text, yes: "Stop", danger: true })) await this.order("stop");
   }
 
   async note() {
-    const found = await ask("Add a note", [{ name: "text", label: "Text for the run's events", required: true }], {
-      yes: "Add",
-    });
+    const field = { name: "text", label: "Text for the run's events", required: true };
+    const found = await ask("Add a note", [field], { yes: "Add" });
     if (found) await this.order("note", { text: found.text });
   }
 
   async promote(name) {
     const names = (this.snapshot.checkpoints || []).map((entry) => entry.name).reverse();
-    const fields = name
-      ? []
-      : [{ name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best }];
+    const field = { name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best };
     const text = `${name || "The checkpoint"} will be marked for deployment: it is never pruned, and load_policy prefers it.`;
-    const found = await ask("Promote a checkpoint", fields, { text, yes: "Promote" });
+    const found = await ask("Promote a checkpoint", name ? [] : [field], { text, yes: "Promote" });
     if (found) await this.order("promote", { checkpoint: name || found.checkpoint });
   }
 
   async scale() {
     const { desired_workers: wanted, scaling } = this.snapshot.state;
+    const options = ["fixed number", "automatic"];
     const fields = [
-      {
-        name: "mode",
-        label: "Workers",
-        options: ["fixed number", "automatic"],
-        value: scaling.mode === "auto" ? "automatic" : "fixed number",
-      },
+      { name: "mode", label: "Workers", options, value: options[Number(scaling.mode === "auto")] },
       { name: "workers", label: "Number of workers, if fixed", type: "number", value: wanted },
       { name: "min", label: "Minimum, if automatic", type: "number", value: scaling.min },
       { name: "max", label: "Maximum, if automatic", type: "number", value: scaling.max },
     ];
     const found = await ask("Scale the fleet", fields, { yes: "Scale" });
     if (!found) return;
-    const bounds = Object.fromEntries(
-      ["min", "max"].filter((name) => found[name]).map((name) => [name, Number(found[name])]),
-    );
-    await this.order(
-      "scale",
-      found.mode === "automatic" ? { auto: true, ...bounds } : { workers: Number(found.workers) },
-    );
+    const given = ["min", "max"].filter((name) => found[name]).map((name) => [name, Number(found[name])]);
+    const automatic = { auto: true, ...Object.fromEntries(given) };
+    await this.order("scale", found.mode === "automatic" ? automatic : { workers: Number(found.workers) });
   }
 }
 

@@ -1,6 +1,6 @@
 // A table of any length, sorted by a click on a column's head; only one page of rows is in the document.
 
-import { el, setText, whole } from "./dom.js";
+import { button, el, setText, whole } from "./dom.js";
 
 const PAGE = 50;
 
@@ -13,8 +13,8 @@ export class PagedTable {
     const head = el("thead", {}, el("tr", {}, ...this.heads));
     const table = el("table", {}, el("caption", { class: "unseen" }, caption), head, this.body);
     this.count = el("span", { class: "count" });
-    this.back = el("button", { type: "button", class: "quiet", onclick: () => this.turn(-1) }, "Previous");
-    this.on = el("button", { type: "button", class: "quiet", onclick: () => this.turn(1) }, "Next");
+    this.back = button({ class: "quiet", onclick: () => this.turn(-1) }, "Previous");
+    this.on = button({ class: "quiet", onclick: () => this.turn(1) }, "Next");
     this.foot = el("div", { class: "pages" }, this.back, this.count, this.on);
     const scroll = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table);
     this.root = el("div", { class: "paged" }, filter ? this.finder(filter) : null, scroll, this.foot);
@@ -29,21 +29,18 @@ export class PagedTable {
     const sort = () => {
       this.descending = this.sortBy === index ? !this.descending : !column.left;
       this.sortBy = index;
-      this.page = 0;
-      this.draw();
+      this.turn(-this.page);
     };
-    const button = column.label ? el("button", { type: "button", onclick: sort }, column.label) : null;
-    return el("th", { scope: "col", class: PagedTable.side(column) }, button);
+    const sorter = column.label ? button({ onclick: sort }, column.label) : null;
+    return el("th", { scope: "col", class: PagedTable.side(column) }, sorter);
   }
 
   finder(label) {
-    const input = el("input", { type: "search", placeholder: label, "aria-label": label });
-    input.addEventListener("input", () => {
-      this.needle = input.value.trim().toLowerCase();
-      this.page = 0;
-      this.draw();
-    });
-    return input;
+    const find = (event) => {
+      this.needle = event.target.value.trim().toLowerCase();
+      this.turn(-this.page);
+    };
+    return el("input", { type: "search", placeholder: label, "aria-label": label, oninput: find });
   }
 
   turn(pages) {
@@ -62,11 +59,8 @@ export class PagedTable {
   }
 
   chosen() {
-    let rows = this.rows;
-    if (this.needle) {
-      const found = (row) => this.columns.some((column) => this.text(column, row).toLowerCase().includes(this.needle));
-      rows = rows.filter(found);
-    }
+    const found = (row) => this.columns.some((column) => this.text(column, row).toLowerCase().includes(this.needle));
+    const rows = this.needle ? this.rows.filter(found) : this.rows;
     if (this.sortBy === null) return rows;
     const { value } = this.columns[this.sortBy];
     const sign = this.descending ? -1 : 1;

@@ -19,13 +19,20 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
 from stagecoach.rollout_worker.environments import vector_env
-from stagecoach.rollout_worker.environments.action_masks import KEY, count_choices, from_info
+from stagecoach.rollout_worker.environments.action_masks import KEY, choices, from_info
 from stagecoach.rollout_worker.environments.checking.native import NativeTrial
-from stagecoach.rollout_worker.environments.checking.report import FATAL, NOTE, WRONG, Report, Unsteppable
-from stagecoach.rollout_worker.environments.checking.values import check_outcome, check_value, shown
+from stagecoach.rollout_worker.environments.checking.report import (
+    FATAL,
+    NOTE,
+    WRONG,
+    Report,
+    Unsteppable,
+    check_outcome,
+    check_value,
+    shown,
+)
 from stagecoach.rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from stagecoach.rollout_worker.environments.factory import is_factory, make_environment
-from stagecoach.rollout_worker.environments.pettingzoo_env import OneAtATime
 from stagecoach.rollout_worker.environments.seeding import SEEDS
 from stagecoach.rollout_worker.environments.vector_env import pick
 from stagecoach.shared.base.errors import OtherApi, StagecoachError, UserError
@@ -58,14 +65,12 @@ class Check:
         self._outcomes: dict[str, str] = {}
         """Agent → reward and flags of its last step."""
         self._info_names: set[str] = set()
-        """Names of the numbers that any step's `info` held."""
         self._mask_ignored = False
         """True if an `info` has a mask while the observation has none."""
         self._ended: set[str] = set()
         """Agents that have ended and are still in `env.agents`: they do not act."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
-        """Runs all checks and reports each problem at once."""
         try:
             description = self._make(alone, any_api)
             if self._config.environment.vectorization == "native":
@@ -162,7 +167,6 @@ class Check:
         return self._report.calling("its start (__init__)", lambda: make_environment(environment))
 
     def _play(self, steps: int) -> bool:
-        """Takes random actions; returns whether an episode has ended."""
         observations, ended = self._reset(self._seed), False
         for step in range(steps):
             observations, over = self._step(self._actions(observations))
@@ -230,8 +234,8 @@ class Check:
         """Returns the action with each of its choices drawn from the legal choices."""
         masked = self._masked[agent]
         if self._config.environment.api == "pettingzoo" and self._config.environment.action_mask == "info":
-            choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
-            observation = self._report.guarded("step()", lambda: from_info(observation, told, choices))
+            size, told = sum(choices(self._spaces[agent][1])), self._infos.get(agent, {})
+            observation = self._report.guarded("step()", lambda: from_info(observation, told, size))
         seen = {name: array[None] for name, array in masked.observation.own.flatten("obs", observation).items()}
         if masked.without_legal(seen).any():
             found = f"the action_mask{self._whose(agent)} has no legal action, and the episode continues"
@@ -288,7 +292,6 @@ class Check:
         return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
 
     def _check_info(self, steps: int) -> None:
-        """Reports names of `environment.info_columns` that no step's `info` had."""
         if missing := [name for name in self._config.environment.info_columns if name not in self._info_names]:
             numbers = ", ".join(sorted(self._info_names)) or "none"
             found = f"info never had {', '.join(missing)} in {counted(steps, 'step')}; its numbers are: {numbers}"
@@ -315,6 +318,42 @@ class Check:
             if over:
                 break
         return seen
+
+
+class OneAtATime:
+    """Game in turns with the methods of a parallel one, whose only agent is the one that acts next."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    @property
+    def agents(self) -> list[str]:
+        return [self._env.agent_selection] if self._env.agents else []
+
+    def reset(self, *, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._env.reset(seed=seed)
+        return self._turn()
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        ((agent, action),) = actions.items()
+        self._env.step(action)
+        rewards, over = self._env.rewards, (self._env.terminations, self._env.truncations)
+        outcomes = [{agent: each.get(agent, default)} for each, default in zip((rewards, *over), (0.0, True, False))]
+        seen, infos = self._turn()
+        return (seen, *outcomes, infos)
+
+    def _turn(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        infos: dict[str, Any] = {}
+        while self._env.agents:
+            agent = self._env.agent_selection
+            observation, _, terminated, truncated, infos[agent] = self._env.last()
+            if not (terminated or truncated):
+                return {agent: observation}, infos
+            self._env.step(None)
+        return {}, infos
 
 
 def _copied(value: Any) -> Any:

@@ -60,10 +60,8 @@ class NativeTrial:
         self._report.guarded("close() of its native version", self._env.close)
 
     def _play(self, steps: int, ended: tuple[int, int] | None) -> tuple[list[Columns], tuple[int, int] | None]:
-        """Returns the observations, and the first step and copy in which an episode ended.
-
-        With `ended` of an earlier play, that copy takes another action in the step after it.
-        """
+        """Returns the observations, and the first step and copy in which an episode ended. With `ended` of an earlier
+        play, that copy takes another action in the step after it."""
         self._again()
         until = world.monotonic() + _MOST_SECONDS
         other, seeds = ended, [self._seed % SEEDS] * self._env.num_envs

@@ -1,15 +1,19 @@
-"""Report of an environment trial: each problem once, and each call with its name and a deadline."""
+"""Report of an environment trial: each problem once, each call with its name and a deadline, and checks of values."""
 
 import faulthandler
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+from gymnasium import spaces
+
 from stagecoach.shared.base.errors import EnvironmentUnusable
+from stagecoach.shared.experience.fragment import LARGEST
 
 _NO_WARNING = "no warning"
 _HERE = Path(__file__).parent
@@ -22,7 +26,6 @@ class Severity(StrEnum):
     """Exception, of which `environment.failures_allowed` tolerates some."""
     WRONG = "wrong"
     NOTE = "note"
-    """Harmless."""
 
 
 FATAL, RAISED, WRONG, NOTE = Severity
@@ -94,3 +97,78 @@ class Report:
             return self.calling(what, call)
         except (Exception, SystemExit) as error:
             self.raised(what, error)
+
+
+_LARGEST = f"numbers up to {LARGEST:g}, beyond which nothing is learned"
+
+
+def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
+    """Checks the reward and both flags of one agent; returns whether its episode is over."""
+    told = f"step() returned {shown(reward)} as reward{whose}"
+    try:
+        number = float(reward.item() if isinstance(reward, np.ndarray) else reward)
+    except (TypeError, ValueError):
+        report.add(FATAL, told, "a number", "return a float")
+    else:
+        found = f"step() returned {number:g} as reward{whose}"
+        if not np.isfinite(number):
+            report.add(FATAL, found, "a finite number", "look for a division by zero")
+        elif abs(number) > LARGEST:
+            report.add(FATAL, found, _LARGEST, "scale it down")
+        if np.ndim(reward):
+            report.add(NOTE, told, "a number (it is taken for one here)", "return float(reward)")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool | np.bool_):
+            usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
+            found = f"step() returned {shown(flag)} as {name}{whose}"
+            report.add(WRONG if usable else FATAL, found, "a bool", f"return bool({name})")
+    return bool(np.any(terminated)) or bool(np.any(truncated))
+
+
+def check_value(report: Report, what: str, value: Any, space: spaces.Space[Any]) -> None:
+    """Reports a value that does not fit its space: structure, shape, dtype, NaN, bounds."""
+    told, expected = f"{what}, {shown(value)}", f"shape {space.shape} and dtype {space.dtype}"
+    remedy = "return what the space says, or correct observation_space"
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+        given = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+        if not isinstance(given, Mapping) or set(given) != set(parts):
+            keys = sorted(map(str, given)) if isinstance(given, Mapping) else shown(value)
+            report.add(FATAL, f"{what} with {keys}", f"{sorted(map(str, parts))}", remedy)
+            return
+        for name, part in parts.items():
+            check_value(report, f"{what} ({name})", given[name], part)
+        return
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray(None)
+    bounded = array.dtype.kind in "buif" and array.size
+    span = f"{what} from {float(array.min()):.6g} to {float(array.max()):.6g}" if bounded else ""
+    if array.dtype.kind not in "buif":
+        report.fatal(told, expected, remedy)
+    elif array.shape != space.shape:
+        report.add(FATAL, told, expected, remedy)
+    elif array.dtype.kind == "f" and not np.isfinite(array).all():
+        report.add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
+    elif bounded and np.abs(array.astype(np.float64)).max() > LARGEST:
+        report.add(FATAL, span, _LARGEST, "scale it down")
+    elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
+        report.add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)
+    elif isinstance(space, spaces.Box) and space.dtype is not None:
+        if not np.can_cast(array.dtype, space.dtype):
+            report.add(NOTE, f"{what} of dtype {array.dtype}", f"{space.dtype} (it is converted)", remedy)
+        if (array < space.low).any() or (array > space.high).any():
+            bounds = f"numbers within the space's bounds, {space.low.min():.6g} to {space.high.max():.6g}"
+            report.add(WRONG, span, bounds, remedy)
+    elif not space.contains(value) and not space.contains(array.astype(space.dtype)):
+        report.add(FATAL, told, f"one of {space}", remedy)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"{type(value).__name__} {repr(value)[:60]}"

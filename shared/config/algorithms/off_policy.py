@@ -1,9 +1,9 @@
 """Sections of SAC, TD3 and DDPG, and the fields that all algorithms with a replay buffer share."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, Signals
 from stagecoach.shared.config.algorithms.exploration import GaussianNoise, NoiseField, Sampling
@@ -81,6 +81,27 @@ class SACConfig(SoftConfig):
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.sac:SAC"
     name: str = "sac"
+
+
+class TQCConfig(SoftConfig):
+    """Truncated quantile critics (Kuznetsov et al. 2020), for boxes with bounds."""
+
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.tqc:TQC"
+    name: str = "tqc"
+    critics: int = Field(2, ge=1, le=100)
+    """Number of critics; 5 in the paper, 2 in sb3-contrib."""
+    quantiles: int = Field(25, ge=1)
+    """Quantiles of each critic."""
+    dropped_quantiles: int = Field(2, ge=0)
+    """Quantiles that the target leaves out, for each critic: the largest of all. More correct more overestimation."""
+
+    @model_validator(mode="after")
+    def _keeps_some(self) -> Self:
+        if self.dropped_quantiles >= self.quantiles:
+            raise ValueError(
+                f"dropped_quantiles={self.dropped_quantiles} leaves none of quantiles={self.quantiles}; make it smaller"
+            )
+        return self
 
 
 class TD3Config(ActorConfig):

@@ -8,7 +8,15 @@ from pydantic import Field
 from stagecoach.shared.config.algorithms.base import BatchOfUpdate
 from stagecoach.shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig, TD3Config
 from stagecoach.shared.config.algorithms.replay_buffer import ReplayBufferField, UniformReplay
-from stagecoach.shared.config.schema.section import Schedule, ScheduleField
+from stagecoach.shared.config.schema.section import Schedule, ScheduleField, Section
+
+
+class FromData(Section):
+    """Fields of algorithms that learn from a dataset by gradient steps."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
+    gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
+    """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""
 
 
 class BCConfig(BatchOfUpdate):
@@ -31,11 +39,10 @@ class BCConfig(BatchOfUpdate):
         return {"without_value": True}
 
 
-class IQLConfig(OffPolicyConfig):
+class IQLConfig(FromData, OffPolicyConfig):
     """Implicit Q-learning (Kostrikov et al. 2022): learns from data without evaluating actions outside of it."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.iql:IQL"
-    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "iql"
     replay_buffer: ReplayBufferField = UniformReplay(capacity=1_000_000)
     """Replay buffer; a million transitions hold a dataset of the usual size."""
@@ -48,16 +55,13 @@ class IQLConfig(OffPolicyConfig):
     target_rate: float = Field(0.005, gt=0, le=1)
     """Interpolation factor of the target critics in each gradient step."""
     minibatch_size: int = Field(256, ge=1)
-    gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
-    """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""
 
 
-class CQLConfig(SoftConfig):
+class CQLConfig(FromData, SoftConfig):
     """Conservative Q-learning (Kumar et al. 2020): soft actor-critic from data, with a penalty on the values of actions
     outside of it. For bounded boxes, or one discrete action."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.cql:CQL"
-    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "cql"
     conservatism: float = Field(5.0, gt=0)
     """Weight of the critics' penalty (the paper's α: 5 or 10 for boxes, 0.5 to 4 for discrete actions); its initial
@@ -72,17 +76,12 @@ class CQLConfig(SoftConfig):
     """Adds the policy's entropy to the critics' targets, as SAC does. The authors' code leaves it out."""
     cloning_steps: int = Field(0, ge=0)
     """Initial gradient steps in which the policy only clones the data while the critics learn."""
-    gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
-    """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""
 
 
-class TD3BCConfig(TD3Config):
+class TD3BCConfig(FromData, TD3Config):
     """TD3+BC (Fujimoto and Gu 2021): TD3 whose policy also clones the data. For bounded boxes."""
 
     learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.td3:TD3BC"
-    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: str = "td3_bc"
     value_weight: float = Field(2.5, ge=0)
     """α: weight of the critics relative to cloning, in units of the mean absolute value; 0 only clones."""
-    gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
-    """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""

@@ -63,6 +63,11 @@ class PPOConfig(ClippedConfig):
     name: str = "ppo"
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """λ of generalized advantage estimation (Schulman et al. 2016)."""
+    magnet_coefficient: ScheduleField = Schedule(start=0.0)
+    """Weight of the KL divergence of the policy from a magnet, a slow copy of it, for games against itself: magnetic
+    mirror descent (Sokota et al. 2023). 0: no magnet."""
+    magnet_rate: float = Field(0.01, gt=0, le=1)
+    """Share of its distance to the policy that the magnet moves after each update."""
 
 
 class A2CConfig(OnPolicyConfig):

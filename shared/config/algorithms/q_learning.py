@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stagecoach.shared.config.algorithms.base import MarginCloningConfig, Signals
+from stagecoach.shared.config.algorithms.base import BatchOfUpdate, MarginCloningConfig, Signals
 from stagecoach.shared.config.algorithms.exploration import EpsilonGreedy, ExplorationField, Sampling
 from stagecoach.shared.config.algorithms.off_policy import OffPolicyConfig
 from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay, ReplayBufferField
@@ -37,15 +37,17 @@ class QLearningConfig(OffPolicyConfig):
     """Dueling streams: state value and action advantages (Wang et al. 2016)."""
     noisy: bool = False
     """Learned noise on the weights of the last layers (Fortunato et al. 2018)."""
-    head: Literal["expected", "c51", "qr"] = "expected"
+    head: Literal["expected", "c51", "qr", "hl_gauss"] = "expected"
     """Model of the return: its mean, a distribution over atoms (Bellemare et al. 2017), or quantiles (Dabney et al.
-    2018)."""
+    2018). `hl_gauss` learns the mean by classification: a normal distribution around it (Farebrother et al. 2024)."""
     atoms: int = Field(51, ge=2)
-    """Head `c51`: number of atoms."""
+    """Heads `c51` and `hl_gauss`: number of atoms, or of classes."""
     v_min: float = -10.0
-    """Head `c51`: smallest return; smaller returns are clipped. Depends on discount, n_step and reward scale."""
+    """The same: smallest return; smaller returns are clipped. Depends on discount, n_step and reward scale."""
     v_max: float = 10.0
-    """Head `c51`: the largest return."""
+    """The same: the largest return."""
+    smoothing: float = Field(0.75, gt=0)
+    """Head `hl_gauss`: standard deviation of the normal distribution, in distances between two classes."""
     quantiles: int = Field(200, ge=1)
     """Head `qr`: number of quantiles."""
     heads: int = Field(1, ge=1, le=100)
@@ -78,7 +80,7 @@ class QLearningConfig(OffPolicyConfig):
     def _what_cannot_be(self) -> Self:
         if self.v_min >= self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
-        if self.prior_scale and (self.heads == 1 or self.head == "c51"):
+        if self.prior_scale and (self.heads == 1 or self.head in ("c51", "hl_gauss")):
             raise ValueError(
                 f"prior_scale={self.prior_scale:g} with heads={self.heads} and head={self.head}: priors are added to "
                 f"the values of an ensemble; set heads to 10 and head to expected or qr, or prior_scale=0"
@@ -185,5 +187,33 @@ class RainbowConfig(Guided):
     n_step: int = Field(3, ge=1, le=1000)
     dueling: bool = True
     noisy: bool = True
-    head: Literal["expected", "c51", "qr"] = "c51"
+    head: Literal["expected", "c51", "qr", "hl_gauss"] = "c51"
     adam_epsilon: float = Field(1.5e-4, gt=0)
+
+
+class PQNConfig(BatchOfUpdate):
+    """Parallelized Q-network (Gallici et al. 2024): Q-learning on each update's batch, without replay buffer and target
+    network."""
+
+    learner: ClassVar[str] = "stagecoach.trainer_node.learning.algorithms.pqn:PQN"
+    policy: ClassVar[str] = "q_network"
+    learns_from_others: ClassVar[bool] = False
+    corrects_policy_lag: ClassVar[bool] = False
+    noisy: ClassVar[bool] = False
+    heads: ClassVar[int] = 1
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "policies": {"hidden_sizes": [128, 128], "activation": "relu", "layer_norm": True}
+    }
+    name: str = "pqn"
+    learning_rate: ScheduleField = Schedule(start=2.5e-4)
+    """Adam's step size."""
+    exploration: ExplorationField = EpsilonGreedy()
+    """Exploration: `epsilon_greedy`, `boltzmann` or `parameter_noise`."""
+    td_lambda: float = Field(0.65, ge=0, le=1)
+    """λ of the targets: 0 bootstraps after each step, 1 at the end of the fragment alone."""
+    epochs: int = Field(2, ge=1)
+    """Passes over each update's batch."""
+    max_grad_norm: float = Field(10.0, gt=0)
+    """Maximum norm of the gradients."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Adam's ε."""

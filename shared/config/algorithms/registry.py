@@ -6,17 +6,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from stagecoach.shared.config.algorithms.base import AlgorithmConfig, OwnAlgorithm
-from stagecoach.shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config
+from stagecoach.shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config, TQCConfig
 from stagecoach.shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig, TD3BCConfig
 from stagecoach.shared.config.algorithms.on_policy import A2CConfig, APPOConfig, IMPALAConfig, PPOConfig
-from stagecoach.shared.config.algorithms.q_learning import DQNConfig, QMIXConfig, R2D2Config, RainbowConfig, VDNConfig
+from stagecoach.shared.config.algorithms.q_learning import (
+    DQNConfig,
+    PQNConfig,
+    QMIXConfig,
+    R2D2Config,
+    RainbowConfig,
+    VDNConfig,
+)
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     section.model_fields["name"].default: section
     for section in (
         A2CConfig, APPOConfig, BCConfig, CQLConfig, DDPGConfig, DQNConfig, IMPALAConfig, IQLConfig, PPOConfig,
-        QMIXConfig, R2D2Config, RainbowConfig, SACConfig, TD3BCConfig, TD3Config,
-        VDNConfig,
+        PQNConfig, QMIXConfig, R2D2Config, RainbowConfig, SACConfig, TD3BCConfig, TD3Config,
+        TQCConfig, VDNConfig,
     )
 }  # fmt: skip
 """Name → section of the built-in algorithms."""

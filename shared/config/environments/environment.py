@@ -19,6 +19,33 @@ class WrapperConfig(Section):
     """Keyword arguments of the wrapper."""
 
 
+class AgentSpacesConfig(Section):
+    """Spaces of one agent as data: each has its Gymnasium class as `type`, and that class's arguments."""
+
+    observation: dict[str, Any]
+    """Observation space, such as `{type: Box, low: -1, high: 1, shape: [4]}`."""
+    action: dict[str, Any]
+    """Action space, such as `{type: Discrete, n: 2}`."""
+
+
+class SpacesConfig(Section):
+    """Spaces as data: `observation` and `action` of a single agent, or `agents`."""
+
+    observation: dict[str, Any] | None = None
+    """Observation space, such as `{type: Box, low: -1, high: 1, shape: [4]}`."""
+    action: dict[str, Any] | None = None
+    """Action space, such as `{type: Discrete, n: 2}`."""
+    agents: dict[str, AgentSpacesConfig] = {}
+    """Spaces by the agent's name, if there are several."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        single = [self.observation is not None, self.action is not None]
+        if all(single) == bool(self.agents) or any(single) != all(single):
+            raise ValueError("expected an observation and an action, or agents with both of each")
+        return self
+
+
 OBJECT = "object:"
 """Prefix of the id of an environment that a program gave as an object."""
 BY_PATH = short_for("path", str)
@@ -34,8 +61,12 @@ class EnvironmentConfig(Section):
     `object:NAME`, which a program gave to `stagecoach.train` as an object (docs/how-to/python.md)."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
-    api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
-    """`pettingzoo` for a PettingZoo environment (parallel or AEC): a factory, or a name in its registry."""
+    api: Literal["gymnasium", "pettingzoo", "external"] = "gymnasium"
+    """`pettingzoo` for a PettingZoo environment (parallel or AEC): a factory, or a name in its registry. `external` for
+    environments in other programs, which connect to the workers' gateways (docs/guides/gateway.md); `id` is then any
+    name."""
+    spaces: SpacesConfig | None = None
+    """Observation and action space, or those of several agents, for `api: external`."""
     wrappers: tuple[Annotated[WrapperConfig, BY_PATH], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)
@@ -99,8 +130,9 @@ class EnvironmentConfig(Section):
 
     @property
     def several_agents(self) -> bool:
-        """Agents have names: those of PettingZoo, or the levels of a hierarchy."""
-        return self.api == "pettingzoo" or self.hierarchy is not None
+        """Agents have names: those of PettingZoo or of a client's game, or the levels of a hierarchy."""
+        clients = self.spaces is not None and bool(self.spaces.agents)
+        return self.api == "pettingzoo" or clients or self.hierarchy is not None
 
     @field_validator("info_columns")
     @classmethod
@@ -111,19 +143,26 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
+        by_options = not self.parameters or self.parameters_by == "options"
         for field, given, remedy in (
             (f"wrappers={[wrapper.path for wrapper in self.wrappers]}", self.wrappers, ""),
             ("action_mask=info", self.action_mask == "info", ", or an environment that observes its action_mask"),
             ("hierarchy" if self.hierarchy else "api=pettingzoo", self.several_agents, ""),
-            (
-                f"parameters_by={self.parameters_by}",
-                self.parameters and self.parameters_by != "options",
-                ", or parameters_by=options",
-            ),
+            (f"parameters_by={self.parameters_by}", not by_options, ", or parameters_by=options"),
         ):
             if given and self.vectorization == "native":
                 why = "whose environment holds all copies at once"
                 raise ValueError(f"{field} with vectorization=native, {why}; use sync or async{remedy}")
+        if (self.api == "external") != (self.spaces is not None):
+            raise ValueError(
+                f"api={self.api} with{'out' if self.spaces is None else ''} spaces: an environment in another program "
+                f"needs both; set api=external and spaces, or neither"
+            )
+        for field in ("wrappers", "kwargs", "max_episode_steps", "hierarchy"):
+            if self.api == "external" and getattr(self, field):
+                raise ValueError(f"{field} with api=external: the client has the environment; set it there")
+        if self.api == "external" and (self.vectorization != "sync" or self.action_mask == "info"):
+            raise ValueError("api=external: leave out vectorization, and observe a mask as `action_mask`")
         if self.parameters and self.id.startswith("envpool:"):
             raise ValueError("parameters: not supported by EnvPool; use sync or async Gymnasium environments")
         if self.api != "pettingzoo" and self.episode_ends != "all":

@@ -192,8 +192,9 @@ class LevelReplayConfig(Section):
 
     of: int = Field(ge=2, le=100_000)
     """Number of levels; the parameter is an integer below it."""
-    score: Literal["value_loss", "positive_value_loss", "gae"] = "value_loss"
-    """Score of a level from the advantages A of its last episode: the mean of |A|, of max(A, 0), or of A."""
+    score: Literal["value_loss", "positive_value_loss", "gae", "learnability"] = "value_loss"
+    """Score of a level from the advantages A of its last episode: the mean of |A|, of max(A, 0), or of A. Or
+    `learnability`, p (1 − p) for the share p of successes in about the last ten (Rutherford et al. 2024, SFL)."""
     prioritization: Literal["rank", "proportional"] = "rank"
     """Weight of level i: (1 / rank_i)^(1/T) or score_i^(1/T)."""
     temperature: float = Field(0.1, gt=0)

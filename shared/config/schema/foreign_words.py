@@ -63,7 +63,8 @@ _FIELDS = {
     ),
     "tau polyak": "algorithm.tau? It is a field of algorithms with a target network",
     "target_update_interval target_network_update_freq target_network_frequency target_update_freq": (
-        "algorithm.target_update_steps? It counts gradient steps: the interval × algorithm.gradient_steps_per_env_step"
+        "algorithm.target_update_steps? It counts gradient steps: the interval × algorithm.gradient_steps_per_env_step "
+        "(or those of one train_freq, if these are more: Stable-Baselines3 moves its target only between them)"
     ),
     "train_freq train_frequency gradient_steps training_intensity utd_ratio": (
         "algorithm.gradient_steps_per_env_step? It is gradient steps / env steps: 0.25 is a train_freq of 4"
@@ -77,7 +78,8 @@ _FIELDS = {
     ),
     "action_noise exploration_noise": "algorithm.exploration? Noise is {kind: gaussian} or {kind: ou}",
     "num_atoms n_atoms": "algorithm.atoms? They belong to algorithm.head: c51",
-    "n_quantiles": "algorithm.quantiles? They belong to algorithm.head: qr",
+    "n_quantiles": "algorithm.quantiles? They belong to algorithm.head: qr, and to tqc",
+    "top_quantiles_to_drop_per_net": "algorithm.dropped_quantiles?",
     "double_q": "algorithm.double?",
     "algo algorithm_name trainer_type agent": "algorithm.name?",
     "net_arch fcnet_hiddens mlp_layers encoder_mlp_layers hidden_units layers hidden_sizes": (

@@ -8,16 +8,7 @@ import itertools
 import math
 from typing import Annotated, Any, Literal, Self, Union, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from stagecoach.shared.experience.counters import Counters, DurationField
 
@@ -41,13 +32,9 @@ class Section(BaseModel):
     """Base of all config sections: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False,
         ser_json_inf_nan="constants",
-    )
+    )  # fmt: skip
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 --- @include common, positions, epochs, quarantine
 --- @keys flow, log, quarantine
---- @args epoch, deaths_allowed
--- A trainer begins its work; `deaths_allowed` deaths in a row over the same entries put these into quarantine. Returns
+--- @args epoch, deaths_allowed, durable
+-- A trainer begins its work; `deaths_allowed` deaths in a row over the same entries put these into quarantine,
+-- if the checkpoint at `durable` has not learned from them. Returns
 -- {deaths in a row without a new version since, whether the trainer before died, what that was about to take ('first
 -- last', or ''), how many died there, how many entries are in quarantine for it now}; {-1} if fenced.
 if fenced(args.epoch) then return {-1, 0, '', 0, 0} end
@@ -22,7 +23,7 @@ if flow.at_work and flow.at_work ~= args.epoch then
   end
   if there >= tonumber(args.deaths_allowed) then
     local first, last = string.match(taking, '^(%d+%-%d+) (%d+%-%d+)$')
-    put = first and quarantine(first, last, there .. ' trainers died in a row over it') or 0
+    put = first and quarantine(first, last, there .. ' trainers died in a row over it', args.durable) or 0
     if put > 0 then suspect = '' end
   end
 end

@@ -1,25 +1,25 @@
 --- @include common, positions, epochs, log_entries, ledger
 --- @keys flow, log, claims, produced, incarnations, pushed, ledger, pushes
---- @args epoch, owner, number, position, taken_after, taken, mode, accounts...
+--- @args epoch, owner, number, position, taken_after, before, digest, mode, accounts...
 -- For a Redis that may know less than its trainer, whose ledger through `position` is `accounts`: epoch, ledger, credit
 -- and what was pushed become what the ledger, the log behind its position and the claims that are held say; new entries
--- of the log come after the position. `taken` are the entries that the trainer took after `taken_after` through
--- `position`, a line each. `mode`: 'compare' changes nothing; 'if_same' changes nothing if the log holds others there;
--- 'anyway' makes the log begin behind them then. `owner` is as in check_epoch. `number` counts the calls of one trainer
--- (0: not counted): one that arrives late, after it was repeated, changes nothing. Returns 1, 0 if fenced, or 2 if the
--- log holds others.
+-- of the log come after the position. `digest` is that of the names of all entries that the trainer took through
+-- `position`, `before` that of those through `taken_after`. `mode`: 'compare' changes nothing; 'if_same' changes nothing
+-- if the log holds others there; 'anyway' makes the log begin behind them then. `owner` is as in check_epoch. `number`
+-- counts the calls of one trainer (0: not counted): one that arrives late, after it was repeated, changes nothing.
+-- Returns 1, 0 if fenced, or 2 if the log holds others.
 if fenced(args.epoch, args.owner) then return 0 end
 local epoch, number, answer = string.match(redis.call('HGET', keys.flow, 'forwarded') or '', '^(%d+):(%d+):(%d)$')
 if epoch == args.epoch and args.number ~= '0' and tonumber(args.number) <= tonumber(number) then return tonumber(answer) end
 begin()
-local held = {}
+local digest = args.before
 if after(args.position, args.taken_after) then
   each_entry(args.taken_after, function(fields, pushed, id)
     local from = {fields['worker'] or '', fields['incarnation'] or '', fields['seq'] or ''}
-    held[#held + 1] = pushed and id .. ' ' .. table.concat(from, ':') or id
+    digest = redis.sha1hex(digest .. ' ' .. (pushed and id .. ' ' .. table.concat(from, ':') or id))
   end, args.position)
 end
-local same = table.concat(held, '\n') == args.taken
+local same = digest == args.digest
 if args.mode == 'compare' and after(redis.call('HGET', keys.flow, 'trimmed_id'), args.position) then same = false end
 if not same and args.mode ~= 'anyway' then return 2 end
 if args.mode == 'compare' then return 1 end

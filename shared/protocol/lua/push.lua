@@ -1,9 +1,11 @@
 --- @include common, window
 --- @keys flow, claims, log, pushed, produced, incarnations, action_trace, pushes
---- @args worker, incarnation, seq, epoch, transitions, field, value, bytes, refusals, action_trace_entry, action_trace_length
+--- @args worker, incarnation, seq, epoch, transitions, field, value, bytes, refusals, action_trace_entry, action_trace_length, sessions, late
 -- Appends a fragment to the log and takes back its claim. `field` is 'fragment' and `value` its body, or 'body' and the
 -- body's place on a shard; `bytes` is the body's size; `action_trace_length` is how many entries the action trace keeps; `refusals`
--- is how many pushes of this incarnation were 'stale' as far as the worker has heard.
+-- is how many pushes of this incarnation were 'stale' as far as the worker has heard; `sessions` is 'NAME=NUMBER,…' of a
+-- gateway's sessions: the first message of each that is in no fragment so far; `late` counts their turns that came too
+-- late for any.
 -- Returns 'pushed', 'duplicate' (a resend), 'stale' (its claim was given back and the window has no room), 'superseded' (a
 -- newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim: it was restored from the
 -- past), or 'finished'. A fragment that was refused stays refused: the same number belongs to another fragment once the
@@ -28,6 +30,12 @@ local heard = tonumber(args.refusals)
 if (whole(redis.call('HGET', keys.pushed, from .. ':refused')) or 0) > heard then return 'stale' end  -- sent again
 local function append_action_trace()  -- also for a fragment that is refused: its environments have moved on
   redis.call('HDEL', keys.pushed, args.worker .. ':tries')
+  for name, number in string.gmatch(args.sessions, '([^=,]+)=(%d+)') do
+    redis.call('HSET', keys.pushed, 'session:' .. name, number)
+  end
+  for _, fate in ipairs({'', ':stale'}) do
+    if args.late ~= '0' then redis.call('HINCRBY', keys.produced, args.worker .. ':transitions' .. fate, args.late) end
+  end
   if args.action_trace_length == '0' then
     redis.call('DEL', keys.action_trace)
   else

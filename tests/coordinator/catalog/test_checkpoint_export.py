@@ -73,7 +73,7 @@ def test_export_writes_file_and_record(stagecoach: Stagecoach, run: Path, tmp_pa
 def test_export_without_extra_says_what_to_install(
     stagecoach: Stagecoach, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagecoach.trainer_node.export.onnx_translation._PACKAGES", ("onnx", "no-such-package"))
+    monkeypatch.setattr("stagecoach.trainer_node.export._PACKAGES", ("onnx", "no-such-package"))
     check_refused(stagecoach(*EXPORT, "out", "--onnx"), "needs no-such-package: pip install", "stagecoach-rl[onnx]")
 
 

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import evaluate, find_checkpoint
-from stagecoach.coordinator.catalog.checkpoint_operations import (
-    Removed,
-    export,
-    list_checkpoints,
-    prune_checkpoints,
-)
+from stagecoach.coordinator.catalog.checkpoint_operations import Removed, export, list_checkpoints, prune_checkpoints
 from stagecoach.coordinator.lifecycle.launcher import first_policies
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.rollout_worker.environments.description import describe_environment

@@ -30,8 +30,7 @@ from stagecoach.shared.protocol.ledger import read_accounting
 from stagecoach.shared.runtime.run_context import RunContext
 from stagecoach.trainer_node.checkpointing.write_stages import checkpoint_in_evaluation
 from stagecoach.trainer_node.distributed.leader import Rendezvous
-from stagecoach.trainer_node.metrics.fleet_metrics import FleetMetrics
-from stagecoach.trainer_node.metrics.recorder import Recorder, evaluation_row
+from stagecoach.trainer_node.metrics.recorder import FleetMetrics, Recorder, evaluation_row
 from tests.conftest import MakeRole, minimal_config
 
 NAMES = sorted({field.name for field in fields(Beat)} | {

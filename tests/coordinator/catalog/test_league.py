@@ -75,7 +75,7 @@ def table_of(run: Run) -> MatchTable:
     return MatchTable.from_dict(checkpoints.manifest(checkpoints.resolve("latest")).provenance["folds"]["league"])
 
 
-def test_player_of_another_run_is_copied_and_stays_fixed(chase: MakeConfig, stagecoach: Stagecoach) -> None:
+def test_player_of_another_run_is_copied_and_stays_fixed(chase: MakeConfig) -> None:
     """Also once the other run is gone; it is drawn where its spaces fit alone."""
     first = played(chase({}), "first")
     fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "tests.support.environments.games:takes_one"}
@@ -201,10 +201,7 @@ def test_rollback_removes_players_of_abandoned_line(chase: MakeConfig) -> None:
         ("a#second", r"has no policy 'second'; choose one: a#default"),
         ("builtins:nothing", "league.fixed.one=builtins:nothing cannot be imported"),
         (f"{__name__}:NO_FUNCTION", "is not a function"),
-        (
-            "builtins:len",
-            "cannot be called with two arguments: too many positional arguments; expected one that",
-        ),
+        ("builtins:len", "cannot be called with two arguments: too many positional arguments; expected one that"),
         ("missing.onnx", "cannot be read: No such file"),
         ("broken.onnx", "is not a valid ONNX file"),
         ("other.onnx", "was trained with other observation or action spaces"),

@@ -212,9 +212,3 @@ def test_embedded_store_is_read_offline_as_folder(config: Config, folder: RunFol
     assert folder.offline_address(config).store_url == f"file://{runs / 'a' / 's3' / BUCKET}"
     own = minimal_config(store={"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"})
     assert folder.offline_address(own) == Address("a", "embedded", "s3://bucket/team", "http://minio:9000")
-
-
-def test_remove_deletes_folder_of_unstarted_run(config: Config, folder: RunFolder, runs: Path) -> None:
-    folder.credentials(config)
-    folder.remove()
-    assert list(runs.iterdir()) == []

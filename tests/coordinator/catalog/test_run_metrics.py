@@ -100,7 +100,7 @@ def expected(first: int, last: int, value: float = 0.0) -> list[tuple[float, flo
     return [(10.0 * number, value) for number in range(first, last + 1)]
 
 
-def test_tail_joins_store_without_gap_or_repeat(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_joins_store_without_gap_or_repeat(live: Live) -> None:
     curves = Curves(live.run_id)
     curves.refresh(live.store, live.client)
     assert shown(curves) == []

@@ -10,7 +10,6 @@ import pytest
 
 from stagecoach.coordinator.catalog.status import bottleneck, ended_status, live_status
 from stagecoach.coordinator.lifecycle.preparation import create_flow
-from stagecoach.shared.base.errors import RunNotFound
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
 from stagecoach.shared.protocol.keys import RunKeys
@@ -109,13 +108,6 @@ def test_live_status_reads_redis(make_role: MakeRole) -> None:
     plain = status.as_dict()
     assert [role["id"] for role in plain["roles"]] == ["trainer"]
     assert plain["roles"][0]["alive"] is True
-    role.redis.close()
-
-
-def test_live_status_raises_for_unknown_run(make_role: MakeRole) -> None:
-    role = make_role()
-    with pytest.raises(RunNotFound, match="nobody"):
-        live_status(role.redis, "nobody")
     role.redis.close()
 
 

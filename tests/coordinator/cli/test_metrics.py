@@ -117,9 +117,7 @@ def test_status_of_ended_run_shows_last_metrics(ended_run: Run, runs: tuple[str,
     assert speed in stagecoach("watch", "a", *runs).ok()
 
 
-def test_metrics_of_live_run_include_unstored_rows(
-    config: Callable[..., Config], stagecoach: Stagecoach, tmp_path: Path
-) -> None:
+def test_metrics_of_live_run_include_unstored_rows(config: Callable[..., Config], stagecoach: Stagecoach) -> None:
     run = Run.start(config(stop_at={"updates": 10**6}, checkpoint={"every": "100000 updates"}), "live", inline=True)
     try:
         status = until(run, lambda status: status.updates > 5)

@@ -36,7 +36,7 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "learning_starts": (1000, "did you mean heatup? Give it a unit: heatup: 1000 env_steps"),
     "tau": (0.005, "did you mean algorithm.tau? It is a field of algorithms with a target network"),
     "algorithm.tau": (0.005, "ppo has no such field, but cql, ddpg, dqn"),
-    "target_update_interval": (500, "counts gradient steps: the interval × algorithm.gradient_steps_per_env_step"),
+    "target_update_interval": (500, "counts gradient steps: the interval × algorithm.gradient_steps_per_env_step (or"),
     "exploration_fraction": (0.1, "where `over` is exploration_fraction × stop_at.env_steps"),
     "n_epochs": (10, "did you mean algorithm.epochs?"),
     "net_arch": ([64, 64], "did you mean policies.default.hidden_sizes?"),
@@ -71,13 +71,9 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "policies.second": (None, "policies.second: expected a section, as in {name: value}, found nothing; write "
         "policies.second: {} for its defaults"),
     # one's own
-    "enviroment": ({"id": "CartPole-v1"}, "did you mean environment?"),
     "rollout.wokers": (4, "did you mean rollout.workers?"),
     "rollout.workers": (2.5, "rollout.workers: expected a whole number, found 2.5"),
-    "rollout.fragment_steps": (-4, "rollout.fragment_steps: expected 1 or more, found -4"),
-    "environment.num_envs": (True, "environment: num_envs: expected a number, found true"),
     "stop_at.updates": ("ten", "stop_at.updates: expected a whole number, found 'ten'; write the number in digits"),
-    "stop_at.env_steps": ("100k", "expected a whole number, found '100k'; write 100000"),
     "checkpoint.every": (1000, "such as '10 updates', found 1000"),
     "heatup": (1000, "found 1000; write heatup: 1000 env_steps"),
     "environment": ("CartPole-v1", "found 'CartPole-v1'; write environment: {id: CartPole-v1}"),
@@ -88,10 +84,6 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "policies.default.transform": ("my_code.double", "found 'my_code.double'; did you mean my_code:double?"),
     "metrics.writers": (["wandb.x:y.z"], "expected csv, jsonl, tensorboard, wandb, mlflow, trackio or package.module"),
     "trainer.device": ("gpu", "trainer.device: expected auto, cpu, cuda or cuda:0, cuda:1 …, found 'gpu'"),
-    "evaluation": (False, "evaluation: expected a section, as in {name: value}, found false"),
-    "seed.value": (3, "seed is a value (1), not a section with value; set seed itself"),
-    "redis.url": ("localhost:6379", "redis.url must be 'embedded' or start with"),
-    "runs_dir": ("", "runs_dir: expected a folder, found ''"),
 }  # fmt: skip
 """Field → a wrong value, and a part of the message."""
 

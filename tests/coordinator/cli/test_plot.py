@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stagecoach.coordinator.run_access.run import Run
-from stagecoach.coordinator.run_access.run_comparison import interval
+from stagecoach.coordinator.run_access.seed_statistics import interval
 from stagecoach.shared.storage.metric_log import TRAIN, MetricStream
 from tests.support.processes.command_line import Stagecoach, check_refused
 from tests.support.runs.ended_runs import copies
@@ -113,9 +113,7 @@ def test_plot_supports_time_and_updates_and_several_metrics(
     assert hours[0] == 0.0 and 0 < hours[-1] < 1
 
 
-def test_plot_explains_what_it_cannot_draw(
-    ended_run: Run, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_explains_what_it_cannot_draw(ended_run: Run, stagecoach: Stagecoach) -> None:
     runs = "--runs-dir", str(ended_run.config.runs_dir)
     check_refused(stagecoach("plot", "a", *runs, "--metric", "train/los"), "no 'train/los'", "train/loss")
     check_refused(stagecoach("plot", "a", *runs, "--output", "a.gif"), "a.gif", ".png or .svg")

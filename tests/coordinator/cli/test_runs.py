@@ -88,9 +88,7 @@ COMPLETED = {
 """What is typed after `stagecoach`, and what a shell offers."""
 
 
-def test_light_commands_import_nothing_heavy(
-    folder: Path,
-) -> None:
+def test_light_commands_import_nothing_heavy(folder: Path) -> None:
     there = "my-config.yaml my-folder/deep.yml my-folder/notes.txt my-notes.txt others/another/config.yaml"
     for path in there.split():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

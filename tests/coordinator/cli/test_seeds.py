@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from stagecoach.coordinator.cli import seeds as module
 from stagecoach.coordinator.cli.seeds import parse_seeds
+from stagecoach.coordinator.run_access import run_processes as module
 from stagecoach.coordinator.run_access.run import Run
+from stagecoach.coordinator.run_access.run_comparison import result_of
 from stagecoach.shared.base.errors import UserError
 from tests.support.processes.command_line import CommandLine, Stagecoach, check_refused
 from tests.support.runs.ended_runs import copies
@@ -71,7 +72,7 @@ def children(monkeypatch: pytest.MonkeyPatch, ended_run: Run, tmp_path: Path) ->
         child.code = {"1": 0, "2": 1, "3": 0}.get(seed)
         return child, None
 
-    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(module, "start_process", start)
     return begun
 
 
@@ -95,9 +96,8 @@ def test_seeds_start_a_run_each_and_exit_with_worst_code(
     ]
     assert Child.started[-2] == expected
     assert [row["run_id"] for row in stagecoach("runs", "--json").json()] == ["x-seed-1", "x-seed-2", "x-seed-3"]
-    mean = next(line for line in done.out.splitlines() if "mean" in line)
-    deviation = next(line for line in done.out.splitlines() if "standard" in line)
-    assert f"{ended_run.last_metrics()[1]['rollout/ep_rew_mean']:.4g}" in mean and "0" in deviation
+    (row,) = (line for line in done.out.splitlines() if line.startswith("x "))
+    assert row.count(f"{result_of(ended_run).last:.4g}") == 6, "mean and IQM, each with its interval"
 
 
 def test_seeds_pass_on_signal_and_start_no_more(stagecoach: Stagecoach, children: list[Child]) -> None:
@@ -115,7 +115,7 @@ def test_seeds_pass_on_signal_and_start_no_more(stagecoach: Stagecoach, children
 def test_seeds_train_side_by_side_in_processes_of_their_own(terminal: CommandLine) -> None:
     terminal.write_config()
     done = terminal.run("train", "config.yaml", "--seeds", "1,3", "--parallel", "2", "--run-id", "x", "--inline")
-    assert "95 % interval" in done.ok()
+    assert "95 % intervals" in done.ok()
     assert [terminal.handle(f"x-seed-{seed}").config.seed for seed in (1, 3)] == [1, 3]
     for seed in (1, 3):
         terminal.check_ended(f"x-seed-{seed}", "exhausted")

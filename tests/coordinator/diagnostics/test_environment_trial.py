@@ -137,6 +137,13 @@ def test_check_prints_list_or_json_and_sets_exit_code(stagecoach: Stagecoach) ->
     assert unusable.code == 2 and "has no usable spaces" in unusable.out and "Traceback" not in unusable.out
 
 
+def test_check_of_external_environment_names_conformance(stagecoach: Stagecoach) -> None:
+    spaces = {"observation": {"type": "Box", "low": 0, "high": 1, "shape": [2]}, "action": {"type": "Discrete", "n": 2}}
+    config = {"environment": {"id": "mine", "api": "external", "spaces": spaces}, "evaluation": {"episodes": 0}}
+    Path("mine.yaml").write_text(yaml.safe_dump(config | {"stop_at": {"updates": 1}}))
+    check_refused(stagecoach("check", "mine.yaml"), "test a client with `stagecoach gateway conformance -- COMMAND`")
+
+
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [

@@ -225,10 +225,7 @@ def test_scaling_writes_and_explains_decisions(role: RunContext) -> None:
     assert role.flow.read().desired_workers == 4
     crew.workers = 4
     assert crew.after(3, credit=0.5) == 3
-    assert crew.told() == [
-        f"scaled 2 → 4: {WHY}",
-        "scaled 4 → 3: workers waited 50 % of the last 2 s for credit",
-    ]
+    assert crew.told() == [f"scaled 2 → 4: {WHY}", "scaled 4 → 3: workers waited 50 % of the last 2 s for credit"]
     up, down = crew.data()
     shares = {"waited_for_experience": 0.5, "waited_for_others": 0.0, "waited_for_credit": 0.0}
     window = {"window_seconds": 2.0, "updates_per_second": 4.0}

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from rich.panel import Panel
 from stagecoach.coordinator.catalog.status import Status
 from stagecoach.coordinator.cli.terminal.console import PrintableConsole
 from stagecoach.coordinator.cli.terminal.live_view import LiveView, print_status, print_summary
-from stagecoach.coordinator.lifecycle.supervisor import Coordinator, Outcome
+from stagecoach.coordinator.lifecycle.supervisor import Outcome
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol import payload_shards
-from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import read_due_evaluation
@@ -38,23 +37,7 @@ from tests.support.suite.groups import some_quick
 
 MakeConfig = Callable[..., Any]
 FOR_EVER = {"updates": 10**6}
-pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(autouse=True)
-def _no_run_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A run left over would go on in a thread of this process."""
-    started: list[Coordinator] = []
-
-    def launched(*arguments: Any) -> Coordinator:
-        started.append(Coordinator(*arguments))
-        return started[-1]
-
-    monkeypatch.setattr("stagecoach.coordinator.lifecycle.launcher.Coordinator", launched)
-    yield
-    for run in started:
-        run.abandon()
-    poll(Wait("abandoned runs to end", 60), lambda: all(run.outcome is not None for run in started))
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("no_run_left")]
 
 
 def finish(run: Run, reason: str = "exhausted") -> Outcome:
@@ -185,21 +168,6 @@ def test_inline_all_that_is_due_is_played_before_the_end(
     assert status.test_episodes == rows.columns["time/test_episodes"][-1] > 0
     assert status.as_dict()["test_env_steps"] == rows.columns["time/test_env_steps"][-1]
     assert not [event for event in run.events() if "had not been played" in event.text]
-
-
-def test_checkpoint_order_and_note_are_recorded(config: MakeConfig) -> None:
-    run = Run.start(config(checkpoint={"every": "100000 updates"}, stop_at=FOR_EVER), "a", inline=True)
-    until(run, lambda status: status.version >= 1)
-    before = run.status().latest
-    run.checkpoint()
-    until(run, lambda status: status.latest != before)
-    run.note("a better idea")
-    with pytest.raises(UserError, match="a note needs text"):
-        run.note(" ")
-    run.stop()
-    finish(run, "stopped")
-    notes = [label for rows in run.metrics("events") for label in rows.labels if label.startswith("note")]
-    assert notes == ["note\ta better idea"]
 
 
 def test_inline_refuses_several_ranks(config: MakeConfig, tmp_path: Path) -> None:

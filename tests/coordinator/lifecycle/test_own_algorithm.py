@@ -118,7 +118,6 @@ def test_own_exploration_and_replay_buffer_resume_exactly(stagecoach: Stagecoach
         ),
         ("replay_buffer", {"kind": "theirs:Acts"}, "expected a subclass of stagecoach.ReplayBuffer, found"),
         ("replay_buffer", {"kind": "theirs:Buffer"}, "cannot be created with {}: it raised ValueError: too small"),
-        ("replay_buffer", {"kind": "unifrom"}, "balanced, module:Class, found 'unifrom'; did you mean uniform?"),
     ],
     ids=str,
 )
@@ -209,7 +208,6 @@ def test_own_class_errors_name_the_field(
         ({"name": f"{MODULE}:Bandit", "stpe": 1}, {}, ["unknown key algorithm.stpe; did you mean algorithm.step?"]),
         ({"name": f"{MODULE}:Bandit", "step": "far"}, {}, ["algorithm.step: expected a number, found 'far'"]),
         (f"{MODULE}:Bandit", {"max_policy_lag": 1}, ["the bandit wants rollout.max_policy_lag=0"]),
-        ("pop", {}, ["one of a2c,", "vdn, package.module:Class", "found 'pop'; did you mean ppo?"]),
     ],
 )  # fmt: skip
 def test_own_algorithm_refusals_are_one_line(

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.coordinator.lifecycle.validation import (
-    available_cores,
-    check,
-    excess_workers,
-    memory_bytes,
-)
+from stagecoach.coordinator.lifecycle.validation import available_cores, check, excess_workers, memory_bytes
 from stagecoach.shared.base.errors import UserError
 from tests.conftest import minimal_config
 from tests.support.processes.command_line import command_line

@@ -241,6 +241,25 @@ def test_page_works_by_keyboard_and_charts_have_tables(runs_dir: Path, visitor: 
         assert reached
 
 
+def test_click_on_a_chart_explains_the_version_there(tmp_path: Path, visitor: Visitor) -> None:
+    config = minimal_config(
+        runs_dir=str(tmp_path), archive="all", evaluation={"episodes": 0}, stop_at={"updates": 20},
+        rollout={"workers": 2, "fragment_steps": 8, "fragments_per_update": 2},
+    )  # fmt: skip
+    Run.start(config, "a", inline=True).wait(120)
+    with serve(tmp_path, TOKEN) as url:
+        page = visitor.enter(url, "/runs/a")
+        page.locator("#panel-return .u-over").click()
+        dialog = page.get_by_role("dialog")
+        dialog.wait_for()
+        assert 5 <= int(dialog.get_by_label("Policy version").input_value()) <= 15, "in the middle"
+        dialog.get_by_label("Updates to explain").fill("3")
+        dialog.get_by_role("button", name="Explain").click()
+        dialog.locator("tbody tr").nth(5).wait_for()
+        assert dialog.locator("tbody tr").count() == 6
+        assert "By worker: worker-" in dialog.inner_text()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 820, 1440])
 def test_nothing_is_wider_than_the_screen(runs_dir: Path, visitor: Visitor, width: int, theme: Any) -> None:

@@ -101,7 +101,7 @@ def test_failed_page_server_is_started_again(
 
 
 @pytest.mark.processes
-def test_run_outlives_more_connections_than_it_may_open(terminal: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_outlives_more_connections_than_it_may_open(terminal: CommandLine) -> None:
     config = terminal.write_config(stop_at={"updates": 100_000})
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     process = terminal.start("train", config, "--run-id", "a", "--inline", "--page")

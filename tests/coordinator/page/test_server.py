@@ -197,6 +197,9 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/aa/videos", 404, ("no run 'aa'",)),
         ("/api/runs/..", 400, ("run id",)),
         ("/api/runs/a/series?metric=train/aprox_kl", 400, ("'train/aprox_kl' in stream train", "train/approx_kl")),
+        ("/api/runs/a/explain?version=x", 400, ("expected ?version=NUMBER",)),
+        ("/api/runs/a/explain?version=99", 400, ("versions 1 to",)),
+        ("/api/runs/a/explain?version=1", 400, ("archive=all",)),
         ("/api/runs/a/series?metric=nothing*", 400, ("unknown metric 'nothing*'",)),
         ("/api/runs/a/series?stream=river&metric=x", 400, ("unknown stream 'river'; expected one of train, fleet",)),
         ("/api/runs/a/series", 400, ("no metric requested",)),
@@ -333,12 +336,6 @@ def test_store_outage_shows_banner_and_keeps_data(servers: tuple[str, str], tmp_
             proxy.heal()
             soon("the banner's end", lambda: visitor.ask(path).json["banner"] == "")
             assert "promoted" in visitor.order(run.run_id, "promote", {"checkpoint": "latest"}).json["done"]
-
-
-def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor) -> None:
-    live_page.ask("/api/runs/live")  # waits longer for the view's first data than a scrape does
-    text = live_page.ask("/metrics").body.decode()
-    assert re.search(r'stagecoach_run_info\{.*run="live",state="running"\} 1\.0', text)
 
 
 def test_silent_redis_of_one_run_holds_up_no_scrape(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:

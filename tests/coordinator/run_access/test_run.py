@@ -9,14 +9,13 @@ import textwrap
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import pytest
 
-from stagecoach.coordinator.lifecycle.supervisor import Coordinator
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.shared.base.errors import CheckpointNotFound
 from stagecoach.shared.config.loading import dump_config
@@ -28,23 +27,7 @@ from tests.support.processes.command_line import until
 MakeConfig = Callable[..., Any]
 FOR_EVER = {"updates": 10**6}
 HOW = [pytest.param(True, id="inline"), pytest.param(False, id="ray", marks=pytest.mark.ray)]
-pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Coordinator]]:
-    """Coordinators that a test started; none outlives it."""
-    found: list[Coordinator] = []
-
-    def launched(*arguments: Any) -> Coordinator:
-        found.append(Coordinator(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr("stagecoach.coordinator.lifecycle.launcher.Coordinator", launched)
-    yield found
-    for coordinator in found:
-        coordinator.abandon()
-    poll(Wait("abandoned runs to end", 60), lambda: all(each.outcome is not None for each in found))
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_run_left")]
 
 
 class Following:
@@ -99,7 +82,12 @@ def test_iterating_continues_while_redis_restarts(config: MakeConfig) -> None:
     assert client is not None
     os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)
     again = "was restarted over its data"
-    poll(Wait("Redis to be restarted", 60), lambda: any(again in event.text for event in run.events()))
+
+    def restarted() -> bool:
+        assert run.status(accounting=False).live, "its coordinator is at work"
+        return any(again in event.text for event in run.events())
+
+    poll(Wait("Redis to be restarted", 60), restarted)
     run.note("after the restart")
     run.stop()
     assert run.wait(60).reason == "stopped"
@@ -213,16 +201,6 @@ def test_page_is_served_until_the_handle_ends(ended_run: Run) -> None:
     del run
     with pytest.raises(urllib.error.URLError, match="refused"):
         browser.open(page)
-
-
-def test_run_shows_itself_in_a_line_and_a_table(ended_run: Run) -> None:
-    best = ended_run.best
-    assert best is not None
-    shown = repr(ended_run)
-    assert shown.startswith("<Run a: state finished: reached stop_at, env steps 256, return ")
-    assert best.name in shown and "\n" not in shown
-    table = ended_run._repr_html_()
-    assert "<th>checkpoints</th><td>5</td>" in table and f"({best.name})</td>" in table
 
 
 CALLBACKS = """

@@ -128,6 +128,7 @@ print(first.wait(60).reason, third[0].reason, third[1].wait(60).reason)
 """
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ray", ["lives", "dies"])
 def test_runs_of_one_process_share_its_ray(tmp_path: Path, ray: str) -> None:
     """Two that overlap, of which the first to start ends first, then a third after both. A Ray that they could join

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gymnasium import spaces
 
 from stagecoach import DQN, DQNConfig
 from stagecoach.coordinator.lifecycle.validation import check
-from stagecoach.rollout_worker.environments.description import check_new, describe_environment, describe_space
-from stagecoach.shared.base.errors import ConfigError, UnsupportedSpace
+from stagecoach.rollout_worker.environments.description import check_new, describe_environment
+from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.policies.registry import build_policies
@@ -18,25 +17,6 @@ from stagecoach.trainer_node.learning.league import League
 from tests.conftest import minimal_config
 from tests.support.environments.games import MODULE
 from tests.support.environments.small import CHASE, CHASE_POLICIES, Chase
-
-
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (spaces.Dict({"talk": spaces.Tuple((spaces.Discrete(2), spaces.Text(5)))}), "^talk.1: Text spaces are not"),
-        (spaces.Box(-1, 1, (0,)), "expected"),
-        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "OneOf"),
-    ],
-)  # fmt: skip
-def test_describe_space_refuses_unsupported_spaces(space: spaces.Space[Any], message: str) -> None:
-    with pytest.raises(UnsupportedSpace, match=message):
-        describe_space(space)
-
-
-def test_describe_maps_single_agent_to_default_policy() -> None:
-    described = describe_environment(minimal_config())
-    assert described.agents == {"default": "default"} and list(described.policies) == ["default"]
-    assert EnvironmentDescription.from_dict(described.as_dict()) == described
 
 
 @pytest.mark.parametrize(

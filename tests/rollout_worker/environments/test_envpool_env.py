@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
+from stagecoach.rollout_worker.environments.envpool_env import PREFIX
 from stagecoach.rollout_worker.environments.factory import (
     evaluation_environment,
-    is_factory,
     make_environment,
     make_native,
     make_vector,
@@ -134,13 +133,6 @@ def test_envpool_evaluation_seeds_each_episode(fake: list[FakePool]) -> None:
 def test_envpool_refuses_unusable_task_or_arguments(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(EnvironmentUnusable, match=says):
         make_native(config_of(envpool(**fields)).environment)
-
-
-def test_missing_envpool_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "envpool", None)
-    assert not is_factory("envpool:Ant-v4")
-    with pytest.raises(EnvironmentUnusable, match=r"envpool:Ant-v4 needs EnvPool.* 'stagecoach-rl\[envpool\]'"):
-        EnvPoolSingle("envpool:Ant-v4", None, {})
 
 
 def test_envpool_cartpole_equals_gymnasium() -> None:

@@ -19,7 +19,7 @@ from stagecoach.rollout_worker.environments.factory import (
 from stagecoach.shared.base.errors import ConfigError, EnvironmentUnusable, UserError
 from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from tests.conftest import minimal_config
-from tests.support.environments.small import MODULE, AddOne, Counting
+from tests.support.environments.small import MODULE, Counting
 
 
 def environment(**fields: Any) -> EnvironmentConfig:
@@ -82,14 +82,6 @@ def test_make_environment_accepts_id_factory_and_class() -> None:
     assert make_environment(environment(id=f"{MODULE}:Counting", kwargs={"length": 9}), length=5).length == 5
     limited = make_environment(environment(id=f"{MODULE}:Counting", max_episode_steps=2))
     assert isinstance(limited, gym.wrappers.TimeLimit)
-
-
-def test_make_environment_applies_wrappers_with_kwargs() -> None:
-    paths: list[Any] = [{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 4.0}}, f"{MODULE}:AddOne"]
-    env = make_environment(environment(id=f"{MODULE}:Counting", wrappers=paths))
-    assert isinstance(env, AddOne) and isinstance(env.env, AddOne) and isinstance(env.unwrapped, Counting)
-    env.reset(seed=1)
-    assert env.step(0)[1] == 1 + 4 + 1
 
 
 def test_factory_paths_exclude_gymnasium_module_ids() -> None:

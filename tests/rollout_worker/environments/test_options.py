@@ -246,9 +246,6 @@ def of_two(before: Any, after: Any) -> float:
     return 0.0
 
 
-_OPTIONS = "environment.hierarchy.options"
-
-
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
@@ -275,10 +272,7 @@ def test_describe_refuses_invalid_options(path: str, value: Any, words: str) -> 
     ("changed", "words"),
     [
         ({"environment": {"max_episode_steps": 3}}, r"lengths has 4, .* episodes have 3 steps at most"),
-        (
-            {"environment": {"vectorization": "native"}},
-            "hierarchy with vectorization=native",
-        ),
+        ({"environment": {"vectorization": "native"}}, "hierarchy with vectorization=native"),
         ({"algorithm": {"name": "dqn"}}, r"policies \['default'\] of \['dqn'\]: .*use ppo, appo, a2c or impala"),
         ({"policies": {"default": {}, "other": {}}}, r"options with policies \['default', 'other'\]"),
         ({"agents": {"option": "default"}}, "the only agents"),

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from stagecoach.rollout_worker.environments.plain_state import plain_state, restore
+from stagecoach.rollout_worker.environments.gymnasium_env import plain_state, restore
 
 
 class Simulated(gym.vector.VectorEnv[Any, Any, Any]):

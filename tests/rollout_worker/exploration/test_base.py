@@ -1,4 +1,4 @@
-"""Sampling, greedy and random actions."""
+"""Random actions cover their space, with the probability of each."""
 
 from __future__ import annotations
 
@@ -7,37 +7,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from stagecoach.rollout_worker.exploration.base import Greedy, RandomActing, Sampling
+from stagecoach.rollout_worker.exploration.base import RandomActing
 from tests.support.environments.small import ACTIONS
-from tests.support.experience.exploration import (
-    MANY,
-    ROWS,
-    observations,
-    policy_for,
-)
+from tests.support.experience.exploration import ROWS, observations, policy_for
 from tests.support.experience.policies import generator
-
-
-@torch.no_grad()
-def test_sampling_draws_from_policy_distribution() -> None:
-    policy = policy_for(spaces.Discrete(3))
-    policy.get_parameter("head.bias").copy_(torch.tensor([0.0, 2.0, 1.0]))
-    actions, params = Sampling().act(policy, observations(MANY), generator())
-    assert params is not None and torch.equal(params, policy.action_parameters(observations(MANY)))
-    found = torch.bincount(actions["action"], minlength=3) / MANY
-    torch.testing.assert_close(found, torch.softmax(params, 1).mean(0), rtol=0, atol=0.02)
-
-
-@torch.no_grad()
-def test_greedy_takes_most_probable_action() -> None:
-    policy = policy_for(spaces.Tuple((spaces.Discrete(3), spaces.Box(-1.0, 1.0, (2,)))))
-    actions, params = Greedy().act(policy, observations(50), generator(1))
-    again, _ = Greedy().act(policy, observations(50), generator(2))
-    assert params is not None
-    assert torch.equal(actions["action.0"], params[:, :3].argmax(1)) and torch.equal(
-        actions["action.1"], params[:, 3:5]
-    )
-    assert all(torch.equal(actions[name], again[name]) for name in actions)
 
 
 @pytest.mark.parametrize("name", ACTIONS)

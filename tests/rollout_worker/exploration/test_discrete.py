@@ -14,14 +14,7 @@ from stagecoach.rollout_worker.exploration.base import Exploration
 from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
 from stagecoach.rollout_worker.exploration.noise import ParameterNoise
 from stagecoach.shared.experience.counters import Counters
-from tests.support.experience.exploration import (
-    MANY,
-    alike,
-    exploring,
-    observations,
-    policy_for,
-    q_network,
-)
+from tests.support.experience.exploration import MANY, alike, exploring, observations, policy_for, q_network
 from tests.support.experience.policies import generator
 
 TWO_PARTS = spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))

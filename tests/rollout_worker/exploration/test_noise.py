@@ -15,16 +15,7 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.serialization import state_arrays
-from tests.support.experience.exploration import (
-    HIGH,
-    LOW,
-    NOISES,
-    ROWS,
-    alike,
-    exploring,
-    observations,
-    policy_for,
-)
+from tests.support.experience.exploration import HIGH, LOW, NOISES, ROWS, alike, exploring, observations, policy_for
 from tests.support.experience.policies import generator
 
 

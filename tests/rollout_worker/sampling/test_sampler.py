@@ -149,21 +149,6 @@ def test_seed_determines_trajectory(environment: dict[str, Any], sections: dict[
     assert same(one, again) and not same(one, other)
 
 
-def test_agents_fill_columns_of_their_policies() -> None:
-    sample = Stage(CHASE, **TWO_POLICIES).sample(9)
-    hunter, prey = sample.columns["hunter"], sample.columns["prey"]
-    assert hunter["obs"].shape == (9, 2, 3) and prey["obs"].shape == (9, 2, 2)
-    assert hunter["mask"][:, 0].tolist() == [True, True, False, False] * 2 + [True]
-    assert hunter["terminated"][:, 0].tolist() == [False, True, False, False] * 2 + [False]
-    assert prey["mask"].all() and prey["truncated"][:, 1].tolist() == [False, False, False, True] * 2 + [False]
-    assert prey["final_index"].tolist() == [[3, 0], [3, 1], [7, 0], [7, 1]]
-    assert hunter["final_index"].tolist() == [[1, 0], [1, 1], [5, 0], [5, 1]]
-    assert hunter["final_obs"][:, :2].tolist() == [[2, 0], [2, 0], [2, 1], [2, 1]], "the cat's terminated"
-    assert prey["final_obs"].tolist() == [[4, 0], [4, 0], [4, 1], [4, 1]]
-    assert not hunter["obs"][~hunter["mask"]].any()
-    assert [record.length for record in sample.episodes] == [4] * 4
-
-
 @pytest.mark.parametrize("choices", [False, True], ids=["NaN", "one choice too many"])
 def test_unusable_last_observation_is_omitted(choices: bool) -> None:
     columns = Stage({"id": f"{MODULE}:Overshoots", "kwargs": {"choices": choices}}).sample(6).columns["default"]
@@ -202,14 +187,6 @@ def test_info_metrics_are_numbers_only(vectorization: str) -> None:
     expected = [1.0, 0.25] if vectorization == "sync" else [1.0, 1.0]
     assert [line["mixed"] for line in told] in (expected, expected[::-1])
     assert all(line.keys() <= {"depth", "mixed", "note"} for line in told)
-
-
-def test_agents_of_one_policy_have_own_slots() -> None:
-    columns = line({"id": f"{MODULE}:Twins", "api": "pettingzoo"}).sample(4).columns["default"]
-    assert columns["obs"].shape == (4, 6, 2)
-    assert columns["obs"][0, :, 1].tolist() == [0, 0, 0, 1, 1, 1], "agent 0 of all environments, then agent 1"
-    assert columns["terminated"][:, 0].tolist() == [False, True, False, False]
-    assert columns["mask"][:, 3].all() and columns["truncated"][:, 5].tolist() == [False, False, True, False]
 
 
 LSTM: dict[str, Any] = {"core": "lstm", "core_size": 5, "share_encoder": True, "hidden_sizes": [8]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from tests.support.environments.small import CHASE, CHASE_POLICIES, MODULE
 from tests.support.environments.stage import Stage, same
+from tests.support.learning.threads import one_thread
 
 ROWS = 8
 
@@ -33,6 +35,13 @@ def learned(policy: ActorCritic, seen: Columns) -> None:
         policy.log_std.copy_(torch.linspace(-1.5, 2.5, len(policy.log_std)))
     if policy.normalizer is not None:
         policy.normalizer.update({name: torch.from_numpy(array) for name, array in seen.items()})
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_a_worker() -> Iterator[None]:
+    """Compares with PyTorch as a worker runs it (`rollout.torch_threads`): more threads round sums otherwise."""
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("action", ["discrete", "multi_discrete", "multi_binary", "box", "dict"])

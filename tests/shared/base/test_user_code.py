@@ -13,6 +13,7 @@ import pytest
 from stagecoach.coordinator.catalog.checkpoint_lookup import require_recorder
 from stagecoach.coordinator.cli.curves.plot import require_matplotlib
 from stagecoach.coordinator.lifecycle.ray_job import job_client
+from stagecoach.coordinator.studies.suggestions import require_optuna
 from stagecoach.rollout_worker.environments.factory import make_environment
 from stagecoach.shared.base.code_version import SOURCE
 from stagecoach.shared.base.errors import ConfigError, UserError
@@ -21,7 +22,7 @@ from stagecoach.shared.config.environments.environment import EnvironmentConfig
 from stagecoach.shared.config.sections import MetricsConfig
 from stagecoach.shared.datasets.read import read_hdf5
 from stagecoach.shared.experience.spaces import EnvironmentDescription
-from stagecoach.trainer_node.export.onnx_translation import require_onnx
+from stagecoach.trainer_node.export import require_onnx
 from stagecoach.trainer_node.metrics.writers import check_writers
 
 NOTHING = EnvironmentDescription({}, {})
@@ -44,6 +45,7 @@ ASKED: dict[str, tuple[str, Callable[[], object]]] = {
     "data": ("h5py", lambda: read_hdf5(Path("data.hdf5"), NOTHING)),
     "onnx": ("onnx", require_onnx),
     "plot": ("matplotlib", require_matplotlib),
+    "tune": ("optuna", require_optuna),
     "video": ("moviepy", require_recorder),
     "wandb": ("wandb", lambda: check_writers(MetricsConfig.model_validate({"writers": ["wandb"]}))),
     "mlflow": ("mlflow", lambda: check_writers(MetricsConfig.model_validate({"writers": ["mlflow"]}))),

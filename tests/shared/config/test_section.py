@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from stagecoach.shared.config.schema.section import Schedule, ScheduleField
-from stagecoach.shared.experience.counters import UNITS, Counters, Duration, Phase, PhaseCounters, Unit, parse_duration
+from stagecoach.shared.experience.counters import UNITS, Counters, Duration, Unit, parse_duration
 
 FIELD: TypeAdapter[Schedule] = TypeAdapter(ScheduleField)
 
@@ -113,14 +112,3 @@ def test_duration_depends_on_its_counter_only(unit: Unit) -> None:
     assert Duration(7, unit).reached(Counters(**{unit: 7}))
     assert not Duration(7, unit).reached(Counters(**{unit: 6}))
     assert [Duration(7, unit).index(Counters(**{unit: count})) for count in (0, 6, 7, 13, 14)] == [0, 0, 1, 1, 2]
-
-
-def test_counters_are_kept_per_phase_and_travel_through_json() -> None:
-    counters = PhaseCounters()
-    counters.of(Phase.HEATUP).env_steps += 5
-    counters.of(Phase.TRAIN).updates += 2
-    found = PhaseCounters.from_dict(json.loads(json.dumps(counters.as_dict())))
-    assert found == counters
-    assert (found.heatup.env_steps, found.train.env_steps, found.train.get("updates")) == (5, 0, 2)
-    with pytest.raises(KeyError):
-        counters.of(Phase.TEST)

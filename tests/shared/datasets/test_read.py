@@ -117,9 +117,7 @@ def test_archive_returns_acted_episodes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[2].observations["obs.cam"], listed[2].observations["obs.cam"][:7])
 
 
-def test_archive_of_turns_drops_turns_at_fragment_ends(
-    tmp_path: Path,
-) -> None:
+def test_archive_of_turns_drops_turns_at_fragment_ends(tmp_path: Path) -> None:
     recording = Recording(SPACES, episodes(SPACES, (5, 7), "tT"), "memory")
     write_archive(tmp_path, [fragment_of(recording.cut([piece], 4)[0], piece) for piece in range(3)])
     for in_turns, lengths in ((False, [5, 7]), (True, [4, 1, 3, 4])):

@@ -21,13 +21,7 @@ from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork, unscaled
 from stagecoach.shared.policies.serialization import encode_policy
-from stagecoach.shared.storage.checkpoint_store import (
-    CHECKPOINTS,
-    MANIFEST,
-    POINTER,
-    PROMOTED,
-    CheckpointStore,
-)
+from stagecoach.shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, CheckpointStore
 from stagecoach.shared.storage.object_store import FileStore
 from tests.support.environments.small import ACTIONS, OBSERVATIONS
 from tests.support.experience.policies import built_policy

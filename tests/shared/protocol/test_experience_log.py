@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stagecoach.shared.experience.log_entry import START, STRANGERS
-from stagecoach.shared.protocol.experience_log import ExperienceLog
+from stagecoach.shared.protocol.experience_log import ExperienceLog, Settled
 from stagecoach.shared.protocol.flow_control import KeyDamaged, RunState
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import Count, read_accounting
@@ -48,6 +48,18 @@ def test_claim_shares_round_trip_with_push(make_role: MakeRole, known: bool) -> 
     assert worker.log.push("worker-0", 0, 0, worker.epoch, SIZE, b"abc", then=again) == "duplicate"
     assert again.reply == claiming.reply, "as where the answer to the first was lost"
     assert role.flow.read().claimed == 2
+
+
+def test_late_turns_without_fragment_are_settled_once(role: RunContext) -> None:
+    worker = SmallWorker(role)
+    for sessions in ({"robot/0": 3}, {"robot/0": 3}, {"robot/0": 2, "robot/1": 0}):
+        worker.log.settle(worker.name, worker.incarnation, Settled(sessions, 2))
+    total = read_accounting(role.redis, role.run_id)["total"]
+    assert total.produced == Count(0, 2) and total.dropped == {"stale": Count(0, 2)}
+    assert worker.log.open_session("robot/0", 0) == (3, 0)
+    successors = SmallWorker(role), SmallWorker(role)
+    worker.log.settle(worker.name, worker.incarnation, Settled({"robot/0": 5}, 2))
+    assert worker.log.open_session("robot/0", 0) == (3, 0), f"{successors[-1].incarnation} acts in its place"
 
 
 def test_repeat_is_recognized_after_the_run_finished(role: RunContext) -> None:
@@ -94,9 +106,7 @@ def test_refused_fragment_is_not_learned_when_sent_again(role: RunContext, claim
     assert ledger_lines(role)["worker-0"].produced == Count(2, 2 * SIZE)
 
 
-def test_repeated_incarnation_is_not_taken_for_the_refused_one(
-    role: RunContext,
-) -> None:
+def test_repeated_incarnation_is_not_taken_for_the_refused_one(role: RunContext) -> None:
     """Redis was rolled back to before a worker registered, and refused it then; its successor gets the same number."""
     trainer, slow = begin(role), too_slow(role)
     role.redis.hdel(RunKeys(role.run_id).incarnations, "worker-0")

@@ -116,9 +116,7 @@ def test_accounting_reads_no_fragment_of_a_sound_log(role: RunContext) -> None:
     assert not [command for command in seen if f"XRANGE {keys.log}" in command]
 
 
-def test_fast_forward_restores_lost_past_but_fences_old_trainer(
-    role: RunContext,
-) -> None:
+def test_fast_forward_restores_lost_past_but_fences_old_trainer(role: RunContext) -> None:
     """The checkpoint knows of three fragments of worker-0, Redis of none."""
     old, ledger = begin(role), Ledger()
     ledger.consume("worker-0", SIZE)

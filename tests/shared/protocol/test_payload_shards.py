@@ -182,9 +182,7 @@ def test_unusable_shard_is_named(tmp_path: Any, unique_run_id: str) -> None:
         server.kill()
 
 
-def test_sweep_skips_unavailable_shard(
-    make_role: MakeRole, redis_server: RedisServer, shards: dict[str, redis.Redis], tmp_path: Any
-) -> None:
+def test_sweep_skips_unavailable_shard(make_role: MakeRole, shards: dict[str, redis.Redis], tmp_path: Any) -> None:
     role = make_role(small_config())
     server = OwnRedis(tmp_path / "shard")
     bodies = Bodies({"away/0": server.client(), **shards}, role.run_id)

@@ -136,13 +136,7 @@ def test_user_without_permissions_is_named(redis_server: RedisServer, tmp_path: 
 
 @pytest.mark.parametrize(
     "reply",
-    [
-        None,
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"\x00\x01\x02\r\n",
-        b"",
-    ],
+    [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\x01\x02\r\n", b""],
     ids=["silence", "http", "ssh", "binary", "empty"],
 )
 def test_port_of_another_protocol_is_named(tmp_path: Path, reply: bytes | None) -> None:
@@ -154,10 +148,7 @@ def test_port_of_another_protocol_is_named(tmp_path: Path, reply: bytes | None) 
     ("said", "told"),
     [
         (f"{AOF}No space left on device", "its disk is full (No space left on device)"),
-        (
-            f"ERR Error running script (call to f_1): @user_script: -{AOF}Disk quota exceeded",
-            "its disk is full (Disk",
-        ),
+        (f"ERR Error running script (call to f_1): @user_script: -{AOF}Disk quota exceeded", "its disk is full (Disk"),
         (f"{AOF}Input/output error script: 1, on @user_script:2.", "it cannot write to its disk (Input/output error)"),
         ("MISCONF Redis is unable to persist.", "it cannot write to its disk (Redis is unable to persist)"),
     ],

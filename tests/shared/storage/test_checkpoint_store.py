@@ -101,9 +101,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 # Writing
 
 
-def test_manifest_is_written_last_and_deleted_first(
-    any_store: ObjectStore,
-) -> None:
+def test_manifest_is_written_last_and_deleted_first(any_store: ObjectStore) -> None:
     watched = Watched(any_store)
     checkpoints, objects = CheckpointStore(watched, RUN), objects_of(3)
     name = manifest_of(3, objects).name
@@ -139,9 +137,7 @@ def test_checkpoint_round_trips(checkpoints: CheckpointStore) -> None:
     assert checkpoints.load(name, only="policy.safetensors").objects == {POLICY: objects_of(3)[POLICY]}
 
 
-def test_newest_trainers_upload_counts_under_a_taken_name(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_newest_trainers_upload_counts_under_a_taken_name(checkpoints: CheckpointStore) -> None:
     name = publish(checkpoints, 3)
     before = listing(checkpoints.store)
     other = objects_of(3) | {STATE: b"{}"}
@@ -154,9 +150,7 @@ def test_newest_trainers_upload_counts_under_a_taken_name(
     assert before.items() < listing(checkpoints.store).items()
 
 
-def test_late_upload_beyond_the_pointer_is_not_resumed_from(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_late_upload_beyond_the_pointer_is_not_resumed_from(checkpoints: CheckpointStore) -> None:
     objects = objects_of(5)
     publish(checkpoints, 3)
     checkpoints.write(manifest_of(5, objects), objects)  # the same trainer's: it died before it moved the pointer
@@ -170,9 +164,7 @@ def test_late_upload_beyond_the_pointer_is_not_resumed_from(
     assert checkpoints.newest_good()[0].manifest.version == 5
 
 
-def test_rewritten_checkpoint_keeps_manifest_and_repairs_damage(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_rewritten_checkpoint_keeps_manifest_and_repairs_damage(checkpoints: CheckpointStore) -> None:
     name, objects = publish(checkpoints, 3), objects_of(3)
     before = listing(checkpoints.store)
     again = checkpoints.write(manifest_of(3, objects, epoch=2, created=9.0), objects)
@@ -261,9 +253,7 @@ def test_late_requests_of_replaced_trainer_touch_no_newer_upload(any_store: Obje
         assert checkpoints.load_latest() == checkpoints.load(manifest.name) == checkpoints.newest_good()[0]
 
 
-def test_names_sort_by_version_and_skip_other_folders(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_names_sort_by_version_and_skip_other_folders(checkpoints: CheckpointStore) -> None:
     for version in (10, 9, 100):
         publish(checkpoints, version)
     others = ["12", "12_Step-24576", "x_Step-1.ckpt", "1_Step-.ckpt", "a1_Step-1.ckpt", ".partial-1"]
@@ -353,9 +343,7 @@ def test_pointer_hash_detects_replaced_manifest(checkpoints: CheckpointStore) ->
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_unreadable_sync_file_is_named_and_checkpoints_load(
-    checkpoints: CheckpointStore,
-) -> None:
+def test_unreadable_sync_file_is_named_and_checkpoints_load(checkpoints: CheckpointStore) -> None:
     publish(checkpoints, 1)
     assert checkpoints.marker(".ready") is None
     content = {"checkpoint": "x", "n": 1, "what an environment raised": "\udce9"}

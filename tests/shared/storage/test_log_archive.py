@@ -149,3 +149,15 @@ def test_wrong_location_raises_at_once(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):
         read_experience(location)
+
+
+def test_segment_that_is_deleted_while_it_is_read_is_a_hole(any_store: ObjectStore) -> None:
+    """The writer of an older trainer may delete what another one has just listed."""
+    archive = filled(any_store, (0, 2), (2, 4), (4, 6))
+    first, _, third = archive.segments()
+    reading = archive.entries("0-0", "6-0", holes=True)
+    assert next(reading) == entry(1)
+    archive.delete(third)
+    assert numbers(list(reading)) == [2, 3, 4]
+    archive.delete(first)
+    assert numbers(list(archive.entries("0-0", "6-0", holes=True))) == [3, 4]

@@ -121,7 +121,6 @@ class Host:
         command("ip", "link", "set", self._cable, "down")
 
     def heal(self) -> None:
-        """Plugs the cable in again."""
         command("ip", "link", "set", self._cable, "up")
 
     def start(self, *arguments: str, environ: Mapping[str, str] | None = None, **popen: Any) -> subprocess.Popen[str]:

@@ -49,7 +49,6 @@ class Services:
         return json.load(self._s3().get_object(Bucket=BUCKET, Key=f"{PREFIX}/{run_id}/{name}")["Body"])
 
     def names(self, run_id: str) -> set[str]:
-        """All objects of a run."""
         prefix = f"{PREFIX}/{run_id}/"
         pages = self._s3().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return {item["Key"].removeprefix(prefix) for page in pages for item in page.get("Contents", [])}

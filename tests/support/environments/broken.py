@@ -32,7 +32,6 @@ class Good(Small):
 
 
 def changed(**members: Any) -> type:
-    """`Good` with other members."""
     return type("Changed", (Good,), members)
 
 
@@ -142,8 +141,6 @@ Picks = changed(action_space=Picky(2))
 
 
 class Raises(Good):
-    """Raises in its second step."""
-
     def step(self, action: Any) -> Any:
         if self._steps == 1:
             raise ValueError("the gripper\nis stuck")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import os
@@ -175,6 +176,7 @@ class StartsAChild(Counting):
 def _serve(told: Any, ignores: bool) -> None:
     if ignores:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.disable()  # Python drops a KeyboardInterrupt that comes in a callback of its collector; hypothesis has one
     told.send(0)
     time.sleep(3600)
 

@@ -64,7 +64,6 @@ class Stage:
 
 
 def same(one: Sample | Fragment, other: Sample) -> bool:
-    """Compares two fragments bit for bit."""
     return all(
         array.tobytes() == other.columns[policy][name].tobytes() and array.dtype == other.columns[policy][name].dtype
         for policy, columns in one.columns.items()

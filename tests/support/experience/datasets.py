@@ -146,7 +146,6 @@ def put(node: Any, name: str, spec: SpaceSpec, prefix: str, columns: Columns) ->
 
 
 def write_minari(folder: Path, spaces: PolicySpaces, listed: Sequence[Episode]) -> None:
-    """Writes Minari's HDF5 layout."""
     import h5py
 
     (folder / "data").mkdir(parents=True)
@@ -160,7 +159,6 @@ def write_minari(folder: Path, spaces: PolicySpaces, listed: Sequence[Episode]) 
 
 
 def write_d4rl(path: Path, spaces: PolicySpaces, listed: Sequence[Episode]) -> None:
-    """Writes D4RL's HDF5 layout."""
     import h5py
 
     def joined(part: str, rows: slice) -> Columns:

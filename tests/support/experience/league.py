@@ -39,7 +39,6 @@ def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",),
 
 
 def league_of(config: Config, agents: Mapping[str, str] | None = None) -> tuple[League, dict[str, Policy]]:
-    """A new league and its policies."""
     whole = describe({"main": _SPACES}, agents=2)
     if agents is not None:
         whole = dataclasses.replace(whole, agents=dict(agents))

@@ -33,7 +33,7 @@ on_both_spaces = pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["box
 
 ON_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)]
 OFF_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)]
-OF_BOXES = ("cql", "ddpg", "sac", "td3", "td3_bc")
+OF_BOXES = ("cql", "ddpg", "sac", "td3", "td3_bc", "tqc")
 """Algorithms for box actions, unless a test says otherwise."""
 
 
@@ -107,16 +107,17 @@ def older(policy: Any) -> Any:
     return found
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, name: str, method: str) -> list[tuple[Any, ...]]:
-    """The arguments of each call of a method (such as `loss`) of the algorithms of that name that are made next."""
-    kind, seen = type(make(name)), list[tuple[Any, ...]]()
-    original = getattr(kind, method)
+def noted(monkeypatch: pytest.MonkeyPatch, algorithm: Any, method: str) -> list[tuple[Any, ...]]:
+    """The arguments of each call of a method (such as `loss`) of this algorithm, or of those of that name."""
+    named, seen = isinstance(algorithm, str), list[tuple[Any, ...]]()
+    owner = type(make(algorithm)) if named else algorithm
+    original = getattr(owner, method)
 
-    def noting(self: Any, *arguments: Any) -> Any:
-        seen.append(arguments)
-        return original(self, *arguments)
+    def noting(*arguments: Any) -> Any:
+        seen.append(arguments[1:] if named else arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(kind, method, noting)
+    monkeypatch.setattr(owner, method, noting)
     return seen
 
 

@@ -60,6 +60,9 @@ def team(**policy: Any) -> dict[str, Any]:
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
+    "ppo, a magnet": (
+        "ppo", {"minibatch_size": 20, "epochs": 2, "magnet_coefficient": changing(0.5, 0.1), "magnet_rate": 0.2}, {},
+    ),
     "ppo, imitating": ("ppo", ON_POLICY_FIELDS["ppo"] | IMITATING, {}),
     "ppo with a core": ("ppo", {"minibatch_size": 20, "epochs": 2, "target_kl": 0.05}, with_core("lstm")),
     "a2c": ("a2c", {}, averaging()),
@@ -103,12 +106,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "dqn", {**DRAWING, "n_step": 3, "head": "qr", "quantiles": 7,
                 "replay_buffer": {"kind": "uniform", "capacity": 3 * 32}}, {},
     ),
+    "dqn, classes": ("dqn", {**DRAWING, "head": "hl_gauss", "atoms": 11, "v_max": 100.0}, {}),
     "dqn, hindsight": (
         "dqn", {**DRAWING, "target_update_steps": 5,
                 "replay_buffer": {"kind": "hindsight", "capacity": 5 * 32, "threshold": 0.5, "terminates": True}},
         {"environment": {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}},
     ),
     "rainbow": ("rainbow", {**DRAWING, "atoms": 11, "v_max": 100.0, "target_update_steps": 5}, {}),
+    "pqn": (
+        "pqn", {"minibatch_size": 20, "exploration": {"kind": "epsilon_greedy", "epsilon": changing(0.9, 0.1)}}, {},
+    ),
     "r2d2": (
         "r2d2", {**DRAWING, "n_step": 3, "target_update_steps": 5,
                  "exploration": {"kind": "boltzmann", "temperature": 0.5}},
@@ -121,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
     "discrete sac": ("sac", {**DRAWING, **CLONING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),
     "sac, imitating": ("sac", {**DRAWING, **IMITATING}, PENDULUM),
+    "tqc": ("tqc", {**DRAWING, "critics": 3, "quantiles": 5}, PENDULUM),
     "td3": ("td3", {**DRAWING, "exploration": {"kind": "parameter_noise", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg": ("ddpg", {**DRAWING, "n_step": 2, "exploration": {"kind": "ou", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg, truncated": ("ddpg", {**DRAWING, "exploration": {"kind": "truncated_gaussian", "sigma": 0.4}}, PENDULUM),

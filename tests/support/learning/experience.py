@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from stagecoach.trainer_node.learning.building_blocks.batch import Batch
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience
+from tests.support.learning.algorithms import bits
 
 
 def received(*columns: Columns) -> list[Experience]:
@@ -69,13 +71,28 @@ def acted(
     return columns
 
 
-def fill_masked_rows(columns: Columns, seed: int, scale: float = 1e6) -> None:
+def fill_masked_rows(columns: Columns, seed: int, scale: float) -> None:
     """Fills the rows in which no agent acts with garbage."""
     gone, random = ~columns["mask"], np.random.default_rng(seed)
     assert gone.sum() > 3
     for name in ("obs", "reward", "log_prob"):
         columns[name][gone] = random.normal(size=columns[name][gone].shape) * scale
     columns["action"][gone] = seed
+
+
+def ignores_masked_rows(
+    make: Callable[[], Any], columns_of: Callable[[Any], Columns], scale: float = 1e6
+) -> tuple[Any, Columns, dict[str, float]]:
+    """Checks that garbage in rows in which no agent acts changes no bit; returns algorithm, columns and metrics."""
+    found = []
+    for garbage in (0, 1):
+        algorithm = make()
+        columns = columns_of(algorithm.policy)
+        fill_masked_rows(columns, garbage, scale)
+        metrics = algorithm.update(received(columns), Counters(env_steps=10))
+        found.append((metrics, bits(algorithm)))
+    assert found[0] == found[1]
+    return algorithm, columns, metrics
 
 
 def random_fragment(

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 
 from stagecoach.rollout_worker.environments.description import describe_environment
 from stagecoach.rollout_worker.environments.factory import make_vector
 from stagecoach.rollout_worker.environments.seeding import SeedLineage
-from stagecoach.rollout_worker.exploration.base import Sampling
+from stagecoach.rollout_worker.exploration.base import Exploration, Sampling
 from stagecoach.rollout_worker.sampling.sampler import Sampler
+from stagecoach.shared.config.algorithms.base import AlgorithmConfig
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.datasets.read import read_dataset
-from stagecoach.shared.experience.counters import Phase
+from stagecoach.shared.experience.counters import Counters, Phase
 from stagecoach.shared.experience.fragment import Fragment, FragmentHeader
+from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.shared.protocol.ledger import Ledger
-from stagecoach.trainer_node.learning.learner import Learner, make_learner
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
+from stagecoach.trainer_node.learning.learner import Learner, make_algorithm, make_learner
 from stagecoach.trainer_node.state import snapshot
 from stagecoach.trainer_node.state.log_consumer import Committed
 from stagecoach.trainer_node.state.snapshot import Progress
@@ -23,6 +31,28 @@ from stagecoach.trainer_node.state.snapshot import Progress
 
 def learner_of(config: Config) -> Learner:
     return make_learner(config, describe_environment(config), read_dataset=read_dataset)
+
+
+def sampler_of(config: Config) -> Sampler:
+    description = describe_environment(config)
+    return Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+
+
+def trained(
+    config: Config, section: AlgorithmConfig, updates: int, exploration: Callable[[int], Exploration]
+) -> tuple[Any, list[float]]:
+    """An algorithm after so many updates of 8 steps, acted with the exploration of each; and the episodes' returns."""
+    num_envs = config.environment.num_envs
+    policies = build_policies(describe_environment(config).policies, config.policies, section, seed=1)
+    algorithm = make_algorithm(policies["default"], section, Setting(torch.device("cpu"), 1, 8, num_envs))
+    returns: list[float] = []
+    with contextlib.closing(sampler_of(config)) as sampler:
+        for update in range(updates):
+            sample = sampler.sample(policies, {"default": exploration(update)}, 8)
+            returns += [record.episode_return for record in sample.episodes]
+            counters = Counters(env_steps=8 * num_envs * (update + 1), updates=update)
+            algorithm.update([Experience("worker-0:0", sample.columns["default"])], counters)
+    return algorithm, returns
 
 
 class Side:
@@ -47,9 +77,7 @@ class Side:
 
 def experience(config: Config, updates: int) -> list[list[Fragment]]:
     """Fragments of each update, acted with the untrained policy."""
-    description = describe_environment(config)
-    policies = learner_of(config).policies
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    policies, sampler = learner_of(config).policies, sampler_of(config)
     steps, versions = config.rollout.fragment_steps, dict.fromkeys(policies, 0)
     found = list[list[Fragment]]()
     for _ in range(updates):

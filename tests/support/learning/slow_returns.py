@@ -38,7 +38,6 @@ class Case:
     c_bar: float = 1.0
 
     def trajectories(self) -> Trajectories:
-        """Arguments of both estimators."""
         index = np.array(sorted(self.final_value), np.int64).reshape(-1, 2)
         final = [self.final_value[(int(t), int(s))] for t, s in index]
         columns = {name: torch.from_numpy(getattr(self, name)) for name in COLUMNS}
@@ -46,16 +45,13 @@ class Case:
         return Trajectories(**columns, **finals, gamma=self.gamma)
 
     def gae(self) -> Array:
-        """Result of the product without ratios."""
         return np.asarray(gae(self.trajectories(), self.decay)[0].numpy())
 
     def vtrace(self) -> VTrace:
-        """Result of the product."""
         bounds = {"vtrace_lambda": self.decay, "rho_bar": self.rho_bar, "c_bar": self.c_bar}
         return vtrace(self.trajectories(), torch.from_numpy(self.log_ratio), **bounds)
 
     def slow_gae(self) -> Array:
-        """Computes the result from the definition."""
         steps, slots = self.reward.shape
         return np.array([[self._walk(t, s, weighted=False) for s in range(slots)] for t in range(steps)])
 
@@ -115,12 +111,14 @@ def random_case(seed: int, steps: int, slots: int, away: float = 1.0) -> Case:
 
 
 @torch.no_grad()
-def case_of(policy: Any, columns: Columns, **numbers: float) -> Case:
-    """A fragment for the slow estimators, valued by `policy`; its ratios are to the policy that acted."""
+def case_of(policy: Any, columns: Columns, restored: Any = lambda value: value, **numbers: float) -> Case:
+    """A fragment for the slow estimators, valued by `policy`, whose values are `restored` to the rewards' units; its
+    ratios are to the policy that acted."""
     shape = columns["reward"].shape
 
     def values(prefix: str) -> Any:
-        return policy.value({"obs": torch.from_numpy(columns[f"{prefix}obs"]).reshape(-1, 3)}).double().numpy()
+        value = policy.value({"obs": torch.from_numpy(columns[f"{prefix}obs"]).reshape(-1, 3)})
+        return restored(value).double().numpy()
 
     params = policy.action_parameters({"obs": torch.from_numpy(columns["obs"]).flatten(0, 1)})
     log_prob = policy.distribution.log_prob(params, {"action": torch.from_numpy(columns["action"]).flatten(0, 1)})

@@ -25,21 +25,24 @@ from tests.support.learning.algorithms import CHOICE
 from tests.support.learning.slow_returns import Case
 
 
+def linear(arrays: Columns, name: str, inputs: Array) -> Array:
+    found: Array = arrays[f"{name}.weight"].astype(np.float64) @ inputs + arrays[f"{name}.bias"]
+    return found
+
+
 def mlp(arrays: Columns, prefix: str, inputs: Array, activation: str) -> Array:
     """One row through an encoder of two layers at most and a head, float64."""
     apply: dict[str, Any] = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0.0)}
     for layer in (0, 2, 4):
         if f"{prefix}encoder.mlp.{layer}.weight" in arrays:
-            weight, bias = (arrays[f"{prefix}encoder.mlp.{layer}.{part}"] for part in ("weight", "bias"))
-            inputs = apply[activation](weight.astype(np.float64) @ inputs + bias)
-    found: Array = arrays[f"{prefix}head.weight"].astype(np.float64) @ inputs + arrays[f"{prefix}head.bias"]
-    return found
+            inputs = apply[activation](linear(arrays, f"{prefix}encoder.mlp.{layer}", inputs))
+    return linear(arrays, f"{prefix}head", inputs)
 
 
-def normalized(arrays: Columns, prefix: str, observation: Array) -> Array:
-    """Normalizes by the statistics, clipped to 5 standard deviations."""
+def normalized(arrays: Columns, prefix: str, observation: Array, bound: float = 5.0) -> Array:
+    """Normalizes by the statistics, clipped to so many standard deviations."""
     count, mean, m2 = (arrays[f"{prefix}normalizer.moments.0.{name}"] for name in ("count", "mean", "m2"))
-    found: Array = np.clip((observation - mean) / np.sqrt(m2 / count + 1e-8), -5.0, 5.0)
+    found: Array = np.clip((observation - mean) / np.sqrt(m2 / count + 1e-8), -bound, bound)
     return found
 
 

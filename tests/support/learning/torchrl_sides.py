@@ -42,14 +42,15 @@ class Gaussian(nn.Module):
 
 
 class OfBoth(nn.Module):
-    """A critic of observation and action."""
+    """A critic of observation and action, which is one of so many `choices`, or numbers if there are none."""
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: nn.Module, choices: int = 0) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self._choices = layers, choices
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        found: Tensor = self.layers(torch.cat([observation, action], dim=-1))
+        told = nn.functional.one_hot(action, self._choices).to(torch.float32) if self._choices else action
+        found: Tensor = self.layers(torch.cat([observation, told], dim=-1))
         return found
 
 
@@ -73,6 +74,13 @@ def actor_and_critic(policy: ActorCritic) -> tuple[nn.Module, nn.Module]:
     layers = copied(policy.actor.mlp, policy.head)
     boxes = any(leaf.kind == "box" for leaf in policy.spaces.action.leaves)
     return Gaussian(layers, policy.log_std) if boxes else layers, copied(policy.critic.mlp, policy.value_head)
+
+
+def parameters_of(policy: ActorCritic) -> list[Tensor]:
+    """Parameters of the two networks; the deviations of Gaussians, which TorchRL has last, stand first with us."""
+    deviations = [policy.log_std] if policy.log_std.numel() else []
+    layers = (policy.actor, policy.head, policy.critic, policy.value_head)
+    return [*deviations, *(tensor for layer in layers for tensor in layer.parameters())]
 
 
 def distribution_of(spaces: PolicySpaces) -> str:
@@ -113,12 +121,12 @@ def gradients(loss: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(parameters), retain_graph=True))
 
 
-def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor], rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """All equal but for rounding, and not all zero."""
     ours, theirs = list(ours), list(theirs)
     assert len(ours) == len(theirs) and max(float(tensor.abs().max()) for tensor in ours) > 1e-4
     for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 def tensordict_of(batch: Minibatch, gamma: float, action: Tensor | None = None) -> TensorDict:

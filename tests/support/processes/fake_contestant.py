@@ -18,7 +18,6 @@ from benchmarks.contest.programs.telling import Teller, given
 
 
 def train(settings: dict[str, Any], tell: Teller) -> None:
-    """Reports progress at the given rate."""
     if "child" in settings:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(settings["child"]).write_text(str(child.pid))

@@ -26,12 +26,20 @@ from stagecoach.shared.experience.log_entry import START, STRANGERS, BodyPlace, 
 from stagecoach.shared.policies.serialization import VersionHeader
 from stagecoach.shared.protocol.flow_control import Claim
 from stagecoach.shared.protocol.keys import RunKeys
-from stagecoach.shared.protocol.ledger import Forward, Ledger, Taken, fast_forward, read_accounting, read_ledger
+from stagecoach.shared.protocol.ledger import (
+    Forward,
+    Ledger,
+    Taken,
+    digest_of,
+    fast_forward,
+    read_accounting,
+    read_ledger,
+)
 from stagecoach.shared.protocol.payload_shards import named_bodies
 from stagecoach.shared.protocol.policy_board import PolicyBoard
 from stagecoach.shared.protocol.shared_memory import SharedMemory
 from stagecoach.shared.runtime.run_context import RunContext
-from stagecoach.trainer_node.state.log_consumer import Committed, LogConsumer, RedisAccounting
+from stagecoach.trainer_node.state.log_consumer import Committed, LogConsumer, RedisAccounting, _name
 from tests.support.experience.fragments import zero_fragment
 from tests.support.runs.small_run import ENVS, STEPS
 
@@ -474,7 +482,7 @@ class Search:
         consumer._history = str(trainer.now.history)
         found = consumer.take(trainer.version, Phase.TRAIN, 0.0)
         whole, *news = consumer.ledger.news()
-        names = [(Position(position), name.partition(" ")[2]) for position, name in consumer._taken]
+        names = [(Position(its.id), _name(its).partition(" ")[2]) for its in entry if its.id == consumer.position]
         history = History(consumer._history)
         acts = (*trainer.learned, *trainer.taken)
         if found is not None:
@@ -556,7 +564,7 @@ class Search:
         names = tuple(f"{position} {name}".strip() for position, name in known.held)
         same = fast_forward(
             self.role.redis, self.role.run_id, trainer.epoch, known.position, Ledger.from_json(known.ledger),
-            Taken(trainer.held_after, names), mode,
+            Taken(trainer.held_after, "", digest_of("", *names)), mode,
         )  # fmt: skip
         if not same and mode is Forward.ANYWAY:
             self._trimmed(trainer, known.position)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stagecoach.rollout_worker.evaluator import Evaluator
 from stagecoach.rollout_worker.sampling.dataset_sampler import DatasetSampler
 from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.rollout_worker.worker import Worker
@@ -21,11 +21,11 @@ from stagecoach.shared.policies.serialization import decode_policy, state_arrays
 from stagecoach.shared.protocol.events import read_events
 from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.protocol.ledger import read_accounting
-from stagecoach.shared.protocol.policy_board import PolicyBoard
+from stagecoach.shared.protocol.policy_board import PolicyBoard, PolicyVersion
 from stagecoach.shared.runtime.run_context import RunContext, open_run_context
-from stagecoach.shared.storage.checkpoint_store import FINISHED
+from stagecoach.shared.storage.checkpoint_store import FINISHED, Checkpoint
 from stagecoach.trainer_node.recovery.incarnation import Incarnation
-from stagecoach.trainer_node.replay import Replayed, replay
+from stagecoach.trainer_node.replay.comparison import Replayed, replay
 from stagecoach.trainer_node.trainer import Trainer
 from tests.conftest import RedisServer, minimal_config
 from tests.support.runs.builders import folder_address, make_run
@@ -51,6 +51,8 @@ class Game:
         self.trainer = Trainer.start(Incarnation(open_()))
         self.worker = Worker(open_(), 0)
         self.others: list[Worker] = []
+        self.run_folder: str | None = None
+        """Folder into which the next trainers write metrics."""
         self.worker.start()
 
     def play(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -63,8 +65,11 @@ class Game:
                 return
         raise AssertionError("the run does not end")
 
-    def play_to(self, version: int) -> None:
+    def play_to(self, version: int, durable: bool = False) -> None:
+        """Plays on to this version; if `durable`, until the store has what was submitted as well."""
         self.play(lambda: self.trainer.version >= version)
+        if durable:
+            self.durable()
 
     def another_worker(self, index: int) -> Worker:
         worker = Worker(self.open(), index)
@@ -79,12 +84,21 @@ class Game:
 
     def restart(self) -> None:
         """A new trainer takes up the run; one that fails to is gone."""
-        incarnation = Incarnation(self.open())
+        incarnation = Incarnation(self.open(), self.run_folder)
         with contextlib.ExitStack() as stack:
             stack.callback(incarnation.heartbeat.stop, "", last_beat=False)
             stack.push(incarnation.closing)
             self.trainer = Trainer.start(incarnation)
             stack.pop_all()
+
+    def replace_trainer(self) -> None:
+        self.crash()
+        self.restart()
+
+    def lose_worker(self) -> None:
+        """The worker is gone at once, and the next incarnation joins."""
+        die(self)
+        replace_worker(self)
 
     def lose(self) -> None:
         """Trainer and worker are gone at once, and the next ones take over."""
@@ -106,30 +120,31 @@ class Game:
         return self.policy_hash()
 
     def policy_hash(self) -> str:
-        latest = self.role.checkpoints.load_latest()
-        assert latest is not None
-        policies = [data for name, data in sorted(latest.objects.items()) if name.endswith("policy.safetensors")]
+        objects = sorted(self.latest().objects.items())
+        policies = [data for name, data in objects if name.endswith("policy.safetensors")]
         return hashlib.sha256(b"".join(policies)).hexdigest()
+
+    def latest(self) -> Checkpoint:
+        found = self.role.checkpoints.load_latest()
+        assert found is not None
+        return found
 
     def durable(self) -> None:
         """Waits until the store has what was submitted."""
         self.trainer.state.writer.wait_idle(100)
 
+    def board(self) -> PolicyVersion:
+        found = PolicyBoard(self.role.redis, self.role.run_id).fetch(self.role.checkpoints)
+        assert found is not None
+        return found
+
     def board_version(self) -> int:
-        """Version on the board."""
-        version = PolicyBoard(self.role.redis, self.role.run_id).fetch(self.role.checkpoints)
-        assert version is not None
-        return version.header.version
+        return self.board().header.version
 
     def finished(self) -> dict[str, Any]:
         content = self.role.checkpoints.marker(FINISHED)
         assert content is not None
         return content
-
-    def store_status(self) -> dict[str, Any]:
-        """State reported by the publisher."""
-        text = self.role.redis.get(RunKeys(self.role.run_id).store_status)
-        return dict(json.loads(text)) if isinstance(text, bytes) else {}
 
     def events(self, kind: str) -> str:
         return "\n".join(event.text for event in read_events(self.role.redis, self.role.run_id) if event.kind == kind)
@@ -174,6 +189,18 @@ def replace_worker(game: Game) -> None:
     """The next incarnation joins."""
     game.worker = Worker(game.open(), 0)
     game.worker.start()
+
+
+def evaluate_due(game: Game) -> int:
+    """Plays all that is due, with an evaluator that ends afterwards; returns how many policies that were."""
+    evaluator, count = Evaluator(game.open()), 0
+    evaluator.start()
+    try:
+        while evaluator.step(0) == "evaluated":
+            count += 1
+    finally:
+        evaluator.stop("end of test")
+    return count
 
 
 @contextlib.contextmanager
@@ -231,10 +258,9 @@ def replayed(game: Game, start: str = "start", goal: str | None = None) -> Repla
 def ends_with(game: Game) -> dict[str, str]:
     """Plays to the end; SHA-256 of every object of the last checkpoint but the accounting of who restarted when."""
     game.finish()
-    latest = game.role.checkpoints.load_latest()
-    assert latest is not None
-    names = [name for name in latest.objects if name.endswith((".algorithm.safetensors", "policy.safetensors"))]
-    found = {name: hashlib.sha256(latest.objects[name]).hexdigest() for name in names}
+    objects = game.latest().objects
+    names = [name for name in objects if name.endswith((".algorithm.safetensors", "policy.safetensors"))]
+    found = {name: hashlib.sha256(objects[name]).hexdigest() for name in names}
     assert len(found) >= 2
     return found
 

@@ -7,7 +7,7 @@ from stagecoach.shared.storage.object_store import ObjectStore
 
 CLOCKS = ("time/unix_seconds", "time/fps", "train/learn_seconds", "rollout/acting_seconds")
 SHAPED = "rollout/ep_shaped_rew"
-"""A resume leaves out the episodes that had begun before it (trainer_node/learning/shaped_returns.py)."""
+"""A resume leaves out the episodes that had begun before it (reward_normalization.py: ShapedReturns)."""
 
 
 def recorded(store: ObjectStore, stream: str) -> list[tuple[str, dict[str, float]]]:

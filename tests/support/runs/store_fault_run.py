@@ -50,7 +50,6 @@ class StoreFaultRun:
         return self.games[-1]
 
     def status(self) -> Status:
-        """Status as `stagecoach status` shows it."""
         with contextlib.closing(self.open().redis) as client:
             return live_status(client, self._address.run_id)
 

@@ -43,7 +43,6 @@ class AclServer:
         return f"{'rediss' if self.ca_file else 'redis'}://127.0.0.1:{self.port}/0"
 
     def client(self, user: str) -> redis.Redis:
-        """A connection of this user."""
         password = self.admin_password if user == ADMIN else dict(self.passwords)[user]  # type: ignore[index]
         return redis.Redis(
             host="127.0.0.1", port=self.port, username=user, password=password, socket_timeout=5, driver_info=None,
@@ -52,7 +51,6 @@ class AclServer:
         )  # fmt: skip
 
     def variables(self, *roles: RoleName) -> dict[str, str]:
-        """Environment variables of these roles."""
         return {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": self.passwords[role] for role in roles}
 
     def refusals(self) -> list[str]:
@@ -67,7 +65,6 @@ def _text(value: Any) -> str:
 
 
 def filled_acl(passwords: Mapping[RoleName, str], *arguments: str) -> str:
-    """Output of deploy/make_acl.py."""
     variables = {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": password for role, password in passwords.items()}
     made = subprocess.run(
         [sys.executable, str(DEPLOY / "make_acl.py"), *arguments], env={"PATH": os.environ["PATH"], **variables},

@@ -64,8 +64,6 @@ class FaultProxy:
         self._bytes_a_second: float | None = None
         self._refusing = False
         self._cut: _Cut | None = None
-        self.accepted = 0
-        """Connections so far."""
         self.cuts = 0
         """Connections that the proxy has reset so far, those that it refused included."""
         self._loop = asyncio.new_event_loop()
@@ -161,7 +159,6 @@ class FaultProxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = _Link(writer)
-        self.accepted += 1
         self._links.add(link)
         own = asyncio.current_task()
         assert own is not None

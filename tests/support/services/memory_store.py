@@ -8,8 +8,6 @@ from stagecoach.shared.base.errors import ObjectMissing, StoreError
 
 
 class MemoryStore:
-    """A store (shared/storage/object_store.py) in memory."""
-
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.fails_in: int | None = None

@@ -15,8 +15,9 @@ from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.log_archive import Archive, read_experience
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.checkpointing.archiver import Archiver
+from stagecoach.trainer_node.checkpointing.write_stages import ArchiveStage, TrimStage
 from tests.conftest import MakeRole
-from tests.support.runs.game import NewGame, archived, balanced, replayed, restore_redis
+from tests.support.runs.game import NewGame, archived, balanced, dumped_redis, replayed, restore_redis
 
 ALL = ArchiveConfig(keep="all")
 
@@ -115,8 +116,7 @@ def test_archive_switched_on_again_starts_at_the_log(pushed: Pushed, segment_byt
 
 def test_archive_names_entries_lost_before_archiving(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game = new_game(archived())
-    game.play_to(2)
-    game.durable()
+    game.play_to(2, durable=True)
     begun = game.role.checkpoints.resolve("latest")
     with monkeypatch.context() as patch:
         patch.setattr(Archiver, "store", lambda *_: None)
@@ -136,4 +136,26 @@ def test_archive_names_entries_lost_before_archiving(new_game: NewGame, monkeypa
     with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
         replayed(game, begun, final)
     assert replayed(game, lost, final).equal
+    balanced(game)
+
+
+def test_archive_has_what_a_trainer_died_before_archiving(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis has lost the last policy version as well, but none of the experience."""
+    game = new_game(archived())
+    game.play_to(2, durable=True)
+    begun = game.role.checkpoints.resolve("latest")
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveStage, "run", lambda *_: None)
+        patch.setattr(TrimStage, "run", lambda *_: None)
+        game.play_to(3)
+        for _ in range(game.role.config.rollout.fragments_per_update):
+            game.worker.step(0)
+        past = dumped_redis(game)
+        game.play_to(4, durable=True)
+        game.crash()
+    restore_redis(game, past)
+    game.restart()
+    assert game.board_version() == 4
+    game.finish()
+    assert replayed(game, begun, game.finished()["final"]).equal
     balanced(game)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stagecoach.shared.base.errors import CheckpointNotFound, Fenced, StoreError
+from stagecoach.shared.base import world
+from stagecoach.shared.base.errors import CheckpointNotFound, Fenced, StoreError, WaitTimeout
 from stagecoach.shared.experience.checkpoint_name import checkpoint_name, checkpoint_version
 from stagecoach.shared.protocol.events import read_events, record_evaluation
 from stagecoach.shared.protocol.experience_log import ExperienceLog
@@ -425,6 +426,19 @@ def test_late_manifest_matches_the_pointer(start: Start, monkeypatch: pytest.Mon
     (name,) = here.publish(1)
     here.store.put(*late[0])
     assert here.latest().manifest.name == name
+
+
+def test_wait_for_a_checkpoint_ends_while_the_clock_stands_still(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does in a simulated run for the length of a step; a walk repeated the wait for ever (seed 4, 24 hours)."""
+
+    def fails(word: str, key: str) -> None:
+        raise StoreError("the store is away")
+
+    here = start(before=fails)
+    here.writer.submit(snapshot_of(here.role, 1))
+    monkeypatch.setattr(world, "monotonic", lambda: 5.0)
+    with pytest.raises(WaitTimeout, match="not durable after 0 s"):
+        here.writer.wait_idle(0.0)
 
 
 def test_writer_keeps_equal_upload_and_adds_other_contents(start: Start) -> None:

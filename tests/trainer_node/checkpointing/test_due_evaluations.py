@@ -17,20 +17,15 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.protocol.events import record_evaluation
 from stagecoach.shared.protocol.heartbeat import Heartbeat
-from stagecoach.shared.storage.checkpoint_store import (
-    Checkpoint,
-    CheckpointStore,
-)
+from stagecoach.shared.storage.checkpoint_store import Checkpoint
 from stagecoach.shared.storage.due_evaluations import due_evaluations
 from stagecoach.shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES
 from stagecoach.shared.storage.object_store import FileStore
 from stagecoach.trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardWriter
 from stagecoach.trainer_node.metrics.writers import WrittenRun
-from stagecoach.trainer_node.recovery.incarnation import Incarnation
-from stagecoach.trainer_node.trainer import Trainer
 from tests.support.processes.waiting import eventually
 from tests.support.runs import metric_rows
-from tests.support.runs.game import KEEP, Game, NewGame, small
+from tests.support.runs.game import KEEP, Game, NewGame, evaluate_due, small
 
 
 def due(every: str | None = "2 updates", updates: int = 6, **sections: Any) -> Config:
@@ -44,17 +39,6 @@ def recorded(game: Game, stream: str) -> list[tuple[str, dict[str, float]]]:
     return metric_rows.recorded(game.role.checkpoints.store, stream)
 
 
-def play_due(game: Game) -> None:
-    """Plays all that is due with an evaluator that ends afterwards."""
-    evaluator = Evaluator(game.open())
-    evaluator.start()
-    try:
-        while evaluator.step(0) == "evaluated":
-            pass
-    finally:
-        evaluator.stop("end of test")
-
-
 def versions(names: Any) -> list[int | None]:
     return [checkpoint_version(name) for name in names]
 
@@ -64,7 +48,7 @@ def test_due_policies_are_recorded_once_then_deleted(new_game: NewGame) -> None:
     game.play()
     game.trainer.save_last("exhausted")
     assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
-    play_due(game)
+    evaluate_due(game)
     game.trainer.finish("exhausted")
     rows = recorded(game, EVALUATIONS)
     assert versions(label for label, _ in rows) == [2, 4, 6], "of versions 2 and 4 no checkpoint is kept"
@@ -73,8 +57,12 @@ def test_due_policies_are_recorded_once_then_deleted(new_game: NewGame) -> None:
     lengths = [row["eval/ep_len_mean"] for _, row in rows]
     played = [sum(lengths[: turn + 1]) for turn in range(3)]
     assert all(row[TEST_ENV_STEPS] >= steps for (_, row), steps in zip(rows, played, strict=True))
-    assert [row[TEST_EPISODES] for _, row in rows] == [2, 4, 6], "each may be the best, and is played twice"
-    assert game.trainer.recorder.tested == {"test_env_steps": rows[-1][1][TEST_ENV_STEPS], "test_episodes": 6}
+    episodes = [row[TEST_EPISODES] for _, row in rows]
+    further = [now - before for before, now in zip([0, *episodes], episodes, strict=False)]
+    assert further[0] == 2 and {*further} <= {1, 2}, "twice, if it may be the best of those that are kept by then"
+    assert game.trainer.recorder.tested == {
+        "test_env_steps": rows[-1][1][TEST_ENV_STEPS], "test_episodes": episodes[-1],
+    }  # fmt: skip
 
 
 def test_trainer_waits_when_too_many_due_policies_are_unstored(
@@ -128,7 +116,7 @@ def test_end_of_run_waits_for_replaced_evaluator(
     def polled(wait: Any, done: Callable[[], bool]) -> None:
         while not done():
             looks.append(1)
-            play_due(game)
+            evaluate_due(game)
 
     monkeypatch.setattr("stagecoach.trainer_node.trainer.poll", polled)
     game.trainer.finish("exhausted")
@@ -137,37 +125,17 @@ def test_end_of_run_waits_for_replaced_evaluator(
     assert "had not been played" not in game.events("evaluation")
 
 
-@pytest.fixture
-def with_folder(new_game: NewGame, tmp_path: Path) -> Callable[[Config], Game]:
-    """A game whose trainers write files into a run's folder."""
-
-    def make(config: Config) -> Game:
-        game = new_game(config)
-        (tmp_path / "run").mkdir()
-
-        def restart() -> None:
-            game.trainer = Trainer.start(Incarnation(game.open(), str(tmp_path / "run")))
-
-        game.crash()
-        game.restart = restart  # type: ignore[method-assign]
-        game.restart()
-        return game
-
-    return make
-
-
 @pytest.mark.parametrize("lost", ["in the files only", "in the store only", "in both"])
-def test_files_have_each_evaluation_once_after_crash(
-    with_folder: Callable[[Config], Game], tmp_path: Path, lost: str
-) -> None:
+def test_files_have_each_evaluation_once_after_crash(new_game: NewGame, tmp_path: Path, lost: str) -> None:
     writers = ["csv", "jsonl", "tensorboard"]
-    game = with_folder(due("1 updates", updates=4, checkpoint={"every": "2 updates"}, metrics={"writers": writers}))
-    metrics = tmp_path / "run" / "metrics"
-    game.play_to(3)
-    game.durable()
+    game = new_game(due("1 updates", updates=4, checkpoint={"every": "2 updates"}, metrics={"writers": writers}))
+    metrics, game.run_folder = tmp_path / "run" / "metrics", str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    game.replace_trainer()
+    game.play_to(3, durable=True)
     store = game.role.checkpoints.store
     eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3])
-    play_due(game)
+    evaluate_due(game)
     if lost != "in the store only":
         eventually(lambda: len(recorded(game, EVALUATIONS)) >= 3)
     table = metrics / "evaluations.csv"
@@ -179,7 +147,7 @@ def test_files_have_each_evaluation_once_after_crash(
     game.restart()
     game.play()
     game.trainer.save_last("exhausted")
-    play_due(game)
+    evaluate_due(game)
     game.trainer.finish("exhausted")
     game.trainer.recorder.close()
     names = [label for label, _ in recorded(game, EVALUATIONS)]
@@ -209,33 +177,8 @@ def test_weights_do_not_depend_on_evaluations_and_writers(new_game: NewGame, tmp
         game.trainer.incarnation.run_folder = str(tmp_path / "run")
         for version in range(1, 6):
             game.play_to(version)
-            play_due(game)
+            evaluate_due(game)
         assert game.finish() == expected
-
-
-def score(game: Game, best: int) -> None:
-    """Scores for all that is due, as an evaluator would record them; version `best` has the highest."""
-    for name in due_evaluations(game.role.checkpoints.store):
-        version = checkpoint_version(name) or 0
-        scores = {"mean_return": 10.0 - abs(version - best), "episodes": 1, "version": version}
-        record_evaluation(game.role.redis, game.role.run_id, name, scores | {"confirmation": scores})
-
-
-def play_to_five(new_game: NewGame) -> Game:
-    """A run that evaluates each version and checkpoints none, when five policies are due."""
-    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
-    game.play_to(5)
-    eventually(lambda: versions(due_evaluations(game.role.checkpoints.store)) == [1, 2, 3, 4, 5])
-    return game
-
-
-def finish_scored(game: Game) -> CheckpointStore:
-    """Plays to the end with the third policy as the best; returns the run's checkpoints."""
-    game.play()
-    game.trainer.save_last("exhausted")
-    score(game, best=3)
-    game.trainer.finish("exhausted")
-    return game.role.checkpoints
 
 
 def without_position(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -253,19 +196,32 @@ def test_best_evaluated_policy_is_kept_without_a_due_checkpoint(new_game: NewGam
         each.play_to(version)
         each.durable()  # a snapshot that still waits for the store is replaced by the next one
     each.finish()
-    game = play_to_five(new_game)
-    store = game.role.checkpoints.store
+    game = new_game(due("1 updates", checkpoint={"every": "100 updates", "keep_last": 1, "keep_best": 1}))
+    checkpoints = game.role.checkpoints
+
+    def score() -> None:
+        """Scores all that is due, as an evaluator would; the third version is the best."""
+        for name in due_evaluations(checkpoints.store):
+            version = checkpoint_version(name) or 0
+            scores = {"mean_return": 10.0 - abs(version - 3), "episodes": 1, "version": version}
+            record_evaluation(game.role.redis, game.role.run_id, name, scores | {"confirmation": scores})
+
+    game.play_to(5)
+    eventually(lambda: versions(due_evaluations(checkpoints.store)) == [1, 2, 3, 4, 5])
     if dies:
         game.crash()
-    score(game, best=3)
+    score()
     if dies:
         game.restart()
-    checkpoints = finish_scored(game)
+    game.play()
+    game.trainer.save_last("exhausted")
+    score()
+    game.trainer.finish("exhausted")
     assert versions(checkpoints.names()) == [3, 6], "the best and the last"
     assert checkpoint_version(checkpoints.resolve("best")) == 3
     best = checkpoints.load("3_Step-192.ckpt")
     assert without_position(best) == without_position(each.role.checkpoints.load("3_Step-192.ckpt"))
-    assert due_evaluations(store) == []
+    assert due_evaluations(checkpoints.store) == []
     assert game.policy_hash() == each.policy_hash()
     prepare_resume(game.open(), "best")
     assert checkpoints.newest_good()[0].manifest.parent == "3_Step-192.ckpt"

@@ -62,13 +62,7 @@ def test_retention_keeps_last_best_every_mth_and_protected(
         assert any(reasons), f"{name} stays for no reason"
 
 
-def test_best_checkpoint_is_highest_score_then_newest() -> None:
-    names = [checkpoint_name(version, version) for version in (1, 2, 10, 11)]
-    scores = {names[0]: 5.0, names[1]: 7.0, names[2]: 7.0, "99_Step-99.ckpt": 100.0}
+def test_best_checkpoint_is_highest_finite_score_then_newest() -> None:
+    names = [checkpoint_name(version, version) for version in (1, 2, 10, 11, 12, 13)]
+    scores = dict(zip(names, (5.0, 7.0, 7.0, math.nan, math.inf))) | {"99_Step-99.ckpt": 100.0}
     assert best_checkpoints(scores, names) == [names[2], names[1], names[0]]
-
-
-def test_best_checkpoints_ignore_nonfinite_scores() -> None:
-    names = [checkpoint_name(version, version) for version in (1, 2, 3)]
-    scores = {names[0]: math.nan, names[1]: 1.0, names[2]: math.inf}
-    assert best_checkpoints(scores, names) == [names[1]]

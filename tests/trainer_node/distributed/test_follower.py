@@ -29,7 +29,7 @@ from stagecoach.shared.runtime.run_context import open_run_context
 from stagecoach.shared.storage.checkpoint_store import FINISHED
 from stagecoach.trainer_node.distributed.leader import Rendezvous
 from stagecoach.trainer_node.distributed.process_group import Invitation
-from stagecoach.trainer_node.replay import replay
+from stagecoach.trainer_node.replay.comparison import replay
 from tests.conftest import RedisServer
 from tests.support.learning.cases import DRAWING
 from tests.support.runs.builders import folder_address, make_run
@@ -145,9 +145,7 @@ def ranked(ranks: int, **sections: Any) -> Config:
 
 
 @pytest.mark.processes
-def test_rank_failures_leave_weights_equal(
-    new_crew: NewCrew,
-) -> None:
+def test_rank_failures_leave_weights_equal(new_crew: NewCrew) -> None:
     config = ranked(3)
     calm = new_crew(config)
     calm.start(0, 1, 2)

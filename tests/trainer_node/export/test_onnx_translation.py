@@ -25,7 +25,7 @@ from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import QNetwork, RecurrentQNetwork
 from stagecoach.shared.policies.serialization import encode_policy
 from stagecoach.shared.storage.checkpoint_store import Manifest
-from stagecoach.trainer_node.export.onnx_translation import compare, described, exported, random_observations, to_onnx
+from stagecoach.trainer_node.export import compare, described, exported, random_observations, to_onnx
 from tests.support.suite.groups import some_quick
 
 SEEN = spaces.Dict(

@@ -14,10 +14,7 @@ import torch
 from gymnasium import spaces
 
 from stagecoach.rollout_worker.environments.description import describe_environment, describe_space
-from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import RandomActing, Sampling
-from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.algorithms.q_learning import DQNConfig
 from stagecoach.shared.config.sections import PolicyConfig
 from stagecoach.shared.datasets.read import read_dataset
@@ -44,6 +41,7 @@ from tests.support.environments.small import MODULE
 from tests.support.experience.cartpole_data import RULE, played, write_played
 from tests.support.experience.datasets import fragment_of, swung, write_archive, write_recorded
 from tests.support.learning.algorithms import make
+from tests.support.learning.learners import sampler_of
 
 Estimator = Callable[[Evidence], float]
 GAMMA = 0.9
@@ -263,7 +261,7 @@ def test_heatup_steps_count_with_their_own_probabilities(tmp_path: Path) -> None
     with torch.no_grad():
         for made, chance in ((policy, 0.9), (acting, 0.7)):
             made.head.bias.copy_(torch.tensor([np.log(1 - chance), np.log(chance)]))
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    sampler = sampler_of(config)
     fragments = []
     for seq, exploration in enumerate([RandomActing(), Sampling()] * 5):
         columns = sampler.sample({"default": acting}, {"default": exploration}, 8).columns["default"]
@@ -286,9 +284,7 @@ def test_small_boards_use_the_policy_convolutions() -> None:
 
 def test_only_episodes_with_known_beginning_are_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of an archive that lacks a worker's first fragment: CartPole begins within 0.05 of upright, and moves on."""
-    config = minimal_config(environment={"id": "CartPole-v1", "num_envs": 8})
-    description = describe_environment(config)
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    sampler = sampler_of(minimal_config(environment={"id": "CartPole-v1", "num_envs": 8}))
     acting = {"default": policy_of(1.0)}
     columns = [sampler.sample(acting, {"default": Sampling()}, steps).columns["default"] for steps in (4, 3, 60)]
     write_archive(tmp_path, [fragment_of(its, seq) for seq, its in enumerate(columns) if seq])
@@ -333,7 +329,7 @@ def test_q_network_is_worth_its_best_choices(tmp_path: Path) -> None:
     config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, DQNConfig(), 0)
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    sampler = sampler_of(config)
     acted = [sampler.sample(policies, {"default": RandomActing()}, 8).columns["default"] for _ in range(5)]
     write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in enumerate(acted)])
     evaluation = evaluation_of(

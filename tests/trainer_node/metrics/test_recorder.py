@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,9 @@ SCORES = {
     "agents": {"a": 4.0, "b": 5.5}, "policies": {"hunter": 9.5}, "metrics": {"height": 1.25},
     "confirmation": {"mean_return": 8.5, "episodes": 10, "agents": {"a": 3.0}},
 }  # fmt: skip
+
+
+KEPT = "tests.trainer_node.metrics.test_recorder:Kept"
 
 
 class Kept(MetricWriter):
@@ -94,15 +95,11 @@ class Recording:
 
 @pytest.fixture
 def recording(make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Its writer `own:Kept` is the class above."""
     role = make_role()
     role.flow.take_over()
     monkeypatch.setattr(Kept, "told", [], raising=False)
     monkeypatch.setattr(Kept, "do", staticmethod(lambda stream, step: None), raising=False)
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: None), raising=False)
-    own = types.ModuleType("own")
-    vars(own)["Kept"] = Kept
-    monkeypatch.setitem(sys.modules, "own", own)
     made = Recording(role.redis, role.run_id, tmp_path / "metrics")
     yield made
     for recorder in made.open:
@@ -119,7 +116,7 @@ def without_time(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_row_reaches_store_redis_and_writers(recording: Recording) -> None:
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     recorder.record(TRAIN, row(64, train__loss=0.5))
     recorder.record(EPISODES, row(64, episode__return=3.0), "worker-0")
     recorder.checkpointed("1_Step-64.ckpt")
@@ -135,7 +132,7 @@ def test_row_reaches_store_redis_and_writers(recording: Recording) -> None:
 
 
 def test_file_writers_are_left_out_without_folder(recording: Recording) -> None:
-    recorder = recording.begin("csv", "jsonl", "tensorboard", "own:Kept", folder=False)
+    recorder = recording.begin("csv", "jsonl", "tensorboard", KEPT, folder=False)
     recorder.record(TRAIN, row(64))
     recorder.close()
     assert [item[0] for item in Kept.told] == ["train", "close"]
@@ -149,13 +146,13 @@ def test_failing_writer_is_reported_once_and_others_get_all_rows(
         raise RuntimeError("no\nway")
 
     monkeypatch.setattr(Kept, "do", staticmethod(fail))
-    recorder = recording.begin("own:Kept", "csv")
+    recorder = recording.begin(KEPT, "csv")
     for step in (64, 128, 192):
         recorder.record(TRAIN, row(step))
     recorder.store()
-    assert recorder.failures == {"own:Kept": 3}
+    assert recorder.failures == {KEPT: 3}
     (event,) = recording.events()
-    assert event.startswith("own:Kept cannot be written, training continues: RuntimeError: no")
+    assert event.startswith(f"{KEPT} cannot be written, training continues: RuntimeError: no")
     assert (recording.folder / "train.csv").read_text().count("\n") == 4
     assert len(recording.rows(TRAIN)) == 3
 
@@ -165,10 +162,10 @@ def test_unopenable_writer_is_reported_as_event(recording: Recording, monkeypatc
         raise OSError("the tracker is away")
 
     monkeypatch.setattr(Kept, "opened", staticmethod(fail))
-    recorder = recording.begin("own:Kept", {"path": "csv", "kwargs": {"separator": ";"}}, "jsonl")
+    recorder = recording.begin(KEPT, {"path": "csv", "kwargs": {"separator": ";"}}, "jsonl")
     recorder.record(TRAIN, row(64))
     recorder.store()
-    assert recorder.failures == {"own:Kept": 1, "csv": 1}
+    assert recorder.failures == {KEPT: 1, "csv": 1}
     assert (recording.folder / "train.jsonl").exists() and len(recording.events()) == 2
 
 
@@ -177,7 +174,7 @@ def test_hung_writer_delays_neither_rows_nor_store(recording: Recording, monkeyp
     monkeypatch.setattr(Kept, "do", staticmethod(lambda stream, step: hangs.wait(60) and None))
     monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.05)
     monkeypatch.setattr(module, "_QUEUED", 5)
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     for step in range(20):
         recorder.record(TRAIN, row(step))
     recorder.store()
@@ -191,13 +188,13 @@ def test_writer_hung_at_opening_delays_no_other(recording: Recording, monkeypatc
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
     monkeypatch.setattr(module, "_FLUSH_SECONDS", 4.0)
-    recorder = recording.begin("own:Kept", "csv")
+    recorder = recording.begin(KEPT, "csv")
     for step in (64, 128, 192):
         recorder.record(TRAIN, row(step))
     recorder.store()
     assert (recording.folder / "train.csv").read_text().count("\n") == 4
     (event,) = recording.events()
-    assert event.startswith("own:Kept is slow, training continues: it is still busy")
+    assert event.startswith(f"{KEPT} is slow, training continues: it is still busy")
     assert not recorder.failures, "it has lost nothing"
     hangs.set()
     recorder.close()
@@ -207,7 +204,7 @@ def test_writer_hung_at_opening_delays_no_other(recording: Recording, monkeypatc
 def test_rows_left_by_hung_writer_are_reported_at_end(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     recorder.record(TRAIN, row(64))
     recorder.close(0.1)
     (event,) = recording.events()
@@ -220,7 +217,7 @@ def test_failing_redis_is_counted_and_reported_later(recording: Recording) -> No
     saved: Any = recording.client.dump(flow)
     recording.client.delete(flow)
     recording.client.rpush(flow, "no hash")  # each script's first command is one on the flow
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     recorder.record(TRAIN, row(64))
     eventually(lambda: len(Kept.told) == 1 and recorder.failures["Redis"] == 1)
     recording.client.restore(flow, 0, saved, replace=True)
@@ -231,7 +228,7 @@ def test_failing_redis_is_counted_and_reported_later(recording: Recording) -> No
 
 def test_metric_names_are_printable_and_bounded(recording: Recording) -> None:
     name = "environment/" + os.fsdecode(b"caf\xe9") + '\x1b]52;c;\x07,"\n'
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     recorder.record(TRAIN, row(64) | {name: 2.5, "x" * 1000: 1.0})
     recorder.store()
     (_, found), *_ = recording.rows(TRAIN)
@@ -340,6 +337,17 @@ def test_event_is_recorded_once_across_restarts(recording: Recording) -> None:
     assert all(found[UNIX_TIME] > 1.7e9 for _, found in recording.rows(EVENTS))
 
 
+def test_new_recorder_reads_one_segment_of_events(recording: Recording) -> None:
+    """After many restarts too: in a walk of 24 virtual hours (seed 4) a stop read those of all former trainers."""
+    for number in range(5):
+        emit(recording.client, recording.run_id, "run", str(number))
+        recording.begin().store()
+    gets = list[None]()
+    recording.store.before_get = lambda: gets.append(None)
+    recording.begin().take_events()
+    assert len(gets) == 1
+
+
 def test_fleet_rows_are_recorded_periodically(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
     recorder = recording.begin(env_steps=640)
@@ -355,7 +363,7 @@ def test_fleet_rows_are_recorded_periodically(recording: Recording, monkeypatch:
 
 
 def test_after_its_end_nothing_is_written_or_raised(recording: Recording) -> None:
-    recorder = recording.begin("own:Kept")
+    recorder = recording.begin(KEPT)
     recorder.close()
     recorder.record(TRAIN, row(64))
     recorder.histogram("rollout/ep_rew", [1.0], 64)

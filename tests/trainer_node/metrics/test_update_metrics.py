@@ -14,8 +14,8 @@ from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import EpisodeRecord, Fragment
 from stagecoach.shared.storage.metric_log import EPISODES, TRAIN, VERSION, read
+from stagecoach.trainer_node.learning.building_blocks.reward_normalization import ShapedReturns
 from stagecoach.trainer_node.learning.learner import Learner, make_learner
-from stagecoach.trainer_node.learning.shaped_returns import ShapedReturns
 from stagecoach.trainer_node.metrics.update_metrics import (
     LAG_BUCKETS,
     UpdateMetrics,

@@ -7,7 +7,7 @@ import pytest
 from stagecoach.shared.protocol.keys import RunKeys
 from tests.conftest import RedisServer
 from tests.support.environments.small import MODULE
-from tests.support.runs.game import NewGame, balanced, die, die_in_a_fragment, make_game, replace_worker, small
+from tests.support.runs.game import NewGame, balanced, die_in_a_fragment, make_game, small
 
 CONFIG = small(stop_at={"updates": 8}, environment={"id": "CartPole-v1", "num_envs": 3})
 
@@ -31,8 +31,7 @@ def test_worker_death_changes_nothing(new_game: NewGame, undisturbed: str, at: i
         assert game.worker.step(0) == "pushed"
     else:
         die_in_a_fragment(game)
-    die(game)
-    replace_worker(game)
+    game.lose_worker()
     assert game.finish() == undisturbed
     balanced(game)
 
@@ -44,8 +43,7 @@ def test_death_with_native_environment_changes_nothing(new_game: NewGame) -> Non
     for version in (1, 2, 4):
         game.play_to(version)
         die_in_a_fragment(game)
-        die(game)
-        replace_worker(game)
+        game.lose_worker()
     assert game.finish() == whole
     assert "begins new episodes" not in game.events("environment")
     balanced(game)
@@ -55,8 +53,7 @@ def test_successor_without_catch_up_time_begins_new_episodes(new_game: NewGame, 
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"catch_up_seconds": 0.0})})
     game = new_game(config)
     game.play_to(2)
-    die(game)
-    replace_worker(game)
+    game.lose_worker()
     assert game.finish() != undisturbed
     balanced(game)
 
@@ -68,8 +65,7 @@ def test_new_episodes_begin_after_repeated_deaths_in_one_place(new_game: NewGame
     for _ in range(5):
         assert game.worker.claim(0).granted
         game.worker.act()  # and dies of it
-        die(game)
-        replace_worker(game)
+        game.lose_worker()
         lives.append(game.worker.episodes.sampler.lineage.incarnation)
     assert lives == [0, 0, 0, 4, 5], "three successors took it up, and none of them pushed anything"
     assert "worker-0 begins new episodes: 4 of its predecessors died in the old episodes" in game.events("environment")
@@ -83,8 +79,7 @@ def test_deaths_while_waiting_do_not_blame_episodes(new_game: NewGame, undisturb
     while game.worker.step(0) == "pushed":
         pass
     for _ in range(6):
-        die(game)
-        replace_worker(game)
+        game.lose_worker()
     assert game.finish() == undisturbed
     assert "begins new episodes" not in game.events("environment")
 
@@ -112,8 +107,7 @@ def test_environment_failures_repeat_in_every_life(new_game: NewGame) -> None:
     game = new_game(config)
     for version in range(1, 6):
         game.play_to(version)
-        die(game)
-        replace_worker(game)
+        game.lose_worker()
     assert game.finish() == whole
     balanced(game)
 

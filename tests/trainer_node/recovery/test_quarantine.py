@@ -38,8 +38,7 @@ def deaths_until(game: Game, ends: Callable[[], object]) -> int:
             ends()
             return deaths
         except Death:
-            game.crash()
-            game.restart()
+            game.replace_trainer()
     raise AssertionError("it dies for ever")
 
 
@@ -70,7 +69,6 @@ def dropped_of(total: dict[str, Any]) -> dict[str, int]:
 
 
 def claims(game: Game) -> int:
-    """Claims that workers hold."""
     return len(game.role.redis.zrange(RunKeys(game.role.run_id).claims, 0, -1))
 
 
@@ -116,8 +114,7 @@ def test_deaths_unrelated_to_entries_quarantine_nothing(new_game: NewGame) -> No
     game = new_game(small())
     game.play_to(2)
     for _ in range(6):
-        game.crash()
-        game.restart()
+        game.replace_trainer()
     game.crash()
     incarnation = Incarnation(game.open())
     with pytest.raises(StagecoachError, match="7 trainers have died in a row without a new policy version") as caught:
@@ -172,7 +169,7 @@ def test_entries_that_fail_an_update_are_named_and_dropped(
             game.restart()
     for wrong, why in (
         ("seven", "expected a position of the log"), ("7-0..5-0", "expected a position"),
-        ("1-0", "a published policy version has learned from it"), ("99999999999999-0", "has no entry there"),
+        ("1-0", "a policy version has learned from it"), ("99999999999999-0", "has no entry there"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=why):
             prepare_resume(game.role, drop=(wrong,))

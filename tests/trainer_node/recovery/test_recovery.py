@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
+from stagecoach.shared.base.errors import ArchiveIncomplete, VersionsDiverged
+from stagecoach.shared.protocol.keys import RunKeys
 from stagecoach.shared.storage.checkpoint_store import MANIFEST
 from tests.support.runs.game import (
+    KEEP,
     POLICY,
+    Game,
     NewGame,
+    archived,
     balanced,
     damage,
     die,
@@ -30,8 +35,7 @@ def test_rolled_back_redis_does_not_stop_the_run(new_game: NewGame, fragments_af
     for _ in range(fragments_after):
         game.worker.step(0)
     past = dumped_redis(game)
-    game.play_to(4)
-    game.durable()
+    game.play_to(4, durable=True)
     if not trainer_lives:
         game.crash()
     restore_redis(game, past)
@@ -61,8 +65,7 @@ def test_late_upload_leaves_newer_checkpoint_intact(
         if stalled:
             done.set()
 
-    game.play_to(3)
-    game.durable()
+    game.play_to(3, durable=True)
     past = dumped_redis(game)
     old = game.trainer.state.writer
     monkeypatch.setattr(store, "put", stalls)
@@ -74,16 +77,14 @@ def test_late_upload_leaves_newer_checkpoint_intact(
     game.role.log().forget_action_trace("worker-0")  # so that it acts something else
     game.restart()
     replace_worker(game)
-    game.play_to(5)
-    game.durable()
+    game.play_to(5, durable=True)
     newer = game.role.checkpoints.load("4_Step-256.ckpt")
     go_on.set()
     assert done.wait(100)
     old.close()
     assert newer.manifest.epoch == 2
     assert game.role.checkpoints.load("4_Step-256.ckpt") == newer == game.role.checkpoints.load_latest()
-    game.crash()
-    game.restart()
+    game.replace_trainer()
     assert "restored 4_Step-256.ckpt; reading the log again up to version 5" in game.events("trainer")
     game.finish()
     balanced(game)
@@ -92,8 +93,7 @@ def test_late_upload_leaves_newer_checkpoint_intact(
 def test_roll_back_frees_credit_of_unlearned_fragments(new_game: NewGame) -> None:
     """A fragment was taken, the next one dropped and committed, then the trainer crashed and its checkpoint broke."""
     game = new_game(small())
-    game.play_to(4)
-    game.durable()
+    game.play_to(4, durable=True)
     game.worker.step(0)
     assert game.trainer.step(0) == "waited"
     push_garbage(game)
@@ -105,3 +105,56 @@ def test_roll_back_frees_credit_of_unlearned_fragments(new_game: NewGame) -> Non
     game.finish()
     assert game.role.flow.read().in_flight >= 0
     balanced(game)
+
+
+def another_redis(game: Game) -> None:
+    """To the trainer, Redis is another process than the one that it knows; then it takes a turn."""
+    game.trainer.recovery.accounting.redis_process = "another"
+    game.trainer.recovery.redis_checked = -1e9
+    game.trainer.step(0)
+
+
+def test_restored_trainer_does_not_miss_what_is_trimmed(new_game: NewGame) -> None:
+    """Redis restarts with all its data, while the trainer reads the log again behind its checkpoint."""
+    game = new_game(archived())
+    game.play_to(4, durable=True)
+    game.play_to(5, durable=True)
+    game.replace_trainer()
+    another_redis(game)
+    assert (game.trainer.version, game.trainer.state.lineage.version) == (5, 0)
+
+
+def test_archive_names_what_a_replay_buffer_forgets(new_game: NewGame) -> None:
+    algorithm = {"name": "dqn", "minibatch_size": 8}
+    game = new_game(small(algorithm=algorithm, heatup="0 env_steps", archive="all", checkpoint=KEEP))
+    game.play_to(2, durable=True)
+    game.worker.step(0)
+    past = dumped_redis(game)
+    game.play_to(3)
+    lost = game.trainer.consumer.committed.position
+    restore_redis(game, past)
+    another_redis(game)
+    game.durable()
+    assert game.trainer.state.lineage.version == game.trainer.version > 3
+    with pytest.raises(ArchiveIncomplete, match=f"lacks the log after .* through {lost}"):
+        list(game.role.archive().entries("0-0", lost))
+
+
+def test_ranks_begin_again_where_replay_buffers_shrink(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that a buffer holds is neither in the log nor in the archive, and the log leads elsewhere: the leader
+    continues without it, and so do the others."""
+    algorithm = {"name": "dqn", "minibatch_size": 8}
+    game = new_game(small(algorithm=algorithm, heatup="0 env_steps", checkpoint=KEEP))
+    game.play_to(3)
+    began: list[int] = []
+
+    def begin(taken: Any, description: Any, held: Any) -> None:
+        began.append(len(list(held)))
+
+    monkeypatch.setattr(game.trainer.incarnation.ranks, "begin", begin)
+    *others, last = game.trainer.learner.remembered
+    game.role.redis.xdel(RunKeys(game.role.run_id).log, last)
+    game.trainer.recovery.continue_without(VersionsDiverged("the log leads elsewhere"))
+    assert game.trainer.version > 3 and [*game.trainer.learner.remembered] == others
+    assert began == [len(others)]
+    game.finish()

@@ -17,7 +17,8 @@ from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy, state_arrays
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, Manifest
 from stagecoach.trainer_node.learning.building_blocks.optimization import part
-from stagecoach.trainer_node.state.fork import Source, forked, rolled_back, take_over
+from stagecoach.trainer_node.state.fork import Source, forked, forked_whole, rolled_back, take_over
+from stagecoach.trainer_node.state.snapshot import learned_sha256
 from tests.conftest import minimal_config
 from tests.support.experience.fragments import SIMPLE
 from tests.support.learning.cases import config_of
@@ -47,8 +48,7 @@ def go_back(game: Game, version: int) -> Checkpoint:
 
 def test_roll_back_continues_weights_counters_and_optimizer(new_game: NewGame) -> None:
     game = new_game(archived())
-    game.play_to(5)
-    game.durable()
+    game.play_to(5, durable=True)
     game.crash()
     older = go_back(game, 2)
     game.restart()
@@ -87,15 +87,13 @@ def test_roll_back_drops_fragments_of_abandoned_policy(new_game: NewGame) -> Non
 
 def test_rolling_back_twice_with_crash_leaves_one_history(new_game: NewGame) -> None:
     game = new_game(small(checkpoint=KEEP))
-    game.play_to(4)
-    game.durable()
+    game.play_to(4, durable=True)
     game.crash()
     go_back(game, 2)
     go_back(game, 4)
     game.restart()
     assert game.trainer.version == 6 and game.trainer.learner.counters.train.updates == 4
-    game.crash()
-    game.restart()
+    game.replace_trainer()
     assert game.trainer.version == 6 and game.board_version() == 6
     game.finish()
     assert game.finished()["counters"]["train"]["updates"] == 6
@@ -107,8 +105,7 @@ def test_roll_back_works_with_redis_that_lost_the_run(new_game: NewGame, lost: s
     game = new_game(small(checkpoint=KEEP))
     game.play_to(1)
     early = dumped_redis(game)
-    game.play_to(4)
-    game.durable()
+    game.play_to(4, durable=True)
     game.crash()
     game.worker.stop("the machine is gone")
     restore_redis(game, {} if lost == "everything" else early)
@@ -127,26 +124,22 @@ def all_of(checkpoint: Checkpoint, policies: Iterable[str] = ("default",)) -> di
     return {policy_id: Source(checkpoint, policy_id) for policy_id in policies}
 
 
-def begun_from(game: Game, source: Checkpoint) -> None:
-    """What `train --initialize-from` does before any role starts: the game has begun, so it is begun again."""
-    game.crash()
-    game.worker.stop("not yet")
-    for name in game.role.checkpoints.names():
-        game.role.checkpoints.delete(name)
-    restore_redis(game, {})
-    create_flow(game.role)
-    first = forked(game.role, all_of(source))
-    game.role.checkpoints.write(first.manifest, first.objects)
-    game.restart()
-    game.worker = game.another_worker(0)
-
-
 def test_fork_takes_policies_and_nothing_else(new_game: NewGame) -> None:
+    """As `train --initialize-from` does before any role starts: the game has begun, so it is begun again."""
     source, game = new_game(small(checkpoint=KEEP)), new_game(small(seed=7, stop_at={"updates": 3}))
     source.finish()
     before = {key: source.role.checkpoints.store.get(key) for key in source.role.checkpoints.store.keys("")}
     name = f"6_Step-{6 * STEPS_PER_UPDATE}.ckpt"
-    begun_from(game, source.role.checkpoints.load(name, only=POLICY))
+    game.crash()
+    game.worker.stop("not yet")
+    for begun in game.role.checkpoints.names():
+        game.role.checkpoints.delete(begun)
+    restore_redis(game, {})
+    create_flow(game.role)
+    first = forked(game.role, all_of(source.role.checkpoints.load(name, only=POLICY)))
+    game.role.checkpoints.write(first.manifest, first.objects)
+    game.restart()
+    game.worker = game.another_worker(0)
     assert game.trainer.version == game.board_version() == 0
     then, now = source.weights(name), state_arrays(game.trainer.learner.policies["default"])
     assert all(np.array_equal(then[key], now[key]) for key in then)
@@ -186,6 +179,36 @@ def test_fork_copies_targets_and_keeps_critics(new_game: NewGame, tmp_path: Path
     if "log_temperature" in beside:
         assert beside["log_temperature"] == learned["log_temperature"] != 0 and "temperature" in said.partition(";")[0]
     assert not any(name.startswith(("adam/", "optimizer/")) and array.any() for name, array in beside.items())
+
+
+def test_whole_fork_continues_the_learner(new_game: NewGame) -> None:
+    """Weights, optimizer and counters go on; the learning rate is this run's."""
+    source = new_game(small(checkpoint=KEEP))
+    source.play_to(3)
+    there = source.trainer.state.snapshot().checkpoint
+    game = new_game(small(seed=7, algorithm={"minibatch_size": 8, "learning_rate": 1e-4}))
+    begun = forked_whole(game.role, there)
+    for key in (POLICY, "trainer/default.algorithm.safetensors"):
+        then, now = (tensor_blob.decode(found.objects[key])[0] for found in (there, begun))
+        assert then.keys() == now.keys() and all(np.array_equal(then[name], now[name]) for name in then)
+    assert begun.manifest.version == 0 and begun.manifest.name == f"0_Step-{3 * STEPS_PER_UPDATE}.ckpt"
+    assert begun.manifest.provenance["counters"] == there.manifest.provenance["counters"]
+    origin = begun.manifest.provenance["initialized_from"]
+    assert origin["learned_sha256"] == learned_sha256(there.manifest) and origin["summary"] == "taken: everything"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"policies": {"default": {"hidden_sizes": [9]}}}, "another network than this run's config"),
+        ({"environment": {"id": "Acrobot-v1", "num_envs": 2}}, "other spaces"),
+        ({"algorithm": {"name": "dqn", "minibatch_size": 8}}, "its replay buffer or players are in that run alone"),
+    ],
+)
+def test_whole_fork_refuses_what_does_not_fit(new_game: NewGame, sections: Any, said: str) -> None:
+    source, game = new_game(small()), new_game(small(**sections))
+    with pytest.raises(ConfigError, match=said):
+        forked_whole(game.role, source.role.checkpoints.load("0_Step-0.ckpt"))
 
 
 def test_fork_accepts_policy_with_hyphen_in_its_name(new_game: NewGame, tmp_path: Path) -> None:

@@ -255,9 +255,7 @@ def test_restore_continues_from_committed_accounting(begun: Begun) -> None:
     assert trainer.consumer.ledger.consumed() == Count(2, 2 * SIZE) and trainer.consumer.lags == {0: 2}
 
 
-def test_rereading_the_log_gives_equal_accounting(
-    begun: Begun,
-) -> None:
+def test_rereading_the_log_gives_equal_accounting(begun: Begun) -> None:
     first, worker, role = begun(max_policy_lag=1)
     other = SmallWorker(role, "worker-1")
     worker.work()
@@ -362,4 +360,5 @@ def test_no_fragment_unpacks_to_more_than_the_run_expects(begun: Begun, bomb: st
 
 
 def test_every_drop_reason_is_tested() -> None:
-    assert {*BAD, "duplicate", "lost", "lost_body", "poison", "foreign"} == set(DropReason)
+    """Those of the consumer; `left_out` is a what-if's."""
+    assert {*BAD, "duplicate", "lost", "lost_body", "poison", "foreign", "left_out"} == set(DropReason)

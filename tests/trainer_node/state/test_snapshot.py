@@ -37,7 +37,6 @@ def config_with(**policy: Any) -> Config:
 
 @functools.cache
 def acted() -> list[list[Fragment]]:
-    """The fragments of six updates."""
     return experience(config_with(), 6)
 
 

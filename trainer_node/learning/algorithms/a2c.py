@@ -15,9 +15,7 @@ from stagecoach.trainer_node.learning.building_blocks.batch import Batch
 from stagecoach.trainer_node.learning.building_blocks.interface import Terms
 
 
-class PolicyGradient(OnPolicy):
-    """The gradient of advantage × log-probability."""
-
+class A2C(OnPolicy):
     _config: A2CConfig | IMPALAConfig
 
     def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
@@ -26,21 +24,14 @@ class PolicyGradient(OnPolicy):
 
     def loss(self, batch: Batch) -> Terms:
         """Returns the scalar loss of a batch (−A log π, value, entropy) and its terms, this rank's part of each."""
-        mean, rows = self.shard.mean, len(batch.counted(batch.log_prob))
-        normalized = batch.normalized() if self._config.normalize_advantages else batch
-        part = normalized.take(self.shard.rows(len(normalized)))
-        params, value = part.outputs(self.policy)
-        batch = part.flat()
+        batch, params, value, rows = self._evaluated(batch, normalize=self._config.normalize_advantages)
+        mean = self.shard.mean
         log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
         policy_loss = -mean(batch.advantage * log_prob, rows)
         return self._total_loss(policy_loss, mean((value - batch.target).square(), rows), mean(entropy, rows))
 
 
-class A2C(PolicyGradient):
-    _config: A2CConfig
-
-
-class IMPALA(PolicyGradient):
+class IMPALA(A2C):
     _config: IMPALAConfig
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Batch:

@@ -34,16 +34,14 @@ class APPO(Clipped):
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
         found, log_prob, trace = self._by_vtrace(tensors, self.target, self._config)
-        weight, advantage = trace.weight, trace.advantage
+        advantage = trace.advantage
         if self._config.clip_against == "target":
-            tensors, advantage = {**tensors, "log_prob": log_prob}, weight * advantage
+            tensors, advantage = {**tensors, "log_prob": log_prob}, trace.weight * advantage
         batch = self._made(tensors, found.value, advantage, trace.target, found.params)
-        return replace(batch, metrics={"train/importance_weight": float(weight[tensors["mask"]].mean())})
+        return replace(batch, metrics={"train/importance_weight": float(trace.weight[tensors["mask"]].mean())})
 
     def _objective(self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int) -> Terms:
         assert batch.anchor_params is not None
-        loss, terms = super()._objective(batch, params, value, clip, rows)
-        divergence = self.shard.mean(self.policy.distribution.divergence(batch.anchor_params, params), rows)
-        if self._config.kl_coefficient:
-            loss = loss + self._config.kl_coefficient * divergence
-        return loss, terms | {"train/loss": loss.detach(), "train/kl_from_target": divergence.detach()}
+        found = super()._objective(batch, params, value, clip, rows)
+        divergence = self.policy.distribution.divergence(batch.anchor_params, params)
+        return self.pulled(found, divergence, self._config.kl_coefficient, rows, "train/kl_from_target")

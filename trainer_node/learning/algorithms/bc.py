@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from stagecoach.shared.config.algorithms.offline import BCConfig
+from stagecoach.shared.policies.actor_critic import ActorCritic
 from stagecoach.trainer_node.learning.algorithms.on_policy import BatchLearner
 from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
 from stagecoach.trainer_node.learning.building_blocks.interface import Terms
 
 
 class BC(BatchLearner):
+    policy: ActorCritic
     _config: BCConfig
 
     def loss(self, batch: Pairs) -> Terms:

@@ -71,11 +71,8 @@ class CQL(SAC):
         return torch.stack([uniform, *(torch.randn(shape, generator=generator) for _ in range(2))], dim=1)
 
     def soft_maximum(self, batch: Minibatch, drawn: Tensor) -> Tensor:
-        """Returns `[C, B]`: ln ∫ exp Q(s, a) da (a sum for one choice); gradients go to the critics alone.
-
-        The integral over [-1, 1]^D is estimated by importance sampling: a third of the actions are uniform, the others
-        the policy's.
-        """
+        """Returns `[C, B]`: ln ∫ exp Q(s, a) da over [-1, 1]^D (a sum for one choice), by importance sampling: a third
+        of the actions are uniform, the others the policy's. Gradients go to the critics alone."""
         if not isinstance(self.actions, Drawn):
             values = self.critics(batch.observations, self.policy.normalizer, None)
             return torch.logsumexp(masked(values, batch.observations, self.policy.spaces), dim=2)

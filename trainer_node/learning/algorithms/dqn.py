@@ -72,6 +72,10 @@ class DQN(OffPolicy):
             target = project(after.softmax(dim=1), reward, discount, self.policy.support)
             wrong = divergence(predicted.detach(), target)
             return cross_entropy(predicted, target), wrong
+        if self._config.head == "hl_gauss":
+            value = batch.clipped(reward + discount * self.policy.means(after))
+            target = gaussian_histogram(value, self.policy.support, self._config.smoothing)
+            return cross_entropy(predicted, target), value - self.policy.means(predicted.detach())
         target = torch.addcmul(reward.unsqueeze(1), discount.unsqueeze(1), after)
         if self._config.head == "qr":
             wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
@@ -88,7 +92,6 @@ class DQN(OffPolicy):
         return replace(batch, heads=to_device(masks, self._setting.device))
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Performs one gradient step; the target network follows after every `target_update_steps`."""
         config, draw = self._config, self.policy.draw_noise
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
@@ -123,6 +126,17 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return -(target * logits.log_softmax(dim=1)).sum(dim=1)
 
 
+def gaussian_histogram(value: Tensor, support: Tensor, smoothing: float) -> Tensor:
+    """`[B, N]`: a normal distribution around each value `[B]`, as the share of it nearest to each of `support` `[N]`.
+    Farebrother et al. 2024, section 3.2: the standard deviation is `smoothing` distances of neighbors; what is beyond
+    the ends by more than half of one is left out, and values are clipped to the ends."""
+    spacing = support[1] - support[0]
+    edges = torch.cat([support[:1] - spacing / 2, support + spacing / 2])
+    places = (edges - value.clamp(support[0], support[-1]).unsqueeze(1)) / (spacing * smoothing)
+    shares: Tensor = torch.special.ndtr(places).diff(dim=1)
+    return shares / shares.sum(dim=1, keepdim=True)
+
+
 def divergence(logits: Tensor, target: Tensor) -> Tensor:
     """`[B]`: KL(target ‖ softmax(logits)), which Rainbow takes for the priority; never below 0."""
     found: Tensor = cross_entropy(logits, target) + torch.special.xlogy(target, target).sum(dim=1)
@@ -130,10 +144,8 @@ def divergence(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def quantile_huber(quantiles: Tensor, target: Tensor) -> Tensor:
-    """`[B]`: Σ_i mean_j |τ_i − 1{u_ij < 0}| L(u_ij), u_ij = target_j − quantiles_i, L Huber's loss with κ = 1.
-
-    Dabney et al. 2018, eq. 10 and alg. 1; `[B, N]` and `[B, M]`; τ_i = (i + ½) / N.
-    """
+    """`[B]`: Σ_i mean_j |τ_i − 1{u_ij < 0}| L(u_ij), u_ij = target_j − quantiles_i, L Huber's loss with κ = 1 (Dabney
+    et al. 2018, eq. 10 and alg. 1); `[B, N]` and `[B, M]`; τ_i = (i + ½) / N."""
     count = quantiles.shape[1]
     midpoints = (torch.arange(count, device=quantiles.device) + 0.5) / count
     error = target.unsqueeze(1) - quantiles.unsqueeze(2)
@@ -146,11 +158,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bootstrap_masks(numbers: Array, heads: int, share: float, seed: int) -> Array:
-    """Bootstrap sample of each head of an ensemble (Osband et al. 2016).
-
-    Returns `[heads, B]`, float32: 1 with probability `share`, else 0. It follows from a transition's number among all
-    that were ever added (`numbers` `[B]`), so nothing is stored, and a resume gives the same masks.
-    """
+    """Bootstrap sample of each head of an ensemble (Osband et al. 2016): `[heads, B]`, float32, 1 with probability
+    `share`, else 0. It follows from a transition's number among all ever added, so nothing is stored."""
     key = np.random.SeedSequence([seed, heads]).generate_state(1, np.uint64)[0]
     cells = numbers.astype(np.uint64) * np.uint64(heads) + np.arange(heads, dtype=np.uint64)[:, np.newaxis]
     mixed = cells * _GOLDEN + key  # by SplitMix64's finalizer (Steele, Lea and Flood 2014)

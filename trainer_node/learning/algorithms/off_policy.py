@@ -123,9 +123,7 @@ class OffPolicy(PolicyLearner):
 
     def begin_with(self, arrays: Columns) -> None:
         """Takes `beside_policy` from the `state` of another run; target networks start as copies of their networks.
-
-        Raises `KeyError` or `ValueError` for another network's state, and then changes nothing.
-        """
+        Raises `KeyError` or `ValueError` for another network's state, and then changes nothing."""
         own = super().state()
         for name in own:
             prefix, _, rest = name.partition("/")
@@ -174,6 +172,8 @@ class OffPolicy(PolicyLearner):
                 lesson = self.learn(batch, counters, generator)
             lesson.metrics.update(paid)
             self.done += 1
+            if self.watch is not None:
+                self.watch(drawn.row, lesson.td_error.detach())
             if self.replay_buffer.has_priorities:
                 errors = self._of_all_ranks(lesson.td_error.detach(), len(drawn.row))
                 self.replay_buffer.update_priorities(drawn.row, errors.cpu().numpy())
@@ -185,7 +185,6 @@ class OffPolicy(PolicyLearner):
         return self._config.minibatch_size
 
     def rows(self, batch: Any) -> slice:
-        """Returns this rank's rows of a minibatch."""
         return self.shard.rows(len(batch))
 
     def share(self, batch: Any) -> float | Tensor:
@@ -203,7 +202,6 @@ class OffPolicy(PolicyLearner):
         return self.shard.total(self.part(mean))
 
     def _of_all_ranks(self, values: Tensor, count: int) -> Tensor:
-        """Returns `[count]` from the values of each rank's rows."""
         rows = self.shard.rows(count)
         if rows == slice(0, count):
             return values
@@ -212,10 +210,7 @@ class OffPolicy(PolicyLearner):
         return self.shard.total(found)
 
     def compiled(self, loss: Callable[..., Answer], optimizer: Adam | None = None) -> Callable[..., Answer]:
-        """Wraps `loss(minibatch, …)` to see this rank's rows; whole minibatches are compiled if configured.
-
-        Compiled with the gradients for the optimizer's parameters, if there is one.
-        """
+        """Wraps `loss(minibatch, …)` to see this rank's rows; whole minibatches are compiled if configured."""
 
         @functools.wraps(loss)
         def ours(batch: Any, *arguments: Any) -> Answer:
@@ -231,9 +226,7 @@ class OffPolicy(PolicyLearner):
         self, mean: Tensor, optimizer: Adam, rate: float, *, clones: bool = False, all_inputs: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Performs one gradient step of all ranks on the mean loss of this rank's rows, with cloning if `clones`.
-
-        `all_inputs` is as for `gradient_step`. Returns the gradients' norm and the cloning terms.
-        """
+        Returns the gradients' norm and the cloning terms."""
         loss, cloned = self.part(mean), dict[str, Tensor]()
         if clones:
             loss, cloned = self.cloning.beside(self.shard, (loss, {}))
@@ -249,11 +242,9 @@ class OffPolicy(PolicyLearner):
         return Minibatch(**columns, bounds=None if bounds is None else self._moved(np.array(bounds, np.float32)))
 
     def _moved(self, value: Any) -> Any:
-        """Copies an array, or each array of a dict, to the device."""
         return each(value, lambda array: to_device(array, self._setting.device))
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Updates normalizer and replay buffer; all there is to do in warm-up."""
         if self.policy.normalizer is not None or self.signals.streams:
             tensors = self._tensors(experience)
             self._update_normalizer(tensors)

@@ -1,7 +1,7 @@
 """Base of the algorithms that learn each update's batch: batch, gradient steps, metrics.
 
 Two objectives (a2c.py, ppo.py) and two advantage estimates (building_blocks/advantages.py) make A2C, IMPALA, PPO and
-APPO. BC's batch has no advantages.
+APPO. PQN learns values alone; BC's batch has no advantages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,11 @@ from torch import Tensor
 from stagecoach.shared.config.algorithms.base import BatchOfUpdate
 from stagecoach.shared.config.algorithms.offline import BCConfig
 from stagecoach.shared.config.algorithms.on_policy import A2CConfig, OnPolicyConfig, PPOConfig, VTraceConfig
+from stagecoach.shared.config.algorithms.q_learning import PQNConfig
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.actor_critic import ActorCritic, Heads
+from stagecoach.shared.policies.policy import Policy
 from stagecoach.trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
 from stagecoach.trainer_node.learning.building_blocks.batch import (
     Batch,
@@ -41,15 +43,9 @@ from stagecoach.trainer_node.learning.reward_signals.reward_signals import Rewar
 
 
 class BatchLearner(PolicyLearner):
-    """Learns one policy: a batch from the fragments, gradient steps on it, then the normalizer.
+    """Learns one policy: a batch from the fragments, gradient steps on it, then the normalizer."""
 
-    A subclass makes the batch and computes the loss; `_learn` may be one gradient step or many.
-    """
-
-    policy: ActorCritic
-    """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
-
-    def __init__(self, policy: ActorCritic, config: OnPolicyConfig | BCConfig, setting: Setting) -> None:
+    def __init__(self, policy: Policy, config: OnPolicyConfig | BCConfig | PQNConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts[""] = self._optimizer
@@ -69,27 +65,29 @@ class BatchLearner(PolicyLearner):
         """Prepares an update."""
 
     def _schedules(self, counters: Counters) -> dict[str, float]:
-        """Returns the scheduled values as metrics."""
         return {"train/learning_rate": self._config.learning_rate.value(counters)}
+
+    def _loss_arguments(self, counters: Counters) -> tuple[Any, ...]:
+        """Returns the arguments of `loss` besides the batch."""
+        return ()
 
     def _learn(self, batch: Any, counters: Counters) -> list[dict[str, float]]:
         """Performs all gradient steps of one update on a non-empty batch; returns the terms of each."""
-        return self._epochs(batch, counters)
+        return self._epochs(batch, counters, *self._loss_arguments(counters))
 
     def _end(self, batch: Any, counters: Counters) -> dict[str, float]:
-        """Finishes an update with a non-empty batch; returns metrics."""
         return {}
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
-        """Learns from K fragments of equal T; returns the metrics.
-
-        The normalizer is updated afterwards, so that the batch is learned with the statistics that it was acted with.
-        """
+        """Learns from K fragments of equal T; returns the metrics. The normalizer is updated afterwards, so that the
+        batch is learned with the statistics that it was acted with."""
         tensors = self._tensors(experience)
         self._begin(experience, tensors, counters)
         with autocast(self._setting.device, self._setting.precision):
             with torch.no_grad():
                 batch = self.batch(tensors)
+            if self.watch is not None and len(batch):
+                self.watch(batch, self._loss_arguments(counters))
             history = self._learn(batch, counters) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
@@ -99,7 +97,6 @@ class BatchLearner(PolicyLearner):
         return metrics
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Updates the normalizer; all there is to do in warm-up."""
         self._update_normalizer(self._tensors(experience))
 
     def _epochs(self, batch: Any, counters: Counters, *arguments: Any) -> list[dict[str, float]]:
@@ -134,9 +131,7 @@ class BatchLearner(PolicyLearner):
 
     def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
         """Returns a row for each gradient step (at least one): terms of the whole minibatch, and the gradient norm.
-
-        Called at the end of an update, because reading a tensor waits for the device.
-        """
+        Called once per update, because reading a tensor waits for the device."""
         table = self.shard.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
         rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
         for row, value in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
@@ -147,6 +142,8 @@ class BatchLearner(PolicyLearner):
 class OnPolicy(BatchLearner):
     """Learns an actor-critic from advantages, with reward signals and cloning."""
 
+    policy: ActorCritic
+    """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
     _config: OnPolicyConfig
 
     def __init__(self, policy: ActorCritic, config: OnPolicyConfig, setting: Setting) -> None:
@@ -191,14 +188,13 @@ class OnPolicy(BatchLearner):
         return (advantage * mask).cpu().numpy()
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Updates the normalizer and the signals' statistics."""
         self.signals.observe(self._tensors(experience))
         super().observe(experience)
 
     def _made(
         self, tensors: Mapping[str, Tensor], value: Tensor, advantage: Tensor, target: Tensor, anchor: Tensor | None
     ) -> Batch:
-        """Builds the batch of the counted transitions: rows, or sequences for a policy with a core."""
+        """Builds the batch of the counted transitions."""
         spaces = self.policy.spaces
         observations = {name: tensors[name] for name in self.policy.read_columns}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
@@ -209,10 +205,7 @@ class OnPolicy(BatchLearner):
             scale.update(target[tensors["mask"]])
             target = scale.normalized(target)
         batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor, start)
-        if self.policy.state_size:
-            return sequences(batch, tensors)
-        keep = tensors["mask"].flatten()
-        return batch.changed(lambda tensor: tensor.flatten(0, 1)[keep])
+        return sequences(batch, tensors) if self.policy.state_size else batch.rows(tensors["mask"])
 
     def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Returns `Batch.start_log_prob` as `[T, S]` if the objective needs it."""
@@ -223,7 +216,13 @@ class OnPolicy(BatchLearner):
         found, config = forward_pass(self.policy, tensors, with_params=False), cast(PPOConfig | A2CConfig, self._config)
         estimate = partial(gae, gae_lambda=config.gae_lambda)
         advantage, target = estimate(self._trajectories(tensors, found))
-        return self._made(tensors, found.value, self.signals.join(advantage, estimate), target, None)
+        return self._made(
+            tensors, found.value, self.signals.join(advantage, estimate), target, self._anchor_params(tensors)
+        )
+
+    def _anchor_params(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns `Batch.anchor_params` as `[T, S, P]` if the objective needs them."""
+        return None
 
     def _by_vtrace(
         self, tensors: Mapping[str, Tensor], policy: Heads, config: VTraceConfig
@@ -250,6 +249,14 @@ class OnPolicy(BatchLearner):
             values = {name: scale.restored(value) for name, value in values.items()}
         index = tensors["final_index"].to(torch.int64)
         return Trajectories(**columns, **values, final_index=index, gamma=self._config.gamma)
+
+    def _evaluated(self, batch: Batch, *, normalize: bool) -> tuple[Batch, Tensor, Tensor, int]:
+        """Returns this rank's rows of a minibatch, the policy's parameters and values for them, and the number of all
+        rows. Advantages are normalized over the whole minibatch of all ranks."""
+        count = len(batch.counted(batch.log_prob))
+        batch = batch.normalized() if normalize else batch
+        part = batch.take(self.shard.rows(len(batch)))
+        return part.flat(), *part.outputs(self.policy), count
 
     def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> Terms:
         weighted = self._config.value_coefficient * value_loss

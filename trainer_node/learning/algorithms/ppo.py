@@ -1,15 +1,20 @@
 """Proximal policy optimization with the clipped objective (Schulman et al. 2017)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stagecoach.shared.config.algorithms.on_policy import ClippedConfig, PPOConfig
+from stagecoach.shared.config.schema.section import Schedule
 from stagecoach.shared.experience.counters import Counters
+from stagecoach.shared.policies.actor_critic import ActorCritic
+from stagecoach.shared.policies.policy import copy_sharing_buffers
 from stagecoach.trainer_node.learning.algorithms.on_policy import OnPolicy
 from stagecoach.trainer_node.learning.building_blocks.batch import Batch, forward_pass, log_probs
-from stagecoach.trainer_node.learning.building_blocks.interface import Terms
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting, Terms
+from stagecoach.trainer_node.learning.building_blocks.optimization import soft_update
 
 _LARGEST_LOG_RATIO = 20.0
 """A step that has become e^20 times as likely is far beyond any clip; float32 has no e^89."""
@@ -24,8 +29,8 @@ class Clipped(OnPolicy):
     def _schedules(self, counters: Counters) -> dict[str, float]:
         return super()._schedules(counters) | {"train/clip_range": self._config.clip_range.value(counters)}
 
-    def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
-        return self._epochs(batch, counters, self._config.clip_range.value(counters))
+    def _loss_arguments(self, counters: Counters) -> tuple[Any, ...]:
+        return (self._config.clip_range.value(counters),)
 
     def _stops(self, terms: Mapping[str, Tensor]) -> bool:
         """Ends the epochs once the policy has moved by more than `target_kl`."""
@@ -39,16 +44,9 @@ class Clipped(OnPolicy):
         return log_probs(self.policy, tensors, forward_pass(self.policy, tensors, with_params=True).params)
 
     def loss(self, batch: Batch, clip: float) -> Terms:
-        """Returns the scalar loss of a minibatch (eq. 9, signs turned) and its terms, this rank's part of each.
-
-        Advantages are normalized over the whole minibatch of all ranks.
-        """
-        rows = len(batch.counted(batch.log_prob))
-        if self._config.normalize_advantages:
-            batch = batch.normalized()
-        batch = batch.take(self.shard.rows(len(batch)))
-        params, value = batch.outputs(self.policy)
-        return self._objective(batch.flat(), params, value, clip, rows)
+        """Returns the scalar loss of a minibatch (eq. 9, signs turned) and its terms, this rank's part of each."""
+        batch, params, value, rows = self._evaluated(batch, normalize=self._config.normalize_advantages)
+        return self._objective(batch, params, value, clip, rows)
 
     def surrogate(self, ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
         """Returns the objective of each step `[B]`, to be maximized (eq. 7).
@@ -80,6 +78,42 @@ class Clipped(OnPolicy):
             terms["train/clip_fraction"] = mean(((ratio - 1).abs() > clip).to(torch.float32), rows)
         return loss, terms
 
+    def pulled(self, found: Terms, divergence: Tensor, coefficient: float, rows: int, name: str) -> Terms:
+        """Adds the weighted mean of a divergence `[B]` from another network to a loss, and its mean to the terms."""
+        (loss, terms), mean = found, self.shard.mean(divergence, rows)
+        if coefficient:
+            loss = loss + coefficient * mean
+        return loss, terms | {"train/loss": loss.detach(), name: mean.detach()}
+
 
 class PPO(Clipped):
+    """`magnet_coefficient` keeps the policy near a slow copy of it, its magnet: magnetic mirror descent, whose last
+    policy nears an equilibrium of a two-player zero-sum game, and not only the mean of all (Sokota et al. 2023)."""
+
     _config: PPOConfig
+
+    def __init__(self, policy: ActorCritic, config: PPOConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self._magnet_coefficient, self.magnet = config.magnet_coefficient.start, None
+        if config.magnet_coefficient != Schedule(start=0.0):
+            self.magnet = copy_sharing_buffers(self.policy).requires_grad_(False)
+            self.parts["magnet/"] = self.magnet
+
+    def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
+        super()._begin(experience, tensors, counters)
+        self._magnet_coefficient = self._config.magnet_coefficient.value(counters)
+
+    def _anchor_params(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        return None if self.magnet is None else forward_pass(self.magnet, tensors, with_params=True).params
+
+    def _objective(self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int) -> Terms:
+        found = super()._objective(batch, params, value, clip, rows)
+        if batch.anchor_params is None:
+            return found
+        divergence = self.policy.distribution.divergence(params, batch.anchor_params)
+        return self.pulled(found, divergence, self._magnet_coefficient, rows, "train/kl_from_magnet")
+
+    def _end(self, batch: Batch, counters: Counters) -> dict[str, float]:
+        if self.magnet is not None:
+            soft_update(self.magnet, self.policy, self._config.magnet_rate)
+        return super()._end(batch, counters)

@@ -39,7 +39,6 @@ class VDN(DQN):
         return self._config.minibatch_size * self._setting.agents
 
     def rows(self, batch: Minibatch) -> slice:
-        """Returns this rank's rows, in whole teams."""
         ours, agents = self.shard.rows(len(batch) // self._setting.agents), self._setting.agents
         return slice(ours.start * agents, ours.stop * agents)
 
@@ -48,10 +47,8 @@ class VDN(DQN):
         return values.sum(dim=1)
 
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
-        """Returns the scalar loss of a minibatch of B · A rows, and its metrics.
-
-        y = r + γ Q_target(s', best action of each continuing agent), r mean or sum of the present agents' rewards.
-        """
+        """Returns the scalar loss of B · A rows, and its metrics: y = r + γ Q_target(s', best action of each continuing
+        agent), r mean or sum of the present agents' rewards."""
         (action,), shape = batch.actions.values(), (-1, self._setting.agents)
         there, discount = batch.weight.reshape(shape), (batch.discount * batch.weight).reshape(shape)
         values = of_actions(self.policy.outputs(batch.observations), action).reshape(shape) * there
@@ -97,10 +94,8 @@ class QMIX(VDN):
 
 
 class Mixer(nn.Module):
-    """Two layers with non-negative weights, so that an agent's best action is the team's best as well.
-
-    Hypernetworks compute the weights from the environment's state (eq. 4, 5 and figure 2), or from all observations.
-    """
+    """Two layers with non-negative weights, so that an agent's best action is the team's best as well; hypernetworks
+    compute the weights from the environment's state (eq. 4, 5 and figure 2), or from all observations."""
 
     def __init__(self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int) -> None:
         super().__init__()
@@ -116,7 +111,6 @@ class Mixer(nn.Module):
         self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor,
         normalizer: ObservationNormalizer | None,
     ) -> Tensor:  # fmt: skip
-        """Returns `[B]` from the agents' values `[B, A]`."""
         state: Any = self.state(observations, there, normalizer)
         weights = self.first(state).abs().unflatten(1, self._shape)
         hidden = nn.functional.elu((values.unsqueeze(1) @ weights).squeeze(1) + self.first_bias(state))

@@ -16,11 +16,7 @@ from stagecoach.shared.policies.q_network import RecurrentQNetwork, rescaled, un
 from stagecoach.trainer_node.learning.algorithms.dqn import DQN
 from stagecoach.trainer_node.learning.algorithms.off_policy import Lesson
 from stagecoach.trainer_node.learning.building_blocks.interface import Setting
-from stagecoach.trainer_node.learning.replay_buffers.sequences import (
-    PrioritizedSequences,
-    SequenceBatch,
-    SequenceReplayBuffer,
-)
+from stagecoach.trainer_node.learning.replay_buffers import sequences
 
 
 @dataclass(frozen=True)
@@ -68,20 +64,19 @@ class R2D2(DQN):
         named: dict[str, Any] = {"state_size": policy.state_size, "burn_in": config.burn_in_fragments}
         if isinstance(config.replay_buffer, PrioritizedReplay):
             named |= {"alpha": config.replay_buffer.alpha, "epsilon": config.replay_buffer.epsilon}
-            self.replay_buffer = PrioritizedSequences(*size, **named)
+            self.replay_buffer = sequences.PrioritizedSequences(*size, **named)
         else:
-            self.replay_buffer = SequenceReplayBuffer(*size, **named)
+            self.replay_buffer = sequences.SequenceReplayBuffer(*size, **named)
 
     @property
     def minibatch_rows(self) -> int:
         return self._config.sequences(self._setting.fragment_steps)
 
     def share(self, batch: Sequences) -> float | Tensor:
-        """Returns this rank's share of the counted steps."""
         steps, rows = batch.steps, self.rows(batch)
         return 1.0 if rows == slice(0, len(batch)) else steps[rows].sum() / steps.sum()
 
-    def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
+    def on_device(self, drawn: sequences.SequenceBatch) -> Sequences:  # type: ignore[override]
         spans = tuple(tuple(map(self._moved, vars(span).values())) for span in drawn.spans)
         (action,) = drawn.actions.values()
         rest = (drawn.next_observations, drawn.reward, drawn.discount, drawn.last, drawn.mask, drawn.weight)
@@ -99,10 +94,8 @@ class R2D2(DQN):
         return states.flatten(0, 1)
 
     def loss(self, batch: Sequences, noise: object = None) -> tuple[Tensor, Lesson]:  # type: ignore[override]
-        """Returns the scalar loss; the lesson's errors `[B]` become the sequences' priorities.
-
-        y_t = h(Σ γ^i r_{t+i} + γ^n h⁻¹(Q_target(s_{t+n}, best action by the online network))).
-        """
+        """Returns the scalar loss; the lesson's errors `[B]` become the sequences' priorities. y_t = h(Σ γ^i r_{t+i} +
+        γ^n h⁻¹(Q_target(s_{t+n}, best action by the online network)))."""
         config, online = self._config, self.states(self.policy, batch)
         values = self.policy.values(batch.spans[-1][0], online)
         predicted = values.gather(1, batch.action.reshape(-1, 1)).reshape(batch.mask.shape)

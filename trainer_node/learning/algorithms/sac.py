@@ -6,6 +6,7 @@ The losses are the same for both: expectations over the policy's actions are tak
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Considered:
     probability: Tensor
     log_prob: Tensor
     value: Tensor
-    """Minimum of the critics."""
+    """Value to the policy: the minimum of the critics."""
 
     def expectation(self, values: Tensor) -> Tensor:
         return (self.probability * values).sum(dim=1)
@@ -56,8 +57,12 @@ class Drawn:
 
     def consider(self, critics: Critics, observations: Mapping[str, Tensor], noise: Tensor) -> Considered:
         action, log_prob = self.distribution.reparameterized(self._policy.action_parameters(observations), noise)
-        value = critics(observations, self._policy.normalizer, action).amin(dim=0)
+        value = self.combined(critics(observations, self._policy.normalizer, action))
         return Considered(torch.ones_like(value), log_prob.unsqueeze(1), value)
+
+    def combined(self, values: Tensor) -> Tensor:
+        """Returns `[B, 1]` from the critics' values `[C, B, N]`."""
+        return values.amin(dim=0)
 
     def value(self, critics: Critics, observations: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
         """Returns each critic's value of these actions, `[C, B]`."""
@@ -115,8 +120,7 @@ class SAC(ActorAndCritics):
     _config: SoftConfig
 
     def __init__(self, policy: Actor, config: SoftConfig, setting: Setting) -> None:
-        squashed = policy.distribution
-        self.actions = Drawn(policy, squashed) if isinstance(squashed, SquashedGaussian) else Counted(policy, config)
+        self.actions = self.considered(policy, config)
         super().__init__(policy, config, setting, **self.actions.shape)
         initial = math.log(config.initial_temperature)
         self.log_temperature = torch.tensor(initial, device=setting.device, requires_grad=True)
@@ -127,6 +131,12 @@ class SAC(ActorAndCritics):
             self.beside_policy["temperature"] = "log_temperature"
         self._critic_loss = self.compiled(self.critic_loss, self._critics_adam)
         self._actor_loss = self.compiled(self.actor_loss, self._actor_adam)
+
+    @staticmethod
+    def considered(policy: Actor, config: Any) -> Drawn | Counted:
+        """Returns the actions that expectations are taken over; raises `UnsupportedSpace`."""
+        squashed = policy.distribution
+        return Drawn(policy, squashed) if isinstance(squashed, SquashedGaussian) else Counted(policy, config)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """Returns `[B]`, eq. 2 and 3: r + γ E[min Q' − α ln π]."""
@@ -148,7 +158,6 @@ class SAC(ActorAndCritics):
         return (batch.weight * cost).mean(), -now.expectation(now.log_prob.detach()).detach()
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Steps critics, policy and temperature, then moves the targets."""
         noise = [self.actions.noise(len(batch), generator).to(self._setting.device) for _ in range(2)]
         metrics, td_error = self._move_critics(batch, noise[0], counters, generator)
         loss, entropies = self._actor_loss(batch, noise[1])
@@ -166,7 +175,6 @@ class SAC(ActorAndCritics):
     def _move_critics(
         self, batch: Minibatch, noise: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Steps the critics; returns metrics and the mean absolute error `[B]`."""
         return self._step_critics(*self._critic_loss(batch, noise), counters)
 
     def move_temperature(self, entropy: Tensor, learning_rate: float, target_entropy: float | Tensor) -> None:

@@ -56,7 +56,6 @@ class TD3(ActorAndCritics):
         return action, value.reshape(-1)
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
-        """Steps the critics, and policy and targets at every `policy_delay`-th step."""
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
         metrics, td_error = self._step_critics(*self._critic_loss(batch, noise), counters)
         if (self.done + 1) % self._config.policy_delay == 0:
@@ -79,7 +78,6 @@ class TD3BC(TD3):
 
     @torch.no_grad()
     def size(self, batch: Minibatch) -> Tensor:
-        """Returns mean |Q| of the first critic, at the policy's action."""
         return self._acted(batch)[1].abs().mean()
 
     def _beside(self, batch: Minibatch) -> tuple[Tensor, ...]:

@@ -103,7 +103,6 @@ class Batch:
     start_log_prob: Tensor | None = None
     """`[B]`: of the actions, by the policy at the start of the update; only with `target_kl`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the batch as a whole."""
 
     def __len__(self) -> int:
         return len(self.log_prob)
@@ -127,6 +126,11 @@ class Batch:
         names = [item.name for item in fields(self) if item.name != "metrics"]
         return replace(self, **{name: each(getattr(self, name), change) for name in names}, metrics={})
 
+    def rows(self, mask: Tensor) -> Self:
+        """Returns the counted transitions of a batch of tensors `[T, S, …]`, flat."""
+        keep = mask.flatten()
+        return self.changed(lambda tensor: tensor.flatten(0, 1)[keep])
+
     def counted(self, tensor: Tensor) -> Tensor:
         """Returns the counted transitions of a tensor shaped like `log_prob` (and more axes)."""
         return tensor
@@ -147,7 +151,6 @@ class Batch:
         return replace(self, advantage=(self.advantage - mean) / (deviation + 1e-8))
 
     def outputs(self, policy: Heads) -> tuple[Tensor, Tensor]:
-        """Returns parameters `[B, P]` and values `[B]` for the rows of `flat()`."""
         return cast(ActorCritic, policy).action_parameters_and_value(self.observations)
 
 
@@ -160,11 +163,8 @@ def each(value: Any, change: Callable[[Any], Tensor]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences(Batch):
-    """The batch of a policy with a recurrent core, all `[S, T, …]`; `take` selects slots.
-
-    Each gradient step recomputes the hidden states from the fragment's first one. Gradients flow back to the fragment's
-    first step, but not across the ends of episodes.
-    """
+    """Batch of a policy with a recurrent core, all `[S, T, …]`; `take` selects slots. Each gradient step recomputes the
+    hidden states; gradients flow back to the fragment's first step, but not across the ends of episodes."""
 
     mask: Tensor
     """`[S, T]`: the counted transitions."""

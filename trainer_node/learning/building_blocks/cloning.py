@@ -50,10 +50,8 @@ class Cloning:
         return loss + self._strength * cloned, others | {"train/cloning_loss": cloned.detach()}
 
     def errors(self, pairs: Pairs) -> Tensor:
-        """Returns `[B]`: −log π(a|s); without probabilities, the mean squared difference of actions in [-1, 1].
-
-        For a Q network, J_E of Hester et al. 2018: max_a (Q(s, a) + margin if a ≠ a_E) − Q(s, a_E).
-        """
+        """Returns `[B]`: −log π(a|s); without probabilities, the mean squared difference of actions in [-1, 1]; for a Q
+        network, max_a (Q(s, a) + margin if a ≠ a_E) − Q(s, a_E) (J_E of Hester et al. 2018)."""
         distribution, params = self._policy.distribution, self._policy.action_parameters(pairs.observations)
         if isinstance(distribution, BestChoice):
             assert isinstance(self._config, MarginCloningConfig)

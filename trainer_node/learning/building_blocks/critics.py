@@ -22,10 +22,8 @@ from stagecoach.shared.policies.encoders import (
 
 
 class Critics(nn.Module):
-    """`count` networks from an observation and `action_size` elements of an action to `outputs` values each.
-
-    They share the convolutions of images alone, as in Stable-Baselines3.
-    """
+    """`count` networks from an observation and `action_size` elements of an action to `outputs` values each. They share
+    the convolutions of images alone, as in Stable-Baselines3."""
 
     def __init__(
         self, observation: SpaceSpec, config: PolicyConfig, *, count: int, action_size: int = 0, outputs: int = 1

@@ -23,7 +23,6 @@ class Pairs:
         return len(next(iter(self.actions.values())))
 
     def take(self, rows: Tensor | slice) -> Self:
-        """The minibatch of these rows."""
         parts = ({name: tensor[rows] for name, tensor in columns.items()} for columns in vars(self).values())
         return type(self)(*parts)
 

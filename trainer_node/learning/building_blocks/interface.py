@@ -85,10 +85,7 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 def mean_terms(
     history: Sequence[Mapping[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda part: part
 ) -> dict[str, float]:
-    """The mean of each term over the gradient steps that had it; the device is waited for once.
-
-    `total` sums them over the ranks (`Shard.total`), where each has but its part of them.
-    """
+    """Returns the mean of each term over the gradient steps that had it, summed over the ranks by `total`."""
     names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
     means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
     return dict(zip(names, total(torch.stack(means)).tolist(), strict=True)) if means else {}
@@ -131,6 +128,10 @@ class PolicyLearner:
         self.policy = policy.to(setting.device)
         self._config, self._setting = config, setting
         self.shard = Shard()
+        self.watch: Callable[..., None] | None = None
+        """Called in each update with what is learned from, for explanations (`trainer_node/replay/explanation.py`):
+        with the batch and further arguments of `loss` before the first gradient step; with a replay buffer, after each
+        step with the rows drawn and their TD errors."""
         self.parts: dict[str, Part] = {}
         """Prefix of array names → optimizer, critic or target."""
 
@@ -148,7 +149,6 @@ class PolicyLearner:
         return state_of(self.parts)
 
     def load_state(self, arrays: Columns) -> None:
-        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
         load_state_of(self.parts, arrays)
 
 

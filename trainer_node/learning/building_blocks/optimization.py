@@ -74,7 +74,6 @@ class Adam:
         return torch.cat(parts)
 
     def note(self, there: Iterable[bool]) -> None:
-        """Records which of `moved` have had a gradient."""
         self._had.update(itertools.compress(itertools.count(), there))
 
     def zero_grad(self) -> None:
@@ -130,7 +129,6 @@ class Adam:
         }
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """Restores `state`; raises `KeyError`, `IndexError` or `ValueError` for another network's."""
         numbers = {int(key.partition("/")[0]) for key in arrays}
         if max(numbers, default=0) >= len(self.parameters):
             raise IndexError(f"a state of parameter {max(numbers)}, of {len(self.parameters)}")
@@ -148,10 +146,8 @@ def gradient_step(
     loss: Tensor, optimizer: Adam, learning_rate: float, max_norm: float | None,
     total: Callable[[Tensor], Tensor] | None = None, *, all_inputs: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Performs one step of the optimizer; returns the norm of the gradients, summed over ranks by `total`.
-
-    Gradients go to its parameters alone, or to `all_inputs` if the loss depends on no others.
-    """
+    """Performs one step of the optimizer; returns the norm of the gradients, summed over ranks by `total`. They go to
+    its parameters alone, or to `all_inputs` if the loss depends on no others."""
     optimizer.zero_grad()
     inputs = None if all_inputs else [*optimizer.parameters, optimizer.flat]
     loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]

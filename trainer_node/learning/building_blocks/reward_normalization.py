@@ -1,5 +1,9 @@
-"""Reward normalization, learned in log order, so that every replay is the same; kept in checkpoints."""
+"""Reward normalization, learned in log order, so that every replay is the same; kept in checkpoints.
 
+`ShapedReturns` counts what was learned from, for metrics alone; a resumed run leaves out episodes that began before.
+"""
+
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -87,10 +91,7 @@ class RewardScaling(RewardFilter):
 
 
 class RewardAverage(RewardFilter):
-    """Subtracts the rewards' exponential moving average (Coach's RewardEwmaNormalizationFilter).
-
-    It starts as the first fragment's average, then m ← m + α (fragment's average − m).
-    """
+    """Subtracts the rewards' exponential moving average, as Coach's RewardEwmaNormalizationFilter does."""
 
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
@@ -112,3 +113,29 @@ class RewardAverage(RewardFilter):
     def load_state(self, arrays: Columns) -> None:
         (average,) = arrays["average"].tolist() or [None]
         self._average = average
+
+
+class ShapedReturns:
+    """Returns of one policy's last episodes; in turns, of episodes within one fragment alone."""
+
+    def __init__(self, window: int, in_turns: bool = False) -> None:
+        self.returns: deque[float] = deque(maxlen=window)
+        self._in_turns = in_turns
+        self._sums: dict[str, Array] = {}
+
+    def take(self, source: str, first: bool, columns: Columns) -> None:
+        """Adds a fragment's learned columns `[T, S]`; `first`: its episodes begin with it."""
+        rewards = np.where(columns["mask"], columns["reward"], 0.0)
+        over = columns["terminated"] | columns["truncated"]
+        sums = self._sums.get(source)
+        if sums is None or self._in_turns:
+            self._sums = of_other_workers(self._sums, source)
+            sums = self._sums[source] = np.full(rewards.shape[1], 0.0 if first else np.nan)
+        begin = 0
+        for step in np.flatnonzero(over.any(axis=1)):
+            sums += rewards[begin : step + 1].sum(axis=0)
+            ended = sums[over[step]]
+            self.returns.extend(ended[~np.isnan(ended)].tolist())
+            sums[over[step]] = 0.0
+            begin = int(step) + 1
+        sums += rewards[begin:].sum(axis=0)

@@ -7,13 +7,11 @@ from stagecoach.shared.policies.critic import MASK, NUMBER, TEAM
 
 
 def with_team(columns: Columns, observation: SpaceSpec, agents: int) -> Columns:
-    """Adds joint observations of the `agents` to a fragment's columns, for steps, bootstraps and last observations.
-
-    Joint observations are `[…, A, …]`, the slot's own agent first; `[…, A]` (bool) says which agents are present, and
-    `[…]` is the own agent's number. Slot = agent's number × N + environment. At another agent's last observation, an
-    agent has its own last observation if truncated, its next one if it continues, and is absent if terminated. Values
-    of absent agents are undefined.
-    """
+    """Adds joint observations of the `agents` to a fragment's columns, for steps, bootstraps and last observations:
+    `[…, A, …]`, the slot's own agent first; `[…, A]` (bool) says which agents are present, `[…]` is the own agent's
+    number. Slot = agent's number × N + environment. At another agent's last observation, an agent has its own last
+    observation if truncated, its next one if it continues, and is absent if terminated. Values of absent agents are
+    undefined."""
     mask, (step, slot) = columns["mask"], columns["final_index"].T
     num_envs = mask.shape[1] // agents
     number, environment = np.divmod(np.arange(mask.shape[1]), num_envs)

@@ -111,7 +111,6 @@ class HindsightReplayBuffer(ReplayBuffer):
         return which, self._spans.later(begin, (share * (behind + ahead + 1)).astype(np.int64))
 
     def _again(self, path: Array, valid: Array, goals: Array) -> tuple[Array, Array, Array]:
-        """Returns valid, reward and terminated of the steps `[n, M]` under these goals `[M, …]`."""
         rows = path.reshape(-1)
         achieved = self.ring.next_observations(rows, ACHIEVED)[ACHIEVED]
         desired = np.broadcast_to(goals, (*path.shape, *goals.shape[1:])).reshape(achieved.shape)
@@ -141,7 +140,6 @@ class EpisodeSpans:
         self._first, self._last = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
 
     def put(self, place: int) -> None:
-        """Takes in the fragment that is now in `place`."""
         ring = self._ring
         rows = np.arange(place * ring.rows_each, (place + 1) * ring.rows_each).reshape(ring.steps, ring.slots)
         step = np.arange(ring.steps)[:, None]

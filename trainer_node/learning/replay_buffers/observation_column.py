@@ -19,17 +19,13 @@ class ObservationColumn:
         self._finals = RowPool(shape, dtype)
 
     def put(self, place: int, observed: Array, last: Array, before: int) -> None:
-        """Stores a fragment's observations `[T, S, …]` and the `last` observations `[S, …]`.
-
-        `before`: the place of the fragment whose last observations are this fragment's first, or `NOTHING`.
-        """
+        """Stores a fragment's observations `[T, S, …]` and the `last` observations `[S, …]`. `before`: the place of the
+        fragment that it continues, or `NOTHING`."""
         self._steps[place, :-1], self._steps[place, -1] = observed, last
 
     def put_finals(self, place: int, finals: Array, where: Array, linked: bool) -> Array:
         """Stores the last observations after the steps and slots `where` `[M, 2]`; returns their numbers, for `take`.
-
-        `linked`: the fragment in `place` continues another.
-        """
+        `linked`: the fragment in `place` continues another."""
         return self._finals.put(place, finals)
 
     def give_up(self, place: int, after: int) -> None:
@@ -62,7 +58,6 @@ class RowPool:
 
     @property
     def used(self) -> int:
-        """Number of owned rows."""
         return len(self.held) - len(self._free)
 
     def put(self, place: int, rows: Array) -> Array:
@@ -75,7 +70,6 @@ class RowPool:
         return numbers
 
     def give_up(self, place: int) -> None:
-        """Frees the rows of the fragment in `place`."""
         for numbers in reversed(self._owned.pop(place, [])):
             self._free.extend(numbers[::-1].tolist())
 

@@ -64,12 +64,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
 
 class SumTree:
-    """`size` non-negative numbers, float64: finds those at shares of their total, as the running sum has them.
-
-    A binary tree in one array: node i above nodes 2i and 2i + 1, the numbers in the lower half. A batch begins at a
-    level of some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of
-    the two below it and never changed by a difference: equal numbers make equal trees, in whatever order they came.
-    """
+    """`size` non-negative numbers, float64, as a binary tree in one array: node i above nodes 2i and 2i + 1. A batch
+    begins at a level of some hundred nodes, which is searched whole, and goes down level by level together. A node is
+    the sum of the two below it and never changed by a difference: equal numbers make equal trees."""
 
     def __init__(self, size: int, searched_whole: int = 512) -> None:
         """`searched_whole`: nodes of the level that a batch begins at, a power of 2."""
@@ -90,7 +87,6 @@ class SumTree:
             nodes[places] = nodes[left] + nodes[left + 1]
 
     def put_from(self, first: int, numbers: Array) -> None:
-        """Sets the numbers of the rows from `first` on."""
         nodes, begin, end = self._nodes, self._first + first, self._first + first + len(numbers)
         nodes[begin:end] = numbers
         for _ in range(self._depth):
@@ -98,10 +94,8 @@ class SumTree:
             nodes[begin:end] = nodes[2 * begin : 2 * end : 2] + nodes[2 * begin + 1 : 2 * end : 2]
 
     def find(self, shares: Array) -> Array:
-        """The rows at these shares `[B]` (0 to below 1) of the total, which is not 0.
-
-        Because sums are rounded, a share beyond the last non-zero number selects that number; a 0 is never selected.
-        """
+        """Returns the rows at these shares `[B]` (0 to below 1) of the total, which is not 0. A share beyond the last
+        non-zero number, by rounding, selects that number; a 0 is never selected."""
         nodes, before = self._nodes, np.zeros(self._begin + 1)
         np.cumsum(nodes[self._begin : 2 * self._begin], out=before[1:])
         rest = np.minimum(shares * before[-1], np.nextafter(before[-1], 0.0))

@@ -46,16 +46,13 @@ class FragmentRing:
         """The inverse of `following`, while that fragment is there."""
         self._newest: dict[str, int] = {}
         self.added = 0
-        """Fragments so far."""
         self.finals = 0
         """Last observations that are gone with their fragments."""
         self._flat_final, self._flat_next = self._final.reshape(-1), self._next.reshape(-1)
 
     def add(self, source: str, columns: Columns) -> int:
-        """Puts a fragment's columns in, in place of the oldest once the ring is full; returns its place.
-
-        It continues the last fragment of `source` (worker and seed lineage) if observations are equal in all slots.
-        """
+        """Puts a fragment's columns in, in place of the oldest once the ring is full; returns its place. It continues
+        the last fragment of `source` (worker and seed lineage) if observations are equal in all slots."""
         if columns["reward"].shape != (self.steps, self.slots):
             raise ValueError(f"a fragment of {columns['reward'].shape} for a buffer of {(self.steps, self.slots)}")
         place = self.added % self.fragments
@@ -89,7 +86,6 @@ class FragmentRing:
         return added - self.added
 
     def _give_up(self, place: int) -> None:
-        """Removes the links of the fragment in `place`."""
         self._newest = {source: where for source, where in self._newest.items() if where != place}
         after = self.following[place]
         for observed in self.observed.values():

@@ -42,11 +42,8 @@ class Batch:
 
 
 class RowIndex:
-    """The rows that may be drawn, numbered class by class and within a class in the order of their places.
-
-    Of `fragments` places with `rows` rows each; four bytes a row. Absent agents' rows have no number. Numbers change as
-    fragments come and go; rows do not.
-    """
+    """Rows that may be drawn, numbered class by class and within a class in the order of their places; four bytes a
+    row. Absent agents' rows have no number. Numbers change as fragments come and go; rows do not."""
 
     def __init__(self, fragments: int, rows: int, classes: int) -> None:
         self._fragments, self._rows, self._classes = fragments, rows, classes
@@ -120,7 +117,6 @@ class ReplayBuffer:
             self.added(slice(place * each, (place + 1) * each), self._drawable(place))
 
     def _drawable(self, place: int) -> Array:
-        """Returns the drawable rows of a fragment, `[T · S]`."""
         return self.ring.held("mask", place)
 
     def _classes_of(self, place: int) -> Array:
@@ -222,11 +218,8 @@ class ReplayBuffer:
 
 
 class BalancedReplayBuffer(ReplayBuffer):
-    """Draws the same number of each present class, to within one, and uniformly within a class.
-
-    It is for data with rare kinds, such as a driver's braking or sparse rewards (Coach's BalancedExperienceReplay). The
-    loss is not reweighted: the balanced distribution is learned.
-    """
+    """Draws the same number of each present class, to within one, and uniformly within a class (Coach's
+    BalancedExperienceReplay), for rare kinds such as sparse rewards. The loss is not reweighted."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, classes: Classes) -> None:
         self._by_action, self.classes, leaves = classes == "action", 3, spaces.action.leaves
@@ -253,9 +246,7 @@ class BalancedReplayBuffer(ReplayBuffer):
 
 class TeamReplayBuffer(ReplayBuffer):
     """Draws joint transitions: those of all A agents of one environment at one step in which any of them acted.
-
-    `sample(count)` returns `count` · A rows, agent by agent; `weight` is 0 for those of absent agents, otherwise 1.
-    """
+    `sample(count)` returns `count` · A rows, agent by agent; `weight` is 0 for those of absent agents, otherwise 1."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, agents: int) -> None:
         self._team = np.arange(agents) * (slots // agents)

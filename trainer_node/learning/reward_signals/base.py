@@ -95,8 +95,7 @@ class ActionEncoding(nn.Module):
 
     def forward(self, actions: Mapping[str, Tensor]) -> Tensor:
         """One-hot choices; boxes clipped to their bounds, as the environment takes them, and rescaled to [-1, 1] where
-        both bounds are finite.
-        """
+        both bounds are finite."""
         parts = []
         for number, leaf in enumerate(self._leaves):
             values = flat(actions[leaf.column("action")], leaf)
@@ -109,8 +108,7 @@ class ActionEncoding(nn.Module):
 
     def errors(self, guessed: Tensor, actions: Tensor) -> Tensor:
         """`[B]`: how wrong a network's outputs are about encoded actions: cross-entropy of each choice plus half the
-        squared error of each element of a box.
-        """
+        squared error of each element of a box."""
         total, at = torch.zeros(len(guessed), device=guessed.device), 0
         for leaf in self._leaves:
             for size in leaf.nvec or (leaf.size,):

@@ -19,17 +19,10 @@ from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.registry import borrowed_random_state
 from stagecoach.shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.trainer_node.learning.building_blocks import optimization
 from stagecoach.trainer_node.learning.building_blocks.advantages import Estimate, Trajectories
 from stagecoach.trainer_node.learning.building_blocks.batch import CHUNK, in_chunks
 from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting, mean_terms, update_seed
-from stagecoach.trainer_node.learning.building_blocks.optimization import (
-    Adam,
-    Part,
-    gradient_step,
-    load_state_of,
-    part,
-    state_of,
-)
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import RewardScaling
 from stagecoach.trainer_node.learning.reward_signals.base import Embedding, RewardSignal, Rows
 from stagecoach.trainer_node.learning.reward_signals.own_signal import make_own_signal
@@ -44,7 +37,6 @@ class Rewarding:
 
     _tensors: Mapping[str, Tensor]
     _rows: Rows
-    """The current update's transitions."""
 
     def __init__(
         self, name: str, signal: RewardSignal, config: SignalConfig, policy: Policy, algorithm: Any, setting: Setting
@@ -53,8 +45,8 @@ class Rewarding:
         self._name, self._config, self._policy, self._algorithm = name, config, policy, algorithm
         self._device, self._among_others = setting.device, setting.among_others
         learned = [item for item in signal.parameters() if item.requires_grad]
-        self._adam = Adam(learned, algorithm.adam_epsilon) if learned else None
-        self._optimizers: dict[str, Part] = {} if self._adam is None else {"signal_adam/": self._adam}
+        self._adam = optimization.Adam(learned, algorithm.adam_epsilon) if learned else None
+        self._optimizers: dict[str, optimization.Part] = {} if self._adam is None else {"signal_adam/": self._adam}
         self._networks: dict[str, nn.Module] = {"signal/": self.signal}
         """Networks with their buffers. Keys of both dicts prefix the names of arrays."""
         self.scaling = RewardScaling(config.gamma) if signal.scaled else None
@@ -70,7 +62,13 @@ class Rewarding:
             self.known = self.known & ~unknown
         self.reward = self._raw(rows, self.known.flatten()).reshape(self.known.shape)
         if self.scaling is not None:
-            self.reward = self._scaled(self.scaling, experience, self.reward)
+            over = (self._ends["terminated"] | self._ends["truncated"]).cpu().numpy()
+            raw, at = self.reward.cpu().numpy(), 0
+            for item in experience:  # the scaling learns fragment by fragment, then divides all rewards
+                its = slice(at, at := at + item.columns["reward"].shape[1])
+                ends = {"terminated": over[:, its], "truncated": over[:, its]}
+                self.scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
+            self.reward = torch.from_numpy(self.scaling.scaled(raw)).to(self._device)
 
     def _raw(self, rows: Rows, known: Tensor) -> Tensor:
         """Returns the signal's raw rewards `[B]`; 0 for steps that are not `known`."""
@@ -80,36 +78,25 @@ class Rewarding:
             reward[known] = torch.cat(parts)
         return reward
 
-    def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
-        """Updates the scaling fragment by fragment, then divides all rewards by the deviation."""
-        raw, over = (tensor.cpu().numpy() for tensor in (reward, self._ends["terminated"] | self._ends["truncated"]))
-        at = 0
-        for item in experience:
-            its = slice(at, at := at + item.columns["reward"].shape[1])
-            ends = {"terminated": over[:, its], "truncated": over[:, its]}
-            scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
-        return torch.from_numpy(scaling.scaled(raw)).to(self._device)
-
     def _train(self, rows: Rows, counters: Counters, generator: torch.Generator) -> dict[str, Tensor]:
-        """Performs one gradient step of the signal on `rows`, if it learns; returns the metrics."""
         loss, terms = self.signal.loss(rows, generator)
         if loss is not None and self._adam is not None:
             rate = self._config.learning_rate.value(counters)
-            gradient_step(loss, self._adam, rate, self._algorithm.max_grad_norm)
+            optimization.gradient_step(loss, self._adam, rate, self._algorithm.max_grad_norm)
         return terms
 
     def state(self) -> Columns:
         networks = {prefix: state_arrays(network) for prefix, network in self._networks.items()}
         networks |= {"scaling/": {} if self.scaling is None else self.scaling.state()}
         named = {prefix + name: array for prefix, arrays in networks.items() for name, array in arrays.items()}
-        return named | state_of(self._optimizers)
+        return named | optimization.state_of(self._optimizers)
 
     def load_state(self, arrays: Columns) -> None:
         for prefix, network in self._networks.items():
-            load_state_arrays(network, part(arrays, prefix))
-        load_state_of(self._optimizers, arrays)
+            load_state_arrays(network, optimization.part(arrays, prefix))
+        optimization.load_state_of(self._optimizers, arrays)
         if self.scaling is not None:
-            self.scaling.load_state(part(arrays, "scaling/"))
+            self.scaling.load_state(optimization.part(arrays, "scaling/"))
 
 
 class Stream(Rewarding):
@@ -119,7 +106,7 @@ class Stream(Rewarding):
         super().__init__(name, signal, config, policy, *more)
         self._value = Embedding(policy.spaces.observation.own, policy.config, 1, gain=1.0).to(self._device)
         """Value of its return: the policy's layers without a core, and the policy's normalization."""
-        self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
+        self._value_adam = optimization.Adam(self._value.parameters(), self._algorithm.adam_epsilon)
         self._optimizers["value_adam/"], self._networks["value/"] = self._value_adam, self._value
 
     def advantage(self, estimate: Estimate) -> Tensor:
@@ -137,7 +124,6 @@ class Stream(Rewarding):
         return advantage
 
     def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
-        """Trains signal and value on the update's transitions; returns the metrics."""
         known, bound = self.known.flatten(), self._algorithm.max_grad_norm
         rows = self._rows.take(known)
         history = [
@@ -148,7 +134,7 @@ class Stream(Rewarding):
         for chosen in self._minibatches(len(target), generator):
             value = self._value(valued.take(chosen).observations, self._policy.normalizer).squeeze(-1)
             loss = (value - target[chosen]).square().mean()
-            gradient_step(loss, self._value_adam, rate, bound)
+            optimization.gradient_step(loss, self._value_adam, rate, bound)
             history.append({f"train/{self._name}_value_loss": loss.detach()})
         return {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())} | mean_terms(history)
 
@@ -213,10 +199,12 @@ class RewardSignals:
 
     def learn(self, counters: Counters) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name, stream in self.streams.items():
-            generator = torch.Generator().manual_seed(self._seed_of(name, counters.updates))
-            metrics |= stream.learn(counters, generator)
+        for name, generator in self.generators(counters.updates).items():
+            metrics |= self.streams[name].learn(counters, generator)
         return metrics
+
+    def generators(self, update: int) -> dict[str, torch.Generator]:
+        return {name: torch.Generator().manual_seed(self._seed_of(name, update)) for name in self.streams}
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> Rows:
         """Returns all transitions `[T × S, …]`, padding included."""
@@ -232,11 +220,10 @@ class RewardSignals:
         return Rows(here, actions, following)
 
     def state(self) -> Columns:
-        return state_of({f"{name}/": stream for name, stream in self.streams.items()})
+        return optimization.state_of({f"{name}/": stream for name, stream in self.streams.items()})
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        """Restores `state`; raises `KeyError`, `IndexError` or `ValueError` for another network's."""
-        load_state_of({f"{name}/": stream for name, stream in self.streams.items()}, arrays)
+        optimization.load_state_of({f"{name}/": stream for name, stream in self.streams.items()}, arrays)
 
 
 class ReplayedStream(Rewarding):
@@ -269,17 +256,11 @@ class ReplayedSignals(RewardSignals):
             if stream.scaling is not None:
                 stream.observe_batch(experience, tensors, rows)
 
-    def generators(self, update: int) -> dict[str, torch.Generator]:
-        """Returns the generators of an update, for `paid`."""
-        return {name: torch.Generator().manual_seed(self._seed_of(name, update)) for name in self.streams}
-
     def paid(
         self, rows: Rows, reward: Tensor, known: Tensor, counters: Counters, generators: Mapping[str, torch.Generator]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weighted sum `[B]` of the environment's `reward` and all signals', then trains the signals.
-
-        `known`: rows with a known next observation.
-        """
+        `known` are the rows with a known next observation."""
         total, metrics = self._strength * reward, dict[str, Tensor]()
         for name, stream in self.streams.items():
             known_to_it = known if stream.signal.needs_next else torch.ones_like(known)
@@ -289,11 +270,8 @@ class ReplayedSignals(RewardSignals):
 
 
 def _ends(tensors: Mapping[str, Tensor], episodic: bool, among_others: bool) -> dict[str, Tensor]:
-    """Returns the ends of returns, `[T, S]`.
-
-    Returns that are not episodic continue in the slot's next episode, unless the next row has no action: after an end
-    in a native environment, for an absent agent, or on an opponent's seat.
-    """
+    """Returns the ends of returns, `[T, S]`. Returns that are not episodic continue in the slot's next episode, unless
+    the next row has no action: after an end in a native environment, for an absent agent, or on an opponent's seat."""
     ended = torch.ones_like(tensors["mask"])
     if not episodic:
         ended[:-1] = ~tensors["mask"][1:]

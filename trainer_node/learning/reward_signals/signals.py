@@ -51,7 +51,6 @@ class ICM(RewardSignal):
         return self._errors(rows)[0]
 
     def loss(self, rows: Rows, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Both models' losses, weighed as in equation 8."""
         forward, inverse = (errors.mean() for errors in self._errors(rows))
         loss = (1 - self._forward_weight) * inverse + self._forward_weight * forward
         terms = {"train/icm_loss": loss, "train/icm_forward_loss": forward, "train/icm_inverse_loss": inverse}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sb3_contrib.common.utils import quantile_huber_loss
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -102,6 +103,45 @@ def test_sac(described: PolicySpaces, weighted: bool) -> None:
     assert values.shape == errors.shape == (2, ROWS)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tqc(weighted: bool) -> None:
+    """Written again from the paper's equations, with sb3-contrib's loss of quantiles."""
+    tqc = make("tqc", critics=3, quantiles=5, dropped_quantiles=2, initial_temperature=ALPHA)
+    move_apart(tqc.policy, tqc.critics, tqc.targets)
+    batch, noise = minibatch(BOXES, ROWS, weighted=weighted), torch.randn(2, ROWS, 2)
+    critics, targets = (
+        [sides.OfBoth(sides.critic_layers(each, which)) for which in range(3)] for each in (tqc.critics, tqc.targets)
+    )
+
+    def drawn(seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = tqc.policy.action_parameters({"obs": seen}).chunk(2, dim=1)
+        raw = mean + log_std.exp() * noise
+        density = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - (1 - raw.tanh().square()).log()
+        return raw.tanh(), density.sum(dim=1, keepdim=True)
+
+    with torch.no_grad():
+        action, log_prob = drawn(batch.next_observations["obs"], noise[0])
+        pooled = torch.cat([each(batch.next_observations["obs"], action) for each in targets], dim=1).sort(dim=1).values
+        target = batch.reward[:, None] + batch.discount[:, None] * (pooled[:, :9] - ALPHA * log_prob)
+    taken, rows = tqc.policy.bounds.flat(batch.actions), [slice(row, row + 1) for row in range(ROWS)]
+    losses = [
+        batch.weight[row] * quantile_huber_loss(predicted[row], target[row], sum_over_quantiles=False)
+        for predicted in (each(batch.observations["obs"], taken) for each in critics)
+        for row in rows
+    ]
+    expected = torch.stack(losses).sum() / ROWS
+    loss, values, errors = tqc.critic_loss(batch, noise[0])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    wanted = zip(*(sides.gradients(expected, each.parameters()) for each in critics), strict=True)
+    found = sides.gradients(loss, tqc.critics.parameters())
+    sides.same(sides.stacked(found, tqc.critics), [torch.stack(tensors) for tensors in wanted])
+    assert torch.allclose(values - errors, target.mean(dim=1).expand(3, -1), atol=1e-4)
+    action, log_prob = drawn(batch.observations["obs"], noise[1])
+    value = torch.stack([each(batch.observations["obs"], action) for each in critics]).mean(dim=(0, 2))
+    theirs = (batch.weight * (ALPHA * log_prob.squeeze(1) - value)).mean()
+    compare_actors(tqc, tqc.actor_loss(batch, noise[1])[0], theirs, tqc.policy.parameters())
+
+
 def test_temperature_step_equals_adam() -> None:
     sac = make("sac", BOXES, initial_temperature=ALPHA)
     theirs = its_sac(sac, BOXES)
@@ -167,7 +207,6 @@ def test_cql_penalty_of_discrete_actions_equals_torchrl() -> None:
 
 
 def its_policy(network: nn.Module) -> TensorDictModule:
-    """A copy of a deterministic policy."""
     policy: Any = network
     return TensorDictModule(sides.copied(policy.actor.mlp, policy.head, nn.Tanh()), ["observation"], ["action"])
 

@@ -7,6 +7,8 @@ minibatch. Noise on weights is tested in test_q_network.py and by finite differe
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torchrl.modules import DistributionalQValueActor, QValueActor
 from torchrl.objectives import DistributionalDQNLoss, DQNLoss
 
 from stagecoach.trainer_node.learning.algorithms.dqn import DQN
+from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from tests.support.learning import torchrl_sides as sides
 from tests.support.learning.algorithms import make_dqn, move_apart
 from tests.support.learning.experience import minibatch
@@ -95,23 +98,53 @@ def test_c51(dueling: bool) -> None:
     assert (divergence <= cross_entropy + 1e-5).all() and (divergence > 0).all()
 
 
+def outputs_of(dqn: DQN, double: bool) -> tuple[Streams, Minibatch, Tensor, Tensor, Tensor]:
+    """A copy of the network; a minibatch, and outputs for what was done, and of all choices afterwards: of the network
+    that chooses, and of the target."""
+    batch, online = minibatch(PLAIN, 60), Streams(dqn.policy)
+    (seen,), (after,) = batch.observations.values(), batch.next_observations.values()
+    predicted = online.outputs(seen)[torch.arange(60), batch.actions["action"]]
+    with torch.no_grad():
+        following = Streams(dqn.target).outputs(after)
+        return online, batch, predicted, online.outputs(after) if double else following, following
+
+
 @dueling_or_not
 @pytest.mark.parametrize("double", [False, True])
 def test_quantiles(double: bool, dueling: bool) -> None:
     """Stable-Baselines3's QR-DQN on copies of the network; the choice of the action is its greedy one, by the mean."""
     dqn = make_dqn(head="qr", quantiles=5, double=double, dueling=dueling)
     move_apart(dqn.policy, dqn.target)
-    batch = minibatch(PLAIN, 60)
-    online, target = Streams(dqn.policy), Streams(dqn.target)
-    (seen,), (after,) = batch.observations.values(), batch.next_observations.values()
-    with torch.no_grad():
-        following = target.outputs(after)
-        greedy = (online.outputs(after) if double else following).mean(dim=2).argmax(dim=1)
-        wanted = following[torch.arange(60), greedy] * batch.discount.unsqueeze(1) + batch.reward.unsqueeze(1)
-    predicted = online.outputs(seen)[torch.arange(60), batch.actions["action"]]
+    online, batch, predicted, judged, following = outputs_of(dqn, double)
+    greedy = judged.mean(dim=2).argmax(dim=1)
+    wanted = following[torch.arange(60), greedy] * batch.discount.unsqueeze(1) + batch.reward.unsqueeze(1)
     rows = zip(predicted.unsqueeze(1), wanted.unsqueeze(1), strict=True)
     each = torch.stack([quantile_huber_loss(one, other, sum_over_quantiles=True) for one, other in rows])
     loss, _ = dqn.loss(batch)
     total = (batch.weight * each).mean()
     assert loss.item() == pytest.approx(total.item(), rel=1e-4)
     sides.same(sides.gradients(loss, dqn.policy.parameters()), sides.gradients(total, online.parameters()))
+
+
+@dueling_or_not
+@pytest.mark.parametrize("double", [False, True])
+def test_hl_gauss(double: bool, dueling: bool) -> None:
+    """The paper's listing, class by class, with the error function of the standard library."""
+    dqn = make_dqn(head="hl_gauss", atoms=7, v_min=-1.5, v_max=1.5, smoothing=0.6, double=double, dueling=dueling)
+    move_apart(dqn.policy, dqn.target)
+    online, batch, logits, *outputs = outputs_of(dqn, double)
+    middles, sigma = torch.linspace(-1.5, 1.5, 7), 0.6 * 0.5
+    judged, following = (each.softmax(dim=2) @ middles for each in outputs)
+    wanted = batch.reward + batch.discount * following[torch.arange(60), judged.argmax(dim=1)]
+    assert (wanted.abs() > 1.5).any() and (wanted.abs() < 1.5).any()
+    losses = []
+    for value, row in zip(wanted.tolist(), logits, strict=True):
+        within = min(max(value, -1.5), 1.5)
+        below = [math.erf((edge - within) / (math.sqrt(2) * sigma)) for edge in torch.linspace(-1.75, 1.75, 8).tolist()]
+        shares = [(high - low) / (below[-1] - below[0]) for low, high in pairwise(below)]
+        losses.append(-(torch.tensor(shares) * row.log_softmax(dim=0)).sum())
+    loss, lesson = dqn.loss(batch)
+    total = (batch.weight * torch.stack(losses)).mean()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
+    sides.same(sides.gradients(loss, dqn.policy.parameters()), sides.gradients(total, online.parameters()))
+    torch.testing.assert_close(lesson.td_error, wanted - logits.detach().softmax(dim=1) @ middles, rtol=1e-3, atol=1e-4)

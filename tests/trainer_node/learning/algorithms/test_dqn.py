@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,7 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence
-from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
-from tests.support.learning.algorithms import make_dqn, move_apart
+from tests.support.learning.algorithms import make_dqn, move_apart, noted
 from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import PLAIN, streamed
 
@@ -22,6 +22,7 @@ HEADS: list[dict[str, Any]] = [
     {"head": "expected"},
     {"head": "expected", "loss": "squared"},
     {"head": "c51", "atoms": 7, "v_min": -3.0, "v_max": 3.0},
+    {"head": "hl_gauss", "atoms": 7, "v_min": -3.0, "v_max": 3.0},
     {"head": "qr", "quantiles": 5},
 ]
 STEPS, SLOTS = 4, 3
@@ -53,18 +54,13 @@ def test_ensemble_loss_is_mean_of_heads_on_their_own_data(fields: dict[str, Any]
 
 def test_head_learns_from_the_same_share_of_transitions(monkeypatch: pytest.MonkeyPatch) -> None:
     dqn = make_dqn(heads=3, bootstrap_share=0.5, capacity=3 * STEPS * SLOTS)
-    seen: dict[int, set[tuple[float, ...]]] = {}
-    learn = dqn.learn
-
-    def noted(batch: Minibatch, *rest: Any) -> Any:
-        assert batch.heads is not None and batch.heads.shape == (3, len(batch))
-        for number, taught in zip(batch.observations["obs"][:, 0].tolist(), batch.heads.T.tolist(), strict=True):
-            seen.setdefault(int(number), set()).add(tuple(taught))
-        return learn(batch, *rest)
-
-    monkeypatch.setattr(dqn, "learn", noted)
+    learned, seen = noted(monkeypatch, dqn, "learn"), defaultdict[int, set[tuple[float, ...]]](set)
     for update, item in enumerate(streamed(9)):
         dqn.update([item], Counters(env_steps=STEPS * SLOTS * (update + 1), updates=update))
+    for batch, *_ in learned:
+        assert batch.heads.shape == (3, len(batch))
+        for number, taught in zip(batch.observations["obs"][:, 0].tolist(), batch.heads.T.tolist(), strict=True):
+            seen[int(number)].add(tuple(taught))
     assert len(seen) > 60 and all(len(masks) == 1 for masks in seen.values())
     share = np.array([next(iter(masks)) for masks in seen.values()]).mean(axis=0)
     assert (np.abs(share - 0.5) < 0.2).all()

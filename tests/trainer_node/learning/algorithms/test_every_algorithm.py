@@ -18,23 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.base import RandomActing, Sampling
-from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.algorithms.registry import ALGORITHMS
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import PolicySpaces
 from stagecoach.shared.policies.encoders import Encoder, RunningMoments
-from stagecoach.shared.policies.registry import build_policies
 from stagecoach.shared.policies.serialization import load_state_arrays, state_arrays
+from stagecoach.trainer_node.learning.building_blocks.batch import Batch
 from stagecoach.trainer_node.learning.building_blocks.demonstrations import Pairs
-from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
-from stagecoach.trainer_node.learning.learner import make_algorithm
+from stagecoach.trainer_node.learning.building_blocks.interface import Experience
 from tests.support.environments.small import MODULE
-from tests.support.learning.algorithms import BOXES, CHOICE, CPU, ON_POLICY, make, move_apart
+from tests.support.learning.algorithms import BOXES, CHOICE, ON_POLICY, make, move_apart
 from tests.support.learning.experience import advantage_batch, minibatch, random_fragment
+from tests.support.learning.learners import trained
 from tests.support.runs.game import small
 
 Checked = list[tuple[Callable[[], Tensor], nn.Module]]
@@ -52,6 +48,14 @@ def of_batches(name: str, described: PolicySpaces) -> Checked:
             batch = replace(batch, anchor_params=algorithm.target.action_parameters(batch.observations))
     clip = (0.2,) if name in {"ppo", "appo"} else ()
     return [(lambda: algorithm.loss(batch, *clip)[0], algorithm.policy)]
+
+
+def of_pqn(name: str, described: PolicySpaces) -> Checked:
+    algorithm, drawn = make(name, described), minibatch(described, 30)
+    move_apart(algorithm.policy)
+    nothing = torch.zeros(30)
+    batch = Batch(drawn.observations, drawn.actions, nothing, nothing, nothing, drawn.reward)
+    return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
 
 
 def of_bc(name: str, described: PolicySpaces) -> Checked:
@@ -79,8 +83,8 @@ def of_r2d2(name: str, described: PolicySpaces) -> Checked:
     return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
 
 
-def of_sac(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = make(name, described, initial_temperature=0.3), minibatch(described, 30)
+def of_sac(name: str, described: PolicySpaces, **fields: Any) -> Checked:
+    algorithm, batch = make(name, described, initial_temperature=0.3, **fields), minibatch(described, 30)
     move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
     noise = algorithm.actions.noise(30, torch.Generator().manual_seed(2))
     return [
@@ -144,17 +148,19 @@ GRADIENTS: dict[str, tuple[Callable[..., Checked], tuple[PolicySpaces, ...], lis
     "ddpg": (of_td3, (BOXES,), [{}]),
     "dqn": (of_dqn, (CHOICE,), [
         {}, {"loss": "squared", "dueling": True}, {"head": "qr", "quantiles": 5, "dueling": True},
-        {"heads": 3, "dueling": True},
+        {"heads": 3, "dueling": True}, {"head": "hl_gauss", "atoms": 9, "v_min": -3.0, "v_max": 3.0},
     ]),
     "impala": (of_batches, (BOXES, CHOICE), [{}]),
     "iql": (of_iql, (BOXES, CHOICE), [{}]),
     "ppo": (of_batches, (BOXES, CHOICE), [{}]),
+    "pqn": (of_pqn, (CHOICE,), [{}]),
     "qmix": (of_team, (CHOICE,), [{"loss": "squared"}]),
     "r2d2": (of_r2d2, (CHOICE,), [{}]),
     "rainbow": (of_dqn, (CHOICE,), [{}]),
     "sac": (of_sac, (BOXES, CHOICE), [{}]),
     "td3": (of_td3, (BOXES,), [{}]),
     "td3_bc": (of_td3, (BOXES,), [{"value_weight": 0.0}]),
+    "tqc": (of_sac, (BOXES,), [{"quantiles": 5, "critics": 3}]),
     "vdn": (of_team, (CHOICE,), [{}, {"team_reward": "sum"}]),
 }  # fmt: skip
 """Losses, spaces to try them on, and fields."""
@@ -178,7 +184,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
             assert length > 1e-2 and (sides[0] - sides[1]) / 4e-3 == pytest.approx(length, rel=0.02)
 
 
-SLOW_TARGETS: dict[str, dict[str, Any]] = {"appo": {"target_updates": 9}}
+SLOW_TARGETS: dict[str, dict[str, Any]] = {"appo": {"target_updates": 9}, "ppo": {"magnet_coefficient": 0.5}}
 """Fields with which a target network stays behind the policy for more than one update."""
 
 
@@ -224,6 +230,7 @@ def test_networks_share_policy_observation_statistics(name: str) -> None:
     assert not [key for key in first.state() if "moments" in key]
 
 
+OF_ONE_BOX = {"td3", "td3_bc", "ddpg", "tqc"}
 GAMMA = 0.5
 """Inside is worth 1 / (1 − γ) = 2 where the limit is no end, and half of that on the doorstep."""
 FAST: dict[str, Any] = {"minibatch_size": 32, "gradient_steps_per_env_step": 1.0}
@@ -236,15 +243,22 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "ddpg": [FAST | {"tau": 0.3}],
     "dqn": [
         FAST | {"target_update_steps": 1, "tau": 0.3} | fields
-        for fields in ({}, {"head": "qr", "quantiles": 3, "n_step": 2}, {"heads": 3, "prior_scale": 1.0})
+        for fields in (
+            {},
+            {"head": "qr", "quantiles": 3, "n_step": 2},
+            {"heads": 3, "prior_scale": 1.0},
+            {"head": "hl_gauss", "atoms": 16, "v_min": 0.0, "v_max": 3.0},
+        )
     ],
     "impala": [OF_BATCHES],
     "iql": [FAST | {"expectile": 0.5, "target_rate": 0.3}],
     "ppo": [OF_MINIBATCHES],
+    "pqn": [OF_MINIBATCHES],
     "rainbow": [FAST | {"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
     "sac": [FAST | {"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False}],
     "td3": [FAST | {"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
     "td3_bc": [FAST | {"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
+    "tqc": [FAST | {"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False, "dropped_quantiles": 0}],
 }
 """How each learns a table of values fast."""
 
@@ -261,7 +275,7 @@ def test_truncation_bootstraps_and_termination_does_not(name: str, fields: dict[
 
     With the first observation of the next episode for what follows it would come to 1 / (1 − γ²) = 1.33.
     """
-    on_policy, boxes = name in ON_POLICY, name in {"td3", "td3_bc", "ddpg"}
+    on_policy, boxes = name in (*ON_POLICY, "pqn"), name in OF_ONE_BOX
     updates, start = (60, 0.5) if on_policy else (10, 0.1)
     rate = {"kind": "linear", "start": start, "end": 0.0, "over": f"{updates} updates"}
     section = ALGORITHMS[name].model_validate({"name": name, "learning_rate": rate, "gamma": GAMMA, **fields})
@@ -269,15 +283,8 @@ def test_truncation_bootstraps_and_termination_does_not(name: str, fields: dict[
         environment={"id": f"{MODULE}:Doorstep", "num_envs": 4, "kwargs": {"ends": ends, "boxes": boxes}},
         policies={"default": {"hidden_sizes": []}},
     )
-    description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, section, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
-    algorithm: Any = make_algorithm(policies["default"], section, Setting(CPU, 1, 8, 4))
-    for update in range(updates):
-        sample = sampler.sample(policies, {"default": Sampling() if on_policy else RandomActing()}, 8)
-        experience = [Experience("worker-0:0", sample.columns["default"])]
-        algorithm.update(experience, Counters(env_steps=32 * (update + 1), updates=update))
-    sampler.close()
+    acting = Sampling() if name in ON_POLICY else RandomActing()
+    algorithm, _ = trained(config, section, updates, lambda _: acting)
     inside = 1 / (1 - GAMMA) if ends == "truncated" else 1.0
     assert valued(name, algorithm).tolist() == pytest.approx([GAMMA * inside, inside], abs=0.1)
 
@@ -286,11 +293,11 @@ def test_truncation_bootstraps_and_termination_does_not(name: str, fields: dict[
 def valued(name: str, algorithm: Any) -> Tensor:
     """What the two places are worth, `[2]`."""
     seen, policy = {"obs": torch.tensor([0, 1])}, algorithm.policy
-    if name in {"dqn", "rainbow"}:
+    if name in {"dqn", "pqn", "rainbow"}:
         found: Tensor = policy.action_parameters(seen).mean(dim=1)
     elif name in {"iql", *ON_POLICY}:
         found = policy.value(seen)
     else:
-        actions = torch.tanh(policy.action_parameters(seen)) if name in {"td3", "td3_bc", "ddpg"} else None
+        actions = torch.zeros(2, 1) if name in OF_ONE_BOX else None
         found = algorithm.critics(seen, None, actions).mean(dim=(0, 2))
     return found

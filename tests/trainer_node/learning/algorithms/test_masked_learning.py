@@ -20,7 +20,7 @@ from stagecoach.shared.policies.continuous import Actor
 from stagecoach.shared.policies.policy import Policy
 from stagecoach.shared.policies.q_network import QNetwork
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy
-from stagecoach.trainer_node.export.onnx_translation import compare, random_observations, to_onnx
+from stagecoach.trainer_node.export import compare, random_observations, to_onnx
 from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from stagecoach.trainer_node.learning.building_blocks.batch import Batch
 from tests.support.learning.algorithms import make, move_apart
@@ -75,7 +75,12 @@ def transitions() -> Minibatch:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"head": "c51", "atoms": 7, "v_min": -3.0, "v_max": 3.0}, {"head": "qr", "quantiles": 4}, {"heads": 3}],
+    [
+        {},
+        *({"head": head, "atoms": 7, "v_min": -3.0, "v_max": 3.0} for head in ("c51", "hl_gauss")),
+        {"head": "qr", "quantiles": 4},
+        {"heads": 3},
+    ],
     ids=str,
 )
 def test_q_learning_bootstraps_from_the_best_legal_choice(fields: dict[str, Any], double: bool) -> None:
@@ -156,7 +161,10 @@ def test_soft_critics_know_only_legal_choices(name: str) -> None:
     assert all(torch.isfinite(its.grad).all() for its in policy.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("td3", "td3_bc", "ddpg", "vdn", "qmix")])
+UNMASKED = ("td3", "td3_bc", "ddpg", "tqc", "vdn", "qmix")
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in UNMASKED])
 def test_weights_stay_finite_with_arbitrary_masks(name: str) -> None:
     """Random fragments: their actions may be illegal, and masks may have no legal choice."""
     arrays = weights_after_updates(make(name, masked()))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagecoach.shared.base.errors import ArchiveIncomplete, StoreUnavailable
+from stagecoach.shared.base.errors import StoreUnavailable
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience import tensor_blob
 from stagecoach.shared.experience.log_entry import id_order
@@ -70,14 +70,12 @@ def test_small_segments_are_deleted_behind_the_buffer(new_game: NewGame, undistu
     archive = {"keep": keep, "segment_bytes": 1 << 10}
     game = new_game(playing("dqn", archive=archive, checkpoint={"every": "1 updates", "keep_last": 2}))
     for version in range(1, 8):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
     segments = Archive(game.role.checkpoints.store, game.role.run_id).segments()
     first = segments[0].after
     assert (first == "0-0") == (keep == "all"), "only the whole archive reaches back to the start"
     assert game.role.redis.xlen(RunKeys(game.role.run_id).log) < 4, "Redis does not hold what the memory held"
-    game.crash()
-    game.restart()
+    game.replace_trainer()
     assert len(held(game)) == 5
     assert ends_with(game) == undisturbed("dqn")
 
@@ -92,8 +90,7 @@ def test_replay_buffer_refills_from_log_when_not_archived(
         raise StoreUnavailable("it went away between two objects")
 
     game = new_game(playing(name, checkpoint={"every": "1 updates"}))
-    game.play_to(2)
-    game.durable()
+    game.play_to(2, durable=True)
     monkeypatch.setattr(Archiver, "store", away)
     game.play_to(4)
     store = game.role.checkpoints.store
@@ -108,24 +105,24 @@ def test_replay_buffer_refills_from_log_when_not_archived(
     assert ends_with(game) == undisturbed(name)
 
 
-def test_lost_replay_data_is_reported_and_stops_the_resume(new_game: NewGame) -> None:
+def test_lost_replay_data_begins_a_new_version(new_game: NewGame) -> None:
     game = new_game(playing("dqn"))
-    game.play_to(6)
-    game.durable()
+    game.play_to(6, durable=True)
     game.crash()
     archive = Archive(game.role.checkpoints.store, game.role.run_id)
     for segment in archive.segments():
         archive.delete(segment)
-    with pytest.raises(ArchiveIncomplete, match="resume from a newer checkpoint, or train with archive=all"):
-        game.restart()
+    game.restart()
+    assert game.trainer.state.lineage.version == game.trainer.version > 6
+    assert "neither in the archive nor in Redis any more" in str(game.events("trainer"))
+    game.finish()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_stretch_is_replayed_from_the_archive(new_game: NewGame, name: str) -> None:
     game = new_game(playing(name, archive="all", checkpoint=KEEP, heatup="70 env_steps", stop_at={"updates": 6}))
     for version in range(1, 9):
-        game.play_to(version)
-        game.durable()
+        game.play_to(version, durable=True)
     game.finish()
     names = game.role.checkpoints.names()
     assert len(names) >= 4
@@ -138,8 +135,7 @@ def test_every_stretch_is_replayed_from_the_archive(new_game: NewGame, name: str
 def test_rollback_restores_replay_buffer_of_older_checkpoint(new_game: NewGame, name: str) -> None:
     """Nothing fills the memory while a checkpoint is only taken over, and what was known of it must not be lost."""
     game = new_game(playing(name, archive="all", checkpoint=KEEP))
-    game.play_to(6)
-    game.durable()
+    game.play_to(6, durable=True)
     older = game.role.checkpoints.load(game.role.checkpoints.names()[-2])
     taken = rolled_back(game.role, older, epoch=0)
     for file in ("trainer/memory.safetensors", "trainer/default.algorithm.safetensors"):

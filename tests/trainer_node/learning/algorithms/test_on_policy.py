@@ -10,9 +10,9 @@ import torch
 
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Columns
-from tests.support.learning.algorithms import ON_POLICY, bits, make, weights
+from tests.support.learning.algorithms import ON_POLICY, make, weights
 from tests.support.learning.cases import ON_POLICY_FIELDS
-from tests.support.learning.experience import acted, fill_masked_rows, received
+from tests.support.learning.experience import acted, ignores_masked_rows, received
 from tests.support.runs.game import NewGame, balanced, small
 
 every = pytest.mark.parametrize("name", ON_POLICY)
@@ -65,14 +65,8 @@ def test_several_fragments_are_one_fragment_with_more_slots(name: str, core: str
 @every
 @with_and_without_core
 def test_masked_rows_are_ignored(name: str, core: str) -> None:
-    found = []
-    for garbage in (0, 1):
-        algorithm = normalizing(name, core)
-        columns = acted(algorithm.policy, 5, absent=True)
-        fill_masked_rows(columns, garbage, 1e6 if core == "none" else 10.0)
-        metrics = algorithm.update(received(columns), Counters())
-        found.append((metrics, bits(algorithm)))
-    assert found[0] == found[1]
+    scale = 1e6 if core == "none" else 10.0
+    ignores_masked_rows(lambda: normalizing(name, core), lambda policy: acted(policy, 5, absent=True), scale)
 
 
 @every
@@ -133,15 +127,12 @@ def test_trainer_resumes_exactly_when_workers_act_ahead(new_game: NewGame, name:
             if game.trainer.version in crashes:
                 crashes = tuple(version for version in crashes if version != game.trainer.version)
                 game.durable()
-                game.crash()
-                game.restart()
+                game.replace_trainer()
             if game.trainer.step(0) == "ended":
                 break
         game.trainer.finish("exhausted")
-        latest = game.role.checkpoints.load_latest()
-        assert latest is not None
         balanced(game)
-        return game.policy_hash(), str(latest.manifest.provenance["lag_histogram"])
+        return game.policy_hash(), str(game.latest().manifest.provenance["lag_histogram"])
 
     whole, lags = ahead(())
     assert "'2'" in lags

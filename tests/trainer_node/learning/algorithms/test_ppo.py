@@ -123,6 +123,39 @@ def test_appos_loss_is_ppos_and_the_divergence_from_the_target(described: Policy
     assert terms["train/loss"].item() == loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@on_both_spaces
+def test_magnet_pulls_the_policy_and_follows_it(described: PolicySpaces) -> None:
+    """The loss is PPO's and the divergence of the policy from the magnet, which moves its share after an update."""
+    held, ppo = make("ppo", described, magnet_coefficient=0.7, magnet_rate=0.25), make("ppo", described)
+    move_apart(ppo.policy, held.magnet)
+    held.policy.load_state_dict(ppo.policy.state_dict())
+    before, batches = state_of({"": held.magnet}), list[Any]()
+    loss = held._loss
+
+    def noting(batch: Any, clip: float) -> Any:
+        if not batches:
+            batches.append(batch)
+            params, anchor = (
+                each.action_parameters(batch.observations).detach() for each in (held.policy, held.magnet)
+            )
+            assert torch.allclose(batch.anchor_params, anchor, atol=1e-6)
+            samples = held.policy.distribution.sample(params.repeat(4000, 1), torch.Generator().manual_seed(1))
+            mine, its = (held.policy.distribution.log_prob(each.repeat(4000, 1), samples) for each in (params, anchor))
+            found, terms = loss(batch, clip)
+            assert float(terms["train/kl_from_magnet"]) == pytest.approx(float((mine - its).mean()), rel=0.1)
+            expected = ppo.loss(batch, clip)[0].item() + 0.7 * float(terms["train/kl_from_magnet"])
+            assert terms["train/loss"].item() == found.item() == pytest.approx(expected, rel=1e-5)
+        return loss(batch, clip)
+
+    held._loss = noting
+    held.update(received(acted(held.policy, 1)), Counters(updates=0))
+    after, now = state_of({"": held.magnet}), state_of({"": held.policy})
+    assert batches
+    for name, array in after.items():
+        np.testing.assert_allclose(array, 0.75 * before[name] + 0.25 * now[name], atol=1e-5)
+    assert {f"magnet/{name}" for name in after} <= set(held.state()) and ppo.magnet is None
+
+
 def test_target_network_updates_in_steps() -> None:
     appo = make("appo", policy={"normalize_observations": True}, target_updates=2)
     targets = []

@@ -15,8 +15,8 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array
 from stagecoach.trainer_node.learning.algorithms.qmix import QMIX
 from stagecoach.trainer_node.learning.replay_buffers.uniform import Batch, TeamReplayBuffer
-from tests.support.learning.algorithms import bits, make, make_dqn, move_apart, weights
-from tests.support.learning.experience import acted, fill_masked_rows, random_fragment, received
+from tests.support.learning.algorithms import make, make_dqn, move_apart, weights
+from tests.support.learning.experience import acted, ignores_masked_rows, random_fragment, received
 from tests.support.learning.streams import PLAIN
 from tests.support.runs.game import NewGame, archived, goes_on_exactly
 
@@ -147,14 +147,11 @@ def test_mixing_is_monotonic_in_agent_values(seed: int, agent: int) -> None:
 
 @both
 def test_masked_rows_are_ignored(name: str) -> None:
-    found = []
-    for garbage in (0, 1):
-        algorithm = team_of(name, policy={"normalize_observations": True}, gradient_steps_per_env_step=1.0)
-        columns = acted(make("ppo").policy, 5, steps=5, slots=6, absent=True)
-        fill_masked_rows(columns, garbage, 1e3)
-        metrics = algorithm.update(received(columns), Counters(env_steps=10))
-        found.append((metrics, bits(algorithm)))
-    assert found[0] == found[1] and found[0][0]["train/gradient_steps"] == 10
+    _, _, metrics = ignores_masked_rows(
+        lambda: team_of(name, policy={"normalize_observations": True}, gradient_steps_per_env_step=1.0),
+        lambda _: acted(make("ppo").policy, 5, steps=5, slots=6, absent=True), 1e3,
+    )  # fmt: skip
+    assert metrics["train/gradient_steps"] == 10
 
 
 def test_team_of_one_learns_as_dqn() -> None:

@@ -10,23 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.rollout_worker.environments.description import describe_environment
-from stagecoach.rollout_worker.environments.factory import make_vector
-from stagecoach.rollout_worker.environments.seeding import SeedLineage
 from stagecoach.rollout_worker.exploration.discrete import EpsilonGreedy
-from stagecoach.rollout_worker.sampling.sampler import Sampler
 from stagecoach.shared.config.algorithms.q_learning import R2D2Config
 from stagecoach.shared.config.algorithms.replay_buffer import PrioritizedReplay
 from stagecoach.shared.config.schema.section import Schedule
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.q_network import rescaled, unscaled
-from stagecoach.shared.policies.registry import build_policies
-from stagecoach.trainer_node.learning.building_blocks.interface import Experience, Setting
-from stagecoach.trainer_node.learning.learner import make_algorithm
 from tests.support.environments.small import MODULE
 from tests.support.learning.algorithms import make, move_apart, weights
 from tests.support.learning.experience import acted, received
+from tests.support.learning.learners import trained
 from tests.support.runs.game import small
 
 STEPS, SLOTS, HELD, GAMMA = 5, 3, 3, 0.9
@@ -225,15 +219,5 @@ def test_r2d2_remembers_a_cue() -> None:
         learning_rate=Schedule(start=3e-3), minibatch_size=128, gradient_steps_per_env_step=0.016,
         target_update_steps=50, replay_buffer=PrioritizedReplay(capacity=20_000),
     )  # fmt: skip
-    description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, section, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
-    algorithm = make_algorithm(policies["default"], section, Setting(torch.device("cpu"), 1, 8, 16))
-    returns: list[float] = []
-    for update in range(300):
-        sample = sampler.sample(policies, {"default": EpsilonGreedy(max(0.05, 1 - update / 150))}, 8)
-        returns += [record.episode_return for record in sample.episodes]
-        experience = [Experience("worker-0:0", sample.columns["default"])]
-        algorithm.update(experience, Counters(env_steps=128 * (update + 1), updates=update))
-    sampler.close()
+    _, returns = trained(config, section, 300, lambda update: EpsilonGreedy(max(0.05, 1 - update / 150)))
     assert np.mean(returns[-600:]) > 0.85

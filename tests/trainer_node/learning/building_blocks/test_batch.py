@@ -25,12 +25,10 @@ def recurrent(name: str = "ppo", core: str = "gru", policy: dict[str, Any] | Non
     """With larger heads than at the start, so that outputs tell states apart."""
     network = {"core": core, "core_size": 6, "share_encoder": True, "hidden_sizes": (8,)} | (policy or {})
     decay = "gae_lambda" if name in {"ppo", "a2c"} else "vtrace_lambda"
-
-    def enlarge(policy: Any) -> None:
-        policy.head.weight.data.mul_(100)
-
     numbers = {"gamma": GAMMA, decay: LAMBDA} | fields
-    return make(name, policy=network, shape=(STEPS, SLOTS), prepare=enlarge, **numbers)
+    return make(
+        name, policy=network, shape=(STEPS, SLOTS), prepare=lambda its: its.head.weight.data.mul_(100), **numbers
+    )
 
 
 def experience(algorithm: Any, seed: int = 4) -> Columns:

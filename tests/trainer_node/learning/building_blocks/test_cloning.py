@@ -61,7 +61,6 @@ def test_all_steps_are_drawn_and_nothing_else(data: Path) -> None:
 
 
 def halved(columns: Columns) -> Columns:
-    """A transform."""
     return columns | {"obs": columns["obs"] * np.float32(0.5)}
 
 

@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # PyTorch's own, as it loads its compiler
 ]
 CPU = torch.device("cpu")
-TWO_LOSSES = {"td3", "td3_bc", "ddpg", "sac", "cql", "iql"}
+TWO_LOSSES = {"td3", "td3_bc", "ddpg", "sac", "tqc", "cql", "iql"}
 
 
 @needs_compiler

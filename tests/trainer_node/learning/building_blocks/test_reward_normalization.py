@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,14 +9,13 @@ from hypothesis import strategies as st
 
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
-from stagecoach.trainer_node.learning.algorithms.off_policy import Minibatch
 from stagecoach.trainer_node.learning.building_blocks.reward_normalization import (
     RewardAverage,
     RewardFilter,
     RewardScaling,
 )
 from stagecoach.trainer_node.learning.replay_buffers.uniform import ReplayBuffer
-from tests.support.learning.algorithms import make_dqn
+from tests.support.learning.algorithms import make_dqn, noted
 from tests.support.learning.streams import PLAIN, Stream, fill, known, numbers, streamed
 
 GAMMA = 0.9
@@ -177,16 +174,11 @@ def test_replayed_return_loses_current_average_at_each_step(n: int) -> None:
 
 @pytest.mark.parametrize("rewards", [RewardScaling(0.99), RewardAverage(ALPHA)], ids=["scaled", "less the average"])
 def test_replayed_rewards_are_normalized_when_drawn(rewards: RewardFilter, monkeypatch: pytest.MonkeyPatch) -> None:
-    dqn, (item,), seen = make_dqn(rewards=rewards), streamed(1), list[Array]()
+    dqn, (item,) = make_dqn(rewards=rewards), streamed(1)
     rewards.take_in("w:0", item.columns)
-    learn: Any = dqn.learn
-
-    def noted(batch: Minibatch, *rest: Any) -> Any:
-        seen.append(batch.reward.numpy())
-        return learn(batch, *rest)
-
-    monkeypatch.setattr(dqn, "learn", noted)
+    learned = noted(monkeypatch, dqn, "learn")
     dqn.update([item], Counters(env_steps=20))
+    seen = [batch.reward.numpy() for batch, *_ in learned]
     there = item.columns["reward"][item.columns["mask"]]
     assert len(seen) == 20 and all(np.isin(found, rewards.scaled(there)).all() for found in seen)
     assert not np.isin(seen[0], there).any()

@@ -11,17 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.shared.base.errors import ConfigError
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.shared.policies.critic import MASK, NUMBER, ValueScale
 from stagecoach.shared.policies.serialization import decode_policy, encode_policy
 from stagecoach.trainer_node.learning.building_blocks.team import with_team
 from tests.conftest import minimal_config
-from tests.support.learning.algorithms import ON_POLICY, SEEN, bits, make, weights
+from tests.support.learning.algorithms import ON_POLICY, SEEN, make, weights
 from tests.support.learning.cases import team
-from tests.support.learning.experience import acted, fill_masked_rows, received, update_batch
-from tests.support.learning.slow_returns import Case
+from tests.support.learning.experience import acted, ignores_masked_rows, received, update_batch
+from tests.support.learning.slow_returns import case_of
 
 AGENTS = 3
 every = pytest.mark.parametrize("name", ON_POLICY)
@@ -108,14 +107,7 @@ def test_critic_sees_the_team_and_actor_does_not(name: str) -> None:
 @every
 @pytest.mark.parametrize("normalize", [False, True])
 def test_masked_rows_are_ignored(name: str, normalize: bool) -> None:
-    found = []
-    for garbage in (0, 1):
-        algorithm = of_a_team(name, normalize_values=normalize)
-        columns = seen_by_a_team(algorithm.policy, 5)
-        fill_masked_rows(columns, garbage)
-        metrics = algorithm.update(received(columns), Counters())
-        found.append((metrics, bits(algorithm)))
-    assert found[0] == found[1]
+    ignores_masked_rows(lambda: of_a_team(name, normalize_values=normalize), lambda policy: seen_by_a_team(policy, 5))
 
 
 @every
@@ -172,16 +164,7 @@ def test_advantages_have_reward_units_and_targets_critic_units(name: str) -> Non
     scale.update(torch.tensor([100.0, 140.0]))
     assert scale.restored(torch.zeros(1)).item() == pytest.approx(120.0)
     columns = acted(algorithm.policy, 4)
-
-    def values(prefix: str) -> Any:
-        rows = {"obs": torch.from_numpy(columns[f"{prefix}obs"]).reshape(-1, 3)}
-        return scale.restored(algorithm.policy.value(rows)).detach().double().numpy()
-
-    final = {(int(t), int(s)): float(value) for (t, s), value in zip(columns["final_index"], values("final_"))}
-    case = Case(
-        np.zeros((8, 4)), columns["reward"].astype(np.float64), values("").reshape(8, 4), values("bootstrap_"),
-        columns["terminated"], columns["truncated"], columns["mask"], final, gamma=0.99, decay=0.8,
-    )  # fmt: skip
+    case = case_of(algorithm.policy, columns, scale.restored, gamma=0.99, decay=0.8)
     slow = case.slow_gae()
     batch = update_batch(algorithm, columns)
     np.testing.assert_allclose(batch.advantage, slow.flatten(), rtol=1e-3, atol=1e-3)
@@ -229,20 +212,3 @@ def test_critic_fields_change_the_hash() -> None:
     assert plain.hash() != minimal_config(algorithm=section | {"normalize_values": True}).hash()
     whole, own = (minimal_config(**team(critic_observes=sees)) for sees in ("team", "own"))
     assert whole.decides_otherwise(own) == ["policies.default.critic_observes"]
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"policies": {"default": {"critic_observes": "team"}}}, "environment.api=gymnasium"),
-        (team(critic_observes="state") | {"algorithm": {"name": "dqn"}}, "critic_observes=state .*algorithm.name=dqn"),
-        (team(critic_observes="team", share_encoder=True), "share_encoder=true and core=none"),
-        (team(critic_observes="team", share_encoder=True, core="gru"), "core=gru"),
-        ({"algorithm": {"name": "vdn", "n_step": 3}}, "n_step=3 with vdn"),
-        ({"algorithm": {"name": "qmix", "noisy": True}}, "noisy=True with qmix"),
-        ({"algorithm": {"name": "qmix", "replay_buffer": {"kind": "prioritized"}}}, "replay_buffer.kind=prioritized"),
-    ],
-)
-def test_impossible_team_config_is_refused(sections: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        minimal_config(**sections)

@@ -37,17 +37,13 @@ def made_for_tests(achieved: Array, desired: Array) -> tuple[Array, Array]:
     return achieved[:, 0] - 2 * desired[:, 1], achieved[:, 1] > desired[:, 0] + 0.5
 
 
-def memory_for(stream: Stream, places: int, strategy: Strategy, fraction: float = 1.0) -> HindsightReplayBuffer:
-    return HindsightReplayBuffer(
-        GOALS, stream.steps, stream.slots, places * stream.steps * stream.slots,
-        strategy=strategy, relabeled_fraction=fraction, reward=made_for_tests,
-    )  # fmt: skip
-
-
 def filled(
     stream: Stream, places: int, made: int, strategy: Strategy, fraction: float = 1.0
 ) -> tuple[HindsightReplayBuffer, dict[int, Step]]:
-    memory = memory_for(stream, places, strategy, fraction)
+    memory = HindsightReplayBuffer(
+        GOALS, stream.steps, stream.slots, places * stream.steps * stream.slots,
+        strategy=strategy, relabeled_fraction=fraction, reward=made_for_tests,
+    )  # fmt: skip
     fill(memory, stream.fragments(made))
     return memory, known(stream.made[-places:], stream.made)
 

@@ -26,17 +26,12 @@ def filled(stream: Stream, places: int, made: int) -> PrioritizedReplayBuffer:
     return memory
 
 
-def rows_by_number(memory: PrioritizedReplayBuffer) -> dict[int, int]:
-    """Where each step lies."""
-    batch = memory.sample(2000, np.random.default_rng(1), gamma=1.0)
-    return dict(zip(numbers(batch.observations).tolist(), batch.row.tolist(), strict=True))
-
-
 def with_errors(seed: int = 5) -> tuple[PrioritizedReplayBuffer, dict[int, float], dict[int, int]]:
-    """A memory in which every step had its own TD error: the priorities by number, as the paper has them."""
+    """A memory in which every step had its own TD error; by number, priorities as the paper has them, and rows."""
     stream = Stream(seed, PLAIN, 6, 3)
     memory = filled(stream, 4, 9)
-    rows = rows_by_number(memory)
+    batch = memory.sample(2000, np.random.default_rng(1), gamma=1.0)
+    rows = dict(zip(numbers(batch.observations).tolist(), batch.row.tolist(), strict=True))
     assert set(rows) == set(known(stream.made[-4:], stream.made))
     errors = np.random.default_rng(2).normal(size=len(rows)) * 3
     memory.update_priorities(np.array(list(rows.values())), errors.astype(np.float32))

@@ -13,15 +13,15 @@ from stagecoach.shared.experience.spaces import Array, Columns, PolicySpaces
 from stagecoach.shared.policies.serialization import state_arrays
 from stagecoach.trainer_node.learning.reward_signals.base import Rows
 from stagecoach.trainer_node.learning.reward_signals.signals import GAIL
+from tests.support.learning import slow_signals as slow
 from tests.support.learning.algorithms import CHOICE, CPU, gradients_are_differences
 from tests.support.learning.slow_signals import UNBOUNDED, make_gail, pairs
 
 
 def slow_features(arrays: Columns, observation: Array, action: Array, use_actions: bool = True) -> Array:
-    count, mean, m2 = (arrays[f"normalizer.moments.0.{name}"] for name in ("count", "mean", "m2"))
-    seen = np.clip((observation - mean) / np.sqrt(m2 / count + 1e-8), -10.0, 10.0)
+    seen = slow.normalized(arrays, "", observation, 10.0)
     if not use_actions:
-        return np.asarray(seen)
+        return seen
     if action.ndim == 0:
         return np.concatenate([seen, np.eye(4)[int(action)]])
     bounded = [np.clip(action[0] / 2, -1, 1), np.clip((action[1] - 2) / 2, -1, 1), action[2]]
@@ -29,11 +29,9 @@ def slow_features(arrays: Columns, observation: Array, action: Array, use_action
 
 
 def slow_logit(arrays: Columns, features: Array) -> float:
-    for layer in (0, 2, 4):
-        weight, bias = (arrays[f"mlp.{layer}.{part}"].astype(np.float64) for part in ("weight", "bias"))
-        features = weight @ features + bias
-        features = features if layer == 4 else np.tanh(features)
-    return float(features[0])
+    for layer in (0, 2):
+        features = np.tanh(slow.linear(arrays, f"mlp.{layer}", features))
+    return float(slow.linear(arrays, "mlp.4", features)[0])
 
 
 def slow_loss(gail: GAIL, batch: Rows, seed: int, penalty: float, use_actions: bool = True) -> tuple[float, float]:

@@ -51,9 +51,7 @@ def rows(count: int = 9, seed: int = 0) -> Rows:
 
 
 def slow_model(arrays: dict[str, Array], name: str, inputs: Array) -> Array:
-    hidden = np.maximum(arrays[f"{name}.0.weight"].astype(np.float64) @ inputs + arrays[f"{name}.0.bias"], 0.0)
-    found: Array = arrays[f"{name}.2.weight"].astype(np.float64) @ hidden + arrays[f"{name}.2.bias"]
-    return found
+    return slow.linear(arrays, f"{name}.2", np.maximum(slow.linear(arrays, f"{name}.0", inputs), 0.0))
 
 
 def slow_errors(icm: ICM, batch: Rows) -> tuple[list[float], list[float]]:

@@ -11,7 +11,7 @@ import torch
 from stagecoach.shared.experience.counters import Counters
 from stagecoach.trainer_node.learning.reward_signals.base import Rows
 from tests.support.learning import slow_signals as slow
-from tests.support.learning.algorithms import BOXES, CHOICE, make
+from tests.support.learning.algorithms import BOXES, CHOICE, make, noted
 from tests.support.learning.experience import random_fragment
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-2, "hidden_sizes": [6], "embedding_size": 3}
@@ -34,24 +34,19 @@ def fed(algorithm: Any) -> list[Any]:
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
 def test_drawn_rewards_use_the_current_signal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's rewards by their strength, and RND's divided by the deviation of its returns so far."""
-    algorithm, batches, states, drawn = rewarded(name), list[Any](), list[Any](), list[Any]()
+    algorithm, states, drawn = rewarded(name), list[Any](), list[Any]()
     fragments = fed(algorithm)
-    learn, on_device = algorithm.learn, algorithm.on_device
+    on_device, learned = algorithm.on_device, noted(monkeypatch, algorithm, "learn")
 
     def draw(found: Any) -> Any:
         drawn.append(found)
         states.append(algorithm.state())
         return on_device(found)
 
-    def observed(batch: Any, *more: Any) -> Any:
-        batches.append(batch)
-        return learn(batch, *more)
-
     monkeypatch.setattr(algorithm, "on_device", draw)
-    monkeypatch.setattr(algorithm, "learn", observed)
     metrics = algorithm.update([fragments[3]], Counters(env_steps=12))
-    assert len(batches) == 3 and metrics["train/rnd_reward"] > 0
-    for batch, found, arrays in zip(batches, drawn, states, strict=True):
+    assert len(learned) == 3 and metrics["train/rnd_reward"] > 0
+    for (batch, *_), found, arrays in zip(learned, drawn, states, strict=True):
         state = {key.removeprefix("signals/rnd/"): array for key, array in arrays.items()}
         count, _, squares = state["scaling/moments"]
         for row in range(len(batch)):

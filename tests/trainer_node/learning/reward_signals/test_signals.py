@@ -12,8 +12,8 @@ from stagecoach.shared.experience.counters import Counters
 from stagecoach.shared.experience.spaces import Array, Columns
 from stagecoach.trainer_node.learning.reward_signals.reward_signals import _ends
 from tests.support.learning import slow_signals as slow
-from tests.support.learning.algorithms import bits, make
-from tests.support.learning.experience import acted, fill_masked_rows, received, update_batch
+from tests.support.learning.algorithms import make
+from tests.support.learning.experience import acted, ignores_masked_rows, received, update_batch
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-3, "hidden_sizes": [6], "embedding_size": 3}
 SIGNALS: dict[str, Any] = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}
@@ -137,14 +137,7 @@ def test_signal_deviation_covers_returns_across_fragments() -> None:
 
 def test_terminal_steps_are_rewarded_when_successor_is_known() -> None:
     """What comes after the end is the next episode's, whatever it looks like."""
-    results = []
-    for garbage in (0, 1):
-        algorithm = with_rnd()
-        columns = acted(algorithm.policy, 6, absent=True)
-        fill_masked_rows(columns, garbage)
-        metrics = algorithm.update(received(columns), Counters())
-        results.append((metrics, bits(algorithm)))
-    assert results[0] == results[1]
+    algorithm, columns, _ = ignores_masked_rows(with_rnd, lambda policy: acted(policy, 6, absent=True))
     stream = algorithm.signals.streams["rnd"]
     rewarded = led_to_what_is_known(columns) & columns["mask"]
     assert (columns["terminated"] & rewarded).any() and (columns["terminated"] & ~rewarded).any()

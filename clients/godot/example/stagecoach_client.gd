@@ -1,0 +1,1 @@
+../stagecoach_client.gd

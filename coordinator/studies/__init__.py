@@ -1,0 +1,1 @@
+"""Studies: hyperparameter search by Optuna over runs, resumed exactly."""

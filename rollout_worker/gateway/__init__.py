@@ -1,0 +1,1 @@
+"""The gateway: environments that live in other programs, which connect by WebSocket (docs/guides/gateway.md)."""

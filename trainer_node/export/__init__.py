@@ -1,1 +1,0 @@
-"""Translation of policies into ONNX files."""
