@@ -12,6 +12,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _CODE = ("coordinator", "rollout_worker", "trainer_node", "shared", "benchmarks")
+_JOINED = dict.fromkeys(
+    ("0d057e6618ba", "f2f682a9d1b9", "00f48790e5c7", "13355b372fee", "5a0ec6c4c368", "bc8143a9e3a3", "32f03b1c8705",
+     "da1ec5bba474"),
+    "c1dc0a37",
+)  # fmt: skip
+"""Commits of a branch that results name → the one commit by which it entered the log as a whole."""
 
 
 def machine() -> dict[str, Any]:
@@ -32,7 +38,7 @@ def commit() -> str:
 def in_log(name: str) -> bool:
     """True if HEAD descends from that commit; False for `-dirty` ones, and without git."""
     try:
-        return bool(name) and _git("merge-base", "--is-ancestor", name, "HEAD") == ""
+        return bool(name) and _git("merge-base", "--is-ancestor", _JOINED.get(name, name), "HEAD") == ""
     except (OSError, subprocess.CalledProcessError):
         return False
 
@@ -40,7 +46,7 @@ def in_log(name: str) -> bool:
 def commits_since(name: str) -> int | None:
     """How many commits HEAD has that this one has not; None where git does not know it."""
     try:
-        return int(_git("rev-list", "--count", f"{name}..HEAD"))
+        return int(_git("rev-list", "--count", f"{_JOINED.get(name, name)}..HEAD"))
     except (OSError, subprocess.CalledProcessError):
         return None
 

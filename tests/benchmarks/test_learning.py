@@ -76,7 +76,7 @@ def test_tasks_end_in_time_and_are_evaluated(entry: Task) -> None:
     config = entry.parse()
     assert config.stop_at.env_steps is not None
     assert config.stop_at.env_steps >= entry.within
-    assert config.rollout.workers == 2
+    assert config.rollout.workers in (1, 2)
     assert (entry.reference, entry.source) != ("", "")
 
 

@@ -259,8 +259,10 @@ def test_league_is_shown_by_command_status_and_page(
     listed = stagecoach("checkpoints", "cats").ok()
     assert all(figure(row["evaluation"]["ranking"]) in line_of(listed, row["name"]) for row in rated)
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
-    compared = stagecoach("compare", "cats", "a").ok()
-    assert f"rating of prey │ {figure(rows['prey']['rating'])} │ –" in " ".join(compared.split())
+    compared = stagecoach("study", "cats", "a").ok()
+    assert "rating of hunter" in compared and "rating of prey" in compared
+    ratings = [figure(rows[player]["rating"]) for player in ("hunter", "prey")]
+    assert [line_of(compared, name).split()[-2:] for name in ("cats", "a")] == [ratings, ["–", "–"]]
     snapshot = next(row["player"] for row in found["players"] if row["kind"] == "snapshot" and row["seat"] == "prey")
     games = [
         stagecoach("match", name, "random", "--games", "4", *more, "--json").json()
