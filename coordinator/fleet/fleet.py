@@ -184,8 +184,8 @@ class Fleet:
         former = {last.process} if last else set()
 
         def make() -> Any:
-            unique = f"{name} {world.token_hex(3)}"  # a process that it had before may not be gone yet
-            return RoleActor.options(name=unique, **options()).remote(name, self._launch, self._head.zygote.token)
+            # unnamed: Ray asks the GCS whether a name is free, and that call never returns if the GCS dies meanwhile
+            return RoleActor.options(**options()).remote(name, self._launch, self._head.zygote.token)
 
         return ManagedActor(name, make, bound, progress, retries(self._redis).outages, former)
 

@@ -25,6 +25,10 @@ class Role:
         """Takes an encoded `RoleLaunch`, and the name of the zygote on each machine."""
         self._name, self._launch, self._zygote = name, launch, zygote
 
+    def __repr__(self) -> str:
+        """Names the role in Ray's dashboard and logs."""
+        return self._name
+
     @ray.method
     def run(self) -> RoleExit:
         """Blocks until the role's process has ended."""
