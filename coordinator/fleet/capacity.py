@@ -4,6 +4,7 @@ Computed from the total (not the free) resources of each machine and the needs o
 half a CPU on each of two machines does not hold a worker that needs one CPU.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import yaml
 
 from stagecoach.coordinator.catalog.status import NO_BOUND, WorkerCapacity
 from stagecoach.coordinator.fleet.managed_actor import ManagedActor
+from stagecoach.coordinator.services.ray_head import embedded_nodes
 from stagecoach.coordinator.services.ray_internals import MONITORS, nodes_of
 from stagecoach.shared.base import world
 from stagecoach.shared.base.printable import counted
@@ -32,11 +34,22 @@ _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
 
 
+def _machines() -> dict[str, dict[str, float]]:
+    """Resources of each node of the joined Ray. Embedded Ray is not asked: its GCS may die during the call, which then
+    never returns, and Ray ends the process a minute later."""
+    nodes: list[dict[str, Any]] = embedded_nodes() or ray.nodes()  # type: ignore[no-untyped-call]
+    return {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}
+
+
+def total_resources() -> dict[str, float]:
+    machines = _machines().values()
+    return {name: sum(its.get(name, 0.0) for its in machines) for name in sorted({*itertools.chain(*machines)})}
+
+
 def trainer_options(config: Config) -> dict[str, Any]:
     """Ray options of the trainer and its other ranks: a GPU if available, unless the config says otherwise."""
     trainer = config.trainer
-    found: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpu = 1.0 if trainer.device != "cpu" and found.get("GPU", 0) >= trainer.ranks else 0.0
+    gpu = 1.0 if trainer.device != "cpu" and total_resources().get("GPU", 0) >= trainer.ranks else 0.0
     return {"num_cpus": trainer.num_cpus, "num_gpus": trainer.num_gpus or gpu, "resources": trainer.resources}
 
 
@@ -100,8 +113,7 @@ def worker_capacity(config: Config, added_machines: float, trainer_node: str | N
 
     `added_machines` is the autoscaler's limit (`autoscaler_limit`).
     """
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    machines = {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}
+    machines = _machines()
     roles = {"the trainer": needs(trainer_options(config))}
     if config.evaluation.enabled:
         roles["the evaluator"] = needs(evaluator_options(config))

@@ -15,7 +15,13 @@ import ray
 import ray.exceptions
 
 from stagecoach.coordinator.fleet.autoscaler import Scaling
-from stagecoach.coordinator.fleet.capacity import ClusterView, evaluator_options, needs, trainer_options
+from stagecoach.coordinator.fleet.capacity import (
+    ClusterView,
+    evaluator_options,
+    needs,
+    total_resources,
+    trainer_options,
+)
 from stagecoach.coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, how_it_died, how_it_ended, kill_here
 from stagecoach.coordinator.fleet.role_actor import RoleActor
 from stagecoach.coordinator.fleet.worker_pool import WorkerPool
@@ -332,7 +338,7 @@ class Fleet:
         waits = self._trainer.name in self._cluster.unplaced and self._trainer.name not in beats
         if waits and world.monotonic() - self._trainer.started > deadline:
             asked = ", ".join(f"{name}={amount:g}" for name, amount in needs(trainer_options(self._config)).items())
-            there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            there = dict(total_resources())
             text = f"Ray had no place for the trainer ({asked}) within {deadline:g} s; it has {there}"
             self.outcome = RunEnd.failed(Failure(FailureKind.OTHER, text))
 

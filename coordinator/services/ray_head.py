@@ -73,6 +73,8 @@ class RayHead:
         """Number of Rays that died before this one."""
         self.failure = _DIED
         """Description of how Ray was lost."""
+        self.nodes: list[dict[str, Any]] = []
+        """Embedded Ray's only node, as Ray described it when this process joined."""
         self.zygote = HeldZygote()
         ray_internals.outlive_ray()
         # unused here, and a driver that leaves a dead Ray would wait for both
@@ -244,7 +246,8 @@ class RayHead:
         ray_internals.redirect_prints(lambda line: _LOGGER.warning("Ray: %s", line))
         join(self._address if service is None else service.address, job_config=ray_internals.job_config())
         if service is not None:
-            (node,), (host, _, port) = _ray().nodes(), service.address.rpartition(":")
+            self.nodes, (host, _, port) = _ray().nodes(), service.address.rpartition(":")
+            (node,) = self.nodes
             raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
             self._unwatch = world.Event()
             named = (Path(node[name]) for name in ("RayletSocketName", "ObjectStoreSocketName"))
@@ -269,6 +272,11 @@ def hold_ray(config: Config, logs: Path) -> RayHead:
 def zygote_token() -> str:
     """Returns the name of the zygote that belongs to this process's Ray; empty without a Ray."""
     return "" if _head is None else _head.zygote.token
+
+
+def embedded_nodes() -> list[dict[str, Any]]:
+    """Returns the node of this process's embedded Ray without asking it; empty without one."""
+    return [] if _head is None else _head.nodes
 
 
 @contextlib.contextmanager

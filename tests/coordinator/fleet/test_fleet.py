@@ -283,8 +283,7 @@ def test_auto_grows_while_trainer_waits(config: MakeConfig, running: ExitStack) 
 
 
 def pending() -> int:
-    waiting = ("PENDING_CREATION", "DEPENDENCIES_UNREADY")
-    return sum(actor["State"] in waiting for actor in ray_head.actors().values())
+    return sum(its.state in (its.PENDING_CREATION, its.DEPENDENCIES_UNREADY) for its in ray_head.actors().values())
 
 
 def test_scale_refuses_excess_and_removes_unplaced_worker(config: MakeConfig, running: ExitStack) -> None:

@@ -57,9 +57,9 @@ class Anybody:
 def actors(role: str) -> dict[str, str]:
     """Live actors of a role: id → machine."""
     return {
-        name: actor["Address"]["NodeID"]
-        for name, actor in ray_head.actors().items()
-        if actor["Name"].startswith(role) and actor["State"] == "ALIVE"
+        name: its.address.node_id.hex()
+        for name, its in ray_head.actors().items()
+        if its.repr_name.startswith(role) and its.state == its.ALIVE
     }
 
 

@@ -85,7 +85,7 @@ def test_script_in_place_of_dashboard_agent_ends_with_raylet(tmp_path: Path) -> 
     assert (done.returncode, done.stdout.split()) == (0, ["False", "False"]), done
 
 
-TWO_RUNS = """
+START = """
 import os, signal, sys, threading
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.services import ray_head
@@ -101,7 +101,8 @@ def start(name, updates=10**6):
 def learns(run, versions):
     before = run.status().version
     until(run, lambda status: status.version > before + versions)
-
+"""
+TWO_RUNS = START + """
 runs, began = [], threading.Event()
 
 def one():
@@ -137,3 +138,23 @@ def test_runs_of_one_process_share_its_ray(tmp_path: Path, ray: str) -> None:
     done = subprocess.run([sys.executable, "-c", TWO_RUNS, tmp_path, ray], capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["stopped stopped exhausted"]), done
     assert "RAY_ADDRESS=192.0.2.1:6379 is not used: the run starts a Ray of its own" in done.stderr
+
+
+NO_GCS = START + """
+run = start("first")
+until(run, lambda status: status.version >= 0)
+head = ray_head._head._service.process.pid
+os.kill(head, signal.SIGSTOP)  # it does not notice
+os.kill(ray_head._head.parts()["gcs_server"], signal.SIGKILL)
+learns(run, 1)
+os.kill(head, signal.SIGCONT)
+learns(run, 30)
+run.stop()
+print(run.wait(60).reason)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_evaluator_that_starts_without_gcs_does_not_hang_its_run(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_GCS, tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["stopped"]), done

@@ -25,13 +25,15 @@ from tests.support.suite.speed import stretched
 _SECONDS = 120.0
 
 
-def actors() -> dict[str, dict[str, Any]]:
-    """All actors of the Ray that this process has joined, by id. The public list asks the dashboard, which may not be
-    there."""
+def actors() -> dict[str, Any]:
+    """Ray's protobuf `ActorTableData` of all actors of the Ray that this process has joined, by id. The public list
+    asks the dashboard, which may not be there."""
     import ray
+    from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 
     state: Any = ray._private.state
-    return dict(state.actors())
+    table = state.state._connect_and_get_accessor().get_actor_table(None, None)
+    return {its.actor_id.hex(): its for its in map(ActorTableData.FromString, table)}
 
 
 class DashboardHead:
