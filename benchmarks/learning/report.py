@@ -44,7 +44,7 @@ Curves: interquartile mean over the seeds, with its 95 % bootstrap interval (Aga
   Warm-up counts. –: not reached by half of them.
 - **Commit**: what the runs were made with, and how many commits ago. A result counts while its row and all defaults
   that decide learning are what they were, and its commit is in the log. All runs of a row, in both modes, are of one
-  commit.
+  commit. Those of a branch that entered the log as one commit count from that one on.
 """
 
 _HEAD = """\

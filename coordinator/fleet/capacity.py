@@ -35,7 +35,7 @@ _PLACED_SECONDS = 20.0
 
 
 def _machines() -> dict[str, dict[str, float]]:
-    """Resources of each node of the joined Ray. Embedded Ray is not asked, since a call during which its GCS dies never
+    """Resources of each node of the joined Ray. Embedded Ray is sent no call, since one during which its GCS dies never
     returns, and Ray ends the process a minute later."""
     nodes: list[dict[str, Any]] = embedded_nodes() or ray.nodes()  # type: ignore[no-untyped-call]
     return {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}

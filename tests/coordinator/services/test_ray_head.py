@@ -102,7 +102,9 @@ def learns(run, versions):
     before = run.status().version
     until(run, lambda status: status.version > before + versions)
 """
-TWO_RUNS = START + """
+TWO_RUNS = (
+    START
+    + """
 runs, began = [], threading.Event()
 
 def one():
@@ -127,6 +129,7 @@ second.stop()
 third = second.wait(60), start("third", 3)
 print(first.wait(60).reason, third[0].reason, third[1].wait(60).reason)
 """
+)
 
 
 @pytest.mark.timeout(300)
@@ -140,7 +143,9 @@ def test_runs_of_one_process_share_its_ray(tmp_path: Path, ray: str) -> None:
     assert "RAY_ADDRESS=192.0.2.1:6379 is not used: the run starts a Ray of its own" in done.stderr
 
 
-NO_GCS = START + """
+NO_GCS = (
+    START
+    + """
 run = start("first")
 until(run, lambda status: status.version >= 0)
 head = ray_head._head._service.process.pid
@@ -152,6 +157,7 @@ learns(run, 30)
 run.stop()
 print(run.wait(60).reason)
 """
+)
 
 
 @pytest.mark.timeout(300)
