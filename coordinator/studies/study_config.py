@@ -235,7 +235,7 @@ def check_study(study: StudyConfig, base: Config) -> None:
         if study.evaluations % study.generations:
             raise ConfigError(
                 f"evaluations={study.evaluations} with population: expected a multiple of the {study.generations} "
-                f"generations"
+                f"generations, such as {-(-study.evaluations // study.generations) * study.generations}"
             )
         if base.replace("stop_at.env_steps", steps + 1).hash() != base.hash():
             raise ConfigError("population: lessons depend on stop_at.env_steps, of which a trial has a part")
