@@ -10,7 +10,7 @@ import torch
 from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
 from stagecoach.trainer_node.replay.explanation import _BatchWatch, explain
 from stagecoach.trainer_node.replay.rerun import rerun
-from tests.support.runs.game import NewGame, archived, small
+from tests.support.runs.game import STEPS_PER_UPDATE, NewGame, archived, damage, small
 
 ON_POLICY = [
     {"name": "ppo"}, {"name": "a2c"}, {"name": "a2c", "normalize_advantages": True}, {"name": "appo"},
@@ -94,3 +94,21 @@ def test_versions_that_are_not_there_are_refused(new_game: NewGame) -> None:
     other.finish()
     with pytest.raises(ArchiveIncomplete, match="archive=all"):
         explain(other.role.checkpoints, other.role.config, other.role.description(), 6)
+
+
+def test_abandoned_version_names_the_rollback_and_what_can_be_explained(new_game: NewGame) -> None:
+    game = new_game(archived())
+    game.play_to(5, durable=True)
+    game.crash()
+    damage(game, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt")
+    game.restart()  # the log behind version 2 is trimmed, so it continues as version 6
+    game.finish()
+    role = game.role
+    for version, last, asked in [(5, 1, "to version 5"), (6, 1, "to version 6"), (7, 2, "to versions 6 to 7")]:
+        with pytest.raises(UserError) as caught:
+            explain(role.checkpoints, role.config, role.description(), version, last)
+        went = f"with version 6 the run went back to 2_Step-{2 * STEPS_PER_UPDATE}.ckpt and abandoned"
+        assert asked in str(caught.value) and went in str(caught.value)
+        newest = role.checkpoints.manifest(role.checkpoints.resolve("latest")).version
+        assert f"explained: 1 to 4, 7 to {newest};" in str(caught.value)
+    assert explain(role.checkpoints, role.config, role.description(), 7).start.startswith("6_")

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagecoach.shared.base.errors import ArchiveIncomplete, FragmentError, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, CheckpointError, FragmentError, UserError
 from stagecoach.shared.config.run_config import Config
+from stagecoach.shared.experience.checkpoint_name import checkpoint_version
 from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment, decode
 from stagecoach.shared.experience.log_entry import before
@@ -31,6 +32,7 @@ from stagecoach.trainer_node.learning.building_blocks.batch import Batch, Sequen
 from stagecoach.trainer_node.learning.building_blocks.interface import Shard
 from stagecoach.trainer_node.learning.learner import Learner
 from stagecoach.trainer_node.replay.rerun import BEGINNING, kept_around, rerun
+from stagecoach.trainer_node.state.fork import beginnings
 
 _NAMED = 100
 """Fragments of a replay buffer that are looked up in the archive, those with the largest sums first."""
@@ -215,6 +217,32 @@ def _of(told: Influence, item: Fragment) -> Influence:
     )  # fmt: skip
 
 
+def _gone_back(checkpoints: CheckpointStore, config: Config, wanted: tuple[int, int], lineage: int) -> str:
+    """Says how the run continued as version `lineage`, which no log leads to, and which versions can be explained."""
+    known = [(its, name) for name in checkpoints.names() if (its := checkpoint_version(name)) is not None]
+    ranges, before = list[list[int]](), -1 if beginnings(config) else 0
+    how = "went back to an older checkpoint, or Redis had lost what was learned (the run's events say which)"
+    for version, name in sorted(known):
+        with suppress(CheckpointError):
+            manifest = checkpoints.manifest(name)
+            first, counters = manifest.provenance["lineage"], manifest.provenance["counters"]
+            if version == lineage and manifest.parent is not None:
+                how = f"went back to {manifest.parent} and abandoned what it had learned since"
+                with suppress(CheckpointError):
+                    if checkpoints.manifest(manifest.parent).provenance["counters"] != counters:
+                        how = f"went on from {manifest.parent}, and Redis had lost the log between the two"
+            if first <= before < version:
+                ranges += [[before + 1, version]] if not ranges or ranges[-1][1] != before else []
+                ranges[-1][1] = version
+            before = version
+    asked = f"version {wanted[1]}" if wanted[0] == wanted[1] else f"versions {wanted[0]} to {wanted[1]}"
+    there = ", ".join(f"{first} to {last}" for first, last in ranges) or "none"
+    return (
+        f"the log does not lead to {asked}: with version {lineage} the run {how}. Versions that can be explained: "
+        f"{there}; checkpoint.keep_last and keep_every keep more"
+    )
+
+
 def explain(
     checkpoints: CheckpointStore, config: Config, description: EnvironmentDescription, version: int, last: int = 1,
     progress: Callable[[int, int], None] = lambda version, last: None,
@@ -227,6 +255,8 @@ def explain(
     _, goal = kept_around(checkpoints, config, version)
     found, metrics = list[Influence](), dict[int, dict[str, float]]()
     aim = checkpoints.load(goal)
+    if (checkpoint_version(start) or 0) < (lineage := aim.manifest.provenance["lineage"]):
+        raise UserError(_gone_back(checkpoints, config, (version - last + 1, version), lineage))
     with rerun(checkpoints, config, description, start, aim) as again:
         while again.version < version:
             taken, learner = again.take(), again.learner
