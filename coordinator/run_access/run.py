@@ -299,8 +299,7 @@ class Run(RunHistory):
         ))  # fmt: skip
 
     def _replayed(self, trust_config: bool) -> dict[str, Any]:
-        """Result of the longest replay to the last checkpoint; one that fails over damaged data is part of the result.
-        """
+        """Result of the longest replay to the last checkpoint; one that fails over damage is part of the result."""
         store = self.checkpoint_store()
         try:
             open_archive(store, self.config)
@@ -311,8 +310,8 @@ class Run(RunHistory):
             start = earliest_start(self.config, goal, store.names())
             if start == goal.name:
                 raise UserError(
-                    f"--replay: the run went back to an older checkpoint with version {goal.provenance['lineage']}, and "
-                    f"of those since then only {goal.name} is kept, so there is nothing to replay"
+                    f"--replay: with version {goal.provenance['lineage']} the run went back to an older checkpoint, "
+                    f"and of those since then only {goal.name} is kept, so there is nothing to replay"
                 )
             found = self.replay(start, goal.name, trust_config=trust_config)
         except (ArchiveIncomplete, CheckpointDamaged) as error:
