@@ -37,7 +37,7 @@ class EpisodeVideo:
     path: Path
     worker: str
     environment: int
-    """Its index in the worker."""
+    """Index of the environment in the worker."""
     episode: int
     """Number of the episode in that environment since the worker's lineage began."""
     seed: int
@@ -74,9 +74,9 @@ class _Recorded:
         header = item.header
         lineage, _, gaps = header.life.partition("+")
         if lineage != self.life.partition("+")[0]:
-            whole = header.seq == 0 or bool(self.life)  # else the archive begins later
-            self.number, self.missing = 0, 0 if whole else header.seq
-            self.begin(whole)
+            complete = header.seq == 0 or bool(self.life)  # else the archive begins later
+            self.number, self.missing = 0, 0 if complete else header.seq
+            self.begin(complete)
         elif header.life != self.life or header.seq not in (0, self.seq + 1):
             self.missing = max(self.missing + max(0, header.seq - self.seq - 1), int(gaps or 0))
             self.begin(from_its_reset=False)
@@ -91,7 +91,7 @@ def play_again(
     archive: Archive, config: Config, description: EnvironmentDescription, episode: Influence, path: Path
 ) -> EpisodeVideo:
     """Plays an explained episode again, to its end or the archive's, and writes it to `path` (.mp4). Raises `UserError`
-    where it cannot be found, `EnvironmentUnusable` if the environment cannot be drawn or does something else."""
+    if it is not in the archive, `EnvironmentUnusable` if the environment cannot be drawn or does something else."""
     require_recorder()
     if path.suffix != ".mp4":
         raise UserError(f"--video {path}: expected a file name that ends in .mp4")

@@ -116,7 +116,7 @@ def test_versions_that_are_not_there_are_refused(new_game: NewGame) -> None:
         explain(other.role.checkpoints, other.role.config, other.role.description(), 6)
 
 
-def test_abandoned_version_names_the_rollback_and_what_can_be_explained(new_game: NewGame) -> None:
+def test_abandoned_version_names_the_rollback(new_game: NewGame) -> None:
     game = new_game(archived())
     game.play_to(5, durable=True)
     game.crash()

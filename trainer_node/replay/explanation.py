@@ -69,9 +69,9 @@ class Influence:
     share: float = 0.0
     """Part of the sum of gradient norms, or of TD errors, of the same update and policy."""
     slot: int | None = None
-    """Of an episode: its slot in the fragment, `agent × environments + environment`."""
+    """Slot of an episode in the fragment, `agent × environments + environment`; None for a fragment."""
     last_step: int | None = None
-    """Of an episode: the step of the fragment in which it ended; None if it went on."""
+    """Step of the fragment that ended an episode; None if it continued, and for a fragment."""
     episodes: int = 0
     """Episodes that ended in it."""
     mean_return: float | None = None
@@ -159,7 +159,7 @@ class _Part(Shard):
 
 @dataclass
 class _Sum:
-    """What the rows of one fragment, or of one episode, add to the gradient and the terms of a batch's loss."""
+    """Part of the rows of one fragment or episode in the gradient and the terms of a batch's loss."""
 
     item: Fragment
     """The fragment; of an episode the last one that it has rows in."""
@@ -360,7 +360,7 @@ def _gone_back(checkpoints: CheckpointStore, config: Config, wanted: tuple[int, 
                 how = f"went back to {manifest.parent} and abandoned what it had learned since"
                 with suppress(CheckpointError):
                     if checkpoints.manifest(manifest.parent).provenance["counters"] != counters:
-                        how = f"went on from {manifest.parent}, and Redis had lost the log between the two"
+                        how = f"continued from {manifest.parent}, and Redis had lost the log between the two"
             if first <= before < version:
                 ranges += [[before + 1, version]] if not ranges or ranges[-1][1] != before else []
                 ranges[-1][1] = version

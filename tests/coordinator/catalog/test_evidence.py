@@ -190,7 +190,7 @@ def test_damaged_object_is_named_and_ends_with_1(stagecoach: Stagecoach, run: Pa
     assert done.code == 1 and "was altered" in summary(Path("replayed"))["replay"]["error"]
 
 
-def test_nothing_to_replay_after_the_run_went_back_is_refused(stagecoach: Stagecoach, run: Path) -> None:
+def test_nothing_to_replay_since_a_rollback_is_refused(stagecoach: Stagecoach, run: Path) -> None:
     origin = stagecoach("checkpoints", "a", "--json").json()[0]
     goal = f"stop_at.updates={origin['updates'] + 3}"
     stagecoach("resume", "a", "--inline", "--from", origin["name"], "--set", goal).ok()
