@@ -223,7 +223,7 @@ def policies_of(checkpoint: Checkpoint) -> dict[str, Policy]:
     return {key.partition("/")[0]: decode_policy(data)[0] for key, data in objects if key.endswith(POLICY_OBJECT)}
 
 
-def _not_drawing(made: Any, mode: str) -> str | None:
+def not_drawing(made: Any, mode: str) -> str | None:
     """Reason that the environment cannot be rendered; None if it can."""
     named = (getattr(made, "metadata", None) or {}).get("render_modes")
     if named and mode not in named:
@@ -252,7 +252,7 @@ def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
     kwargs = {**config.evaluation.kwargs, "render_mode": mode}
     try:
         with closing(make_environment(evaluation_environment(config), **kwargs)) as made:
-            problem = _not_drawing(made, mode)
+            problem = not_drawing(made, mode)
     except Exception as error:
         problem = with_extra(headline(error))
     if problem is not None:

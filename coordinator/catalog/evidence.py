@@ -36,8 +36,7 @@ from stagecoach.shared.storage.shared_objects import SHARED_OBJECTS
 from stagecoach.trainer_node.checkpointing.retention import unless_damaged
 from stagecoach.trainer_node.checkpointing.verification import State, Verdict
 from stagecoach.trainer_node.replay.drops import DroppedEntry, dropped_entries
-from stagecoach.trainer_node.replay.rerun import BEGINNING, start_of
-from stagecoach.trainer_node.state.fork import beginnings
+from stagecoach.trainer_node.replay.rerun import BEGINNING, earliest_start
 from stagecoach.trainer_node.state.snapshot import libraries, written_with
 
 FORMAT = 1
@@ -142,6 +141,12 @@ class _Writer:
         total, version = ledger.get("total", {}), newest.version if newest else -1
         if total.get("balances") is False:
             self._damaged.append("ledger")
+        if newest and newest.provenance["config_hash"] != config.hash():
+            self._damaged.append("config.yaml")
+            self._absent["config that trained"] = (
+                f"{newest.name} was trained with the hash {newest.provenance['config_hash']}, and config.yaml has "
+                f"another: a field that decides learning was changed, or this version of Stagecoach has other fields"
+            )
         state = f"live, up to version {version}" if status.live else status.state.value
         summary = {
             "format": FORMAT, "run_id": status.run_id, "state": state, "reason": status.reason if finished else "",
@@ -188,12 +193,9 @@ class _Writer:
         """Returns where a replay to the newest checkpoint may begin; None without an archive."""
         if newest is None or not Archive(self._store.store, self._store.run_id).segments():
             return None
-        lineage = newest.provenance["lineage"]
-        first = start_of(self._store, self._from.config)
-        if not lineage and (first != BEGINNING or not beginnings(self._from.config)):
-            return first
-        start = next(name for name, (_, manifest) in self._manifests.items() if manifest.version >= lineage)
-        self._absent["positions of earlier drops"] = f"the log leads to {newest.name} only from {start} on"
+        start = earliest_start(self._from.config, newest, self._manifests)
+        if start != BEGINNING and self._manifests[start][1].version:
+            self._absent["positions of earlier drops"] = f"the log leads to {newest.name} only from {start} on"
         return start
 
     def _ledger(self, newest: Manifest | None) -> tuple[dict[str, Any], str]:

@@ -45,7 +45,7 @@ def readme(summary: Mapping[str, Any], files: Iterable[str]) -> str:
         f"- Ledger balances: {_word(summary['ledger']['balances'])}.",
         f"- Dropped: {dropped}, of which {drops['with_position']:,} with their position in the log.",
         f"- Damaged: {damaged}.",
-        f"- Replay from the start: {_replay(replay)}.",
+        f"- Replay from {(replay or {}).get('start', 'start')}: {_replay(replay)}.",
     ]
     listed = [f"- `{name}`: {_FILES[name]}" for name in files]
     absent = [f"- {what}: {why}" for what, why in sorted(summary["absent"].items())] or ["- Nothing."]

@@ -24,7 +24,7 @@ def evidence(
         Path | None, typer.Argument(metavar="[DIR]", help="A new or empty folder; by default RUN-evidence.")
     ] = None,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Also train again from the start, and compare (archive=all).")
+        bool, typer.Option("--replay", help="Also train again over the log, and compare (archive=all).")
     ] = False,
     trust_config: TrustConfig = False,
     as_json: Json = False,

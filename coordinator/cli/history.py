@@ -2,20 +2,30 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagecoach.coordinator.cli.terminal.console import NARROW, console, progress
 from stagecoach.coordinator.cli.terminal.options import Exit, Json, TrustConfig, example, on_run
+from stagecoach.shared.base.errors import UserError
 from stagecoach.shared.base.printable import counted, figure
 
 if TYPE_CHECKING:
     from stagecoach.coordinator.run_access.run import Run
+    from stagecoach.trainer_node.replay.explanation import Explanation
 
 _SHOWN = 20
-"""Fragments in a table; `--json` has all."""
+"""Rows in a table; `--json` has all."""
 app = typer.Typer()
+
+
+class Unit(StrEnum):
+    FRAGMENT, EPISODE = "fragment", "episode"
+
+
 Start = Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")]
 Goal = Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="How far to go.")]
 
@@ -61,38 +71,65 @@ def explain(
     run: "Run",
     version: Annotated[int, typer.Option("--version", metavar="N", min=1, help="The policy version in question.")],
     last: Annotated[int, typer.Option("--last", metavar="K", min=1, help="Explain the K updates up to it.")] = 1,
+    by: Annotated[Unit, typer.Option("--by", help="Rows of the table; --json has both.")] = Unit.FRAGMENT,
+    video: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Play the episode with the largest share again, and record it as MP4."),
+    ] = None,
     trust_config: TrustConfig = False,
     as_json: Json = False,
 ) -> None:
-    """Rank what moved the policy to a version, by worker and fragment (archive=all)."""
-    from rich.table import Column, Table
+    """Rank what moved the policy to a version, by worker, fragment and episode (archive=all)."""
+    from stagecoach.coordinator.catalog.checkpoint_lookup import require_recorder
 
+    if video is not None:
+        require_recorder()
     with _learning_again(as_json) as shown:
         found = run.explain(version, last, shown, trust_config=trust_config)
-    if as_json:
-        console.json(found.as_dict())
-        return
-    if not found.influences:
+    if not as_json and not found.influences:
         console.text("nothing was learned in these updates: warm-up, or no agent has acted")
-        return
-    replaying = found.influences[0].gradient_norm is None
+    elif not as_json:
+        _show_explanation(found, by)
+    if video is not None and not found.episodes:
+        raise UserError(
+            "--video: no episode is explained; a recurrent policy learns fragments, and warm-up learns nothing"
+        )
+    played = None if video is None else run.play_again(found.episodes[0], video, trust_config=trust_config)
+    if as_json:
+        console.json(found.as_dict() | {"video": None if played is None else vars(played)})
+    elif played is not None:
+        what = f"environment {played.environment} of {played.worker}, episode {played.episode} (seed {played.seed})"
+        paid = f"; step {played.other_reward_at} pays another reward here" if played.other_reward_at else ""
+        upto = "" if played.ended else ", as far as it is in the archive"
+        console.text(f"video: {played.path}: {what}, {counted(played.steps, 'step')}{upto}, as recorded{paid}")
+
+
+def _show_explanation(found: "Explanation", by: Unit) -> None:
+    from rich.table import Column, Table
+
+    each_is, ranked = by.value, found.influences if by is Unit.FRAGMENT else found.episodes
+    if not ranked:
+        raise UserError("--by episode: a recurrent policy learns whole fragments, whatever episode a step is of")
+    replaying = ranked[0].gradient_norm is None
     measured = ("rows", "TD error") if replaying else ("gradient", "cosine", "advantage", "KL")
-    titles = "version", "worker", "position", "share", *measured, "return"
+    of_episode = () if by is Unit.FRAGMENT else ("slot", "end")
+    titles = "version", "worker", "position", *of_episode, "share", *measured, "return"
     table = Table(*(Column(title, overflow="fold") for title in titles), **NARROW)
-    for each in found.influences[:_SHOWN]:
+    for each in ranked[:_SHOWN]:
         if replaying:
             numbers = [f"{each.transitions}", f"{each.td_error:.3g}"]
         else:
             named = (each.gradient_norm, ".3g"), (each.cosine, ".2f"), (each.advantage, ".3g"), (each.kl, ".4f")
             numbers = ["" if value is None else format(value, form) for value, form in named]
-        first = str(each.version), each.worker, each.position, f"{each.share:.0%}"
+        where = () if by is Unit.FRAGMENT else (str(each.slot), "" if each.last_step is None else str(each.last_step))
+        first = str(each.version), each.worker, each.position, *where, f"{each.share:.0%}"
         table.add_row(*first, *numbers, figure(each.mean_return))
     console.print(table)
-    whole, shown_of = len(found.influences), min(len(found.influences), _SHOWN)
+    whole, shown_of = len(ranked), min(len(ranked), _SHOWN)
     parts = ", ".join(f"{worker or 'older fragments'} {share:.0%}" for worker, share in found.by_worker.items())
     console.text(
         f"by worker: {parts}",
-        f"{shown_of} of {counted(whole, 'fragment')}, learned again from {found.start}; share: of the "
+        f"{shown_of} of {counted(whole, each_is)}, learned again from {found.start}; share: of the "
         + ("TD errors of the rows drawn" if replaying else "gradient norms of the update"),
     )
 

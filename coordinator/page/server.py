@@ -48,7 +48,7 @@ from stagecoach.shared.base.failure import reason_in_words
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
 _MOST_INFLUENCES = 100
-"""Fragments in an explanation; `stagecoach explain --json` has all."""
+"""Fragments, and episodes, in an explanation; `stagecoach explain --json` has all."""
 _MAX_BODY, _BODY_SECONDS = 64 * 1024, 10.0
 
 
@@ -185,7 +185,8 @@ class _Page:
             found = run.explain(version, last).as_dict()
         finally:
             self._learning.release()
-        return JSONResponse(jsonable(found | {"influences": found["influences"][:_MOST_INFLUENCES]}))
+        first = {name: found[name][:_MOST_INFLUENCES] for name in ("influences", "episodes")}
+        return JSONResponse(jsonable(found | first))
 
     async def updates(self, request: Request) -> Response:
         view = await run_in_threadpool(self._views.of, request.path_params["run_id"])

@@ -36,9 +36,8 @@ from stagecoach.shared.protocol.events import Event, emit
 from stagecoach.shared.protocol.flow_control import Flow
 from stagecoach.shared.protocol.heartbeat import Wait, poll
 from stagecoach.shared.protocol.quarantine import drop_ranges
-from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import Rows
-from stagecoach.trainer_node.replay.rerun import BEGINNING
+from stagecoach.trainer_node.replay.rerun import earliest_start, open_archive
 
 _POLL_SECONDS = 0.25
 
@@ -300,12 +299,21 @@ class Run(RunHistory):
         ))  # fmt: skip
 
     def _replayed(self, trust_config: bool) -> dict[str, Any]:
-        """Result of a replay from the start; one that fails over damaged data is part of the result."""
-        goal = "final" if self.checkpoint_store().marked("final") else "latest"
-        if not Archive(self.checkpoint_store().store, self.run_id).segments():
-            raise UserError(f"--replay: run {self.run_id!r} has no archive of its log; archive=all keeps one")
+        """Result of the longest replay to the last checkpoint; one that fails over damage is part of the result."""
+        store = self.checkpoint_store()
         try:
-            found = self.replay(BEGINNING, goal, trust_config=trust_config)
+            open_archive(store, self.config)
+        except ArchiveIncomplete as error:
+            raise UserError(f"--replay: {error}") from None
+        try:
+            goal = store.manifest(store.resolve("final" if store.marked("final") else "latest"))
+            start = earliest_start(self.config, goal, store.names())
+            if start == goal.name:
+                raise UserError(
+                    f"--replay: with version {goal.provenance['lineage']} the run went back to an older checkpoint, "
+                    f"and of those since then only {goal.name} is kept, so there is nothing to replay"
+                )
+            found = self.replay(start, goal.name, trust_config=trust_config)
         except (ArchiveIncomplete, CheckpointDamaged) as error:
             return {"equal": False, "error": str(error)}
         return {**vars(found), "equal": found.equal}

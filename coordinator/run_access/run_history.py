@@ -7,10 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import ge, gt, le, lt
+from pathlib import Path
 
 import numpy as np
 
 from stagecoach.coordinator.catalog.checkpoint_lookup import POLICY_OBJECT, policies_of
+from stagecoach.coordinator.catalog.episode_video import EpisodeVideo, play_again
 from stagecoach.coordinator.catalog.run_folder import RunFolder
 from stagecoach.coordinator.run_access.run_checkpoints import RunCheckpoints
 from stagecoach.rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
@@ -28,7 +30,7 @@ from stagecoach.shared.storage.log_archive import Archive, experience
 from stagecoach.shared.storage.metric_log import TRAIN, VERSION, Rows, read
 from stagecoach.trainer_node.replay import what_if as other
 from stagecoach.trainer_node.replay.comparison import Replayed, replay
-from stagecoach.trainer_node.replay.explanation import Explanation, explain
+from stagecoach.trainer_node.replay.explanation import Explanation, Influence, explain
 from stagecoach.trainer_node.replay.rerun import BEGINNING, kept_around, rerun, start_of
 from stagecoach.trainer_node.replay.what_if import LeftOut, WhatIf
 
@@ -131,7 +133,7 @@ class RunHistory(RunCheckpoints):
         self, version: int, last: int = 1, progress: Progress = lambda version, last: None, *,
         trust_config: bool = False,
     ) -> Explanation:  # fmt: skip
-        """Ranks what moved the policy by fragment: `run.explain(120).influences[0].worker`.
+        """Ranks what moved the policy, by fragment and episode: `run.explain(120).influences[0].worker`.
 
         Args:
             version: The policy version in question.
@@ -140,7 +142,8 @@ class RunHistory(RunCheckpoints):
             trust_config: Lets a config from another machine name code to import.
 
         Returns:
-            Gradients, advantages and KL of each fragment, largest first; with a replay buffer, TD errors.
+            Gradients, advantages and KL of each fragment (`influences`) and episode (`episodes`), largest first; with
+            a replay buffer, TD errors.
 
         Raises:
             ArchiveIncomplete: Experience is missing.
@@ -149,6 +152,27 @@ class RunHistory(RunCheckpoints):
         self._prepare_imports(trust_config)
         store = self.checkpoint_store()
         return explain(store, self.config, store.description(), version, last, progress)
+
+    def play_again(self, episode: Influence, video: str | Path, *, trust_config: bool = False) -> EpisodeVideo:
+        """Films a training episode by its recorded actions: `run.play_again(run.explain(120).episodes[0], "a.mp4")`.
+
+        Args:
+            episode: One of the episodes of an explanation.
+            video: The MP4 file to write.
+            trust_config: Lets a config from another machine name code to import.
+
+        Returns:
+            The file, and the seed that the episode was reset with.
+
+        Raises:
+            ArchiveIncomplete: Experience is missing.
+            EnvironmentUnusable: The environment cannot be drawn, or does something else than was recorded.
+            UserError: The run's kind of environment cannot be played again, or the config needs trust.
+        """
+        self._prepare_imports(trust_config)
+        store = self.checkpoint_store()
+        archive = Archive(store.store, store.run_id)
+        return play_again(archive, self.config, store.description(), episode, Path(video))
 
     def bisect(
         self, when: str, goal: str = "latest", progress: Callable[[str], None] = lambda text: None, *,

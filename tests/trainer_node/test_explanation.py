@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from stagecoach.shared.base.errors import ArchiveIncomplete, UserError
-from stagecoach.trainer_node.replay.explanation import _BatchWatch, explain
+from stagecoach.shared.experience.fragment import Fragment
+from stagecoach.trainer_node.replay.explanation import EpisodeLabels, Influence, _BatchWatch, explain
 from stagecoach.trainer_node.replay.rerun import rerun
-from tests.support.runs.game import NewGame, archived, small
+from tests.support.runs.game import STEPS_PER_UPDATE, NewGame, archived, damage, small
 
 ON_POLICY = [
     {"name": "ppo"}, {"name": "a2c"}, {"name": "a2c", "normalize_advantages": True}, {"name": "appo"},
@@ -24,12 +25,17 @@ def test_gradients_of_fragments_add_up_to_the_updates(new_game: NewGame, algorit
 
 
 def test_gradients_of_sequences_add_up_to_the_updates(new_game: NewGame) -> None:
-    check_sum(
-        new_game, policies={"default": {"hidden_sizes": [8], "core": "gru", "core_size": 8, "share_encoder": True}}
-    )
+    core = {"hidden_sizes": [8], "core": "gru", "core_size": 8, "share_encoder": True}
+    check_sum(new_game, by_episode=False, policies={"default": core})
 
 
-def check_sum(new_game: NewGame, **sections: Any) -> None:
+def whole_ones(taken: list[Fragment], ended: list[Influence]) -> list[Influence]:
+    """Returns the episodes, which CartPole pays 1 a step, that begin and end in the same fragment."""
+    ends = {item.position: item.columns["default"]["terminated"] for item in taken}
+    return [each for each in ended if ends[each.position][: each.last_step, each.slot].any()]
+
+
+def check_sum(new_game: NewGame, by_episode: bool = True, **sections: Any) -> None:
     sections = {"policies": {"default": {"hidden_sizes": [8]}}} | sections
     game = new_game(archived(rollout={"fragments_per_update": 3, "fragment_steps": 8}, **sections))
     game.another_worker(1)
@@ -45,7 +51,7 @@ def check_sum(new_game: NewGame, **sections: Any) -> None:
         algorithm: Any = again.learner.algorithms["default"]
         while again.version < goal.manifest.version:
             taken, wholes = again.take(), list[torch.Tensor]()
-            watch = _BatchWatch(algorithm, "default", taken)
+            watch = _BatchWatch(algorithm, "default", taken, EpisodeLabels(role.description()))
 
             def both(batch: Any, arguments: Any, watch: Any = watch, wholes: Any = wholes) -> None:
                 watch(batch, arguments)
@@ -58,8 +64,18 @@ def check_sum(new_game: NewGame, **sections: Any) -> None:
             algorithm.watch = both
             again.learn(taken)
             (whole,) = wholes
-            torch.testing.assert_close(sum(part for _, part in watch.found), whole, rtol=1e-3, atol=1e-5)
-            told = watch.influences()
+            for parts in (watch.found, [its for _, _, its in watch._episodes]) if by_episode else (watch.found,):
+                gradients = [its.gradient for its in parts if its.gradient is not None]
+                torch.testing.assert_close(sum(gradients), whole, rtol=1e-3, atol=1e-5)
+            told, episodes = watch.influences()
+            assert bool(episodes) == by_episode
+            if by_episode:
+                assert sum(each.share for each in episodes) == pytest.approx(1.0)
+                assert sum(each.transitions for each in episodes) == sum(each.transitions for each in told)
+                ended = [each for each in episodes if each.last_step is not None]
+                records = sorted(record.episode_return for item in taken for record in item.header.episodes)
+                assert sorted(each.mean_return for each in ended if each.mean_return is not None) == records
+                assert all(each.mean_return == each.transitions for each in whole_ones(taken, ended))
             assert sum(each.share for each in told) == pytest.approx(1.0)
             assert [each.position for each in told] == [item.position for item in taken]
             assert {each.worker for each in told} <= {"worker-0", "worker-1"}
@@ -81,6 +97,10 @@ def test_td_errors_of_drawn_rows_are_summed_by_fragment(new_game: NewGame) -> No
         mean = sum((each.td_error or 0) * each.transitions for each in its) / drawn
         assert mean == pytest.approx(found.metrics[version]["train/td_error"], rel=1e-4)
         assert {each.worker for each in its} == {"worker-0"}
+        episodes = [each for each in found.episodes if each.version == version]
+        assert sum(each.transitions for each in episodes) == drawn
+        assert sum(each.share for each in episodes) == pytest.approx(1.0)
+        assert len(episodes) > len(its) and any(each.mean_return is not None for each in episodes)
 
 
 def test_versions_that_are_not_there_are_refused(new_game: NewGame) -> None:
@@ -94,3 +114,21 @@ def test_versions_that_are_not_there_are_refused(new_game: NewGame) -> None:
     other.finish()
     with pytest.raises(ArchiveIncomplete, match="archive=all"):
         explain(other.role.checkpoints, other.role.config, other.role.description(), 6)
+
+
+def test_abandoned_version_names_the_rollback(new_game: NewGame) -> None:
+    game = new_game(archived())
+    game.play_to(5, durable=True)
+    game.crash()
+    damage(game, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt")
+    game.restart()  # the log behind version 2 is trimmed, so it continues as version 6
+    game.finish()
+    role = game.role
+    for version, last, asked in [(5, 1, "to version 5"), (6, 1, "to version 6"), (7, 2, "to versions 6 to 7")]:
+        with pytest.raises(UserError) as caught:
+            explain(role.checkpoints, role.config, role.description(), version, last)
+        went = f"with version 6 the run went back to 2_Step-{2 * STEPS_PER_UPDATE}.ckpt and abandoned"
+        assert asked in str(caught.value) and went in str(caught.value)
+        newest = role.checkpoints.manifest(role.checkpoints.resolve("latest")).version
+        assert f"explained: 1 to 4, 7 to {newest};" in str(caught.value)
+    assert explain(role.checkpoints, role.config, role.description(), 7).start.startswith("6_")

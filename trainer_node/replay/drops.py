@@ -35,7 +35,7 @@ def dropped_entries(checkpoints: CheckpointStore, config: Config, start: str, go
     not what the ledger of `goal` accounts for.
     """
     aim, found = checkpoints.load(goal, only=snapshot.STATE), list[DroppedEntry]()
-    read, description = open_archive(checkpoints).read, checkpoints.description()
+    read, description = open_archive(checkpoints, config).read, checkpoints.description()
     version = updates = 0
 
     def observe(entry: LogEntry, reason: DropReason, fragments: int, detail: str) -> None:

@@ -3,7 +3,7 @@
 The same consumer and the same learner as the trainer's. On a CPU with the same PyTorch it reaches the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from stagecoach.shared.experience.counters import Phase
 from stagecoach.shared.experience.fragment import Fragment
 from stagecoach.shared.experience.spaces import EnvironmentDescription
 from stagecoach.shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
-from stagecoach.shared.storage.log_archive import Archive
+from stagecoach.shared.storage.log_archive import EXPERIENCE, Archive
 from stagecoach.trainer_node.distributed.leader import Leader, SingleProcess
 from stagecoach.trainer_node.distributed.local_followers import local_ranks
 from stagecoach.trainer_node.learning.learner import Learner, make_learner, set_up_torch
@@ -109,12 +109,25 @@ def start_of(checkpoints: CheckpointStore, config: Config, start: str = BEGINNIN
     return next(first, BEGINNING)
 
 
-def open_archive(checkpoints: CheckpointStore) -> Archive:
+def earliest_start(config: Config, goal: Manifest, kept: Iterable[str]) -> str:
+    """Returns where the longest replay to `goal` begins: `start`, or the first of the `kept` checkpoints of its lineage
+    (at worst itself) if the run went back before it, or began with what another one had learned."""
+    lineage: int = goal.provenance["lineage"]
+    if not lineage and not beginnings(config):
+        return BEGINNING
+    known = ((its, name) for name in kept if (its := checkpoint_version(name)) is not None and its >= lineage)
+    return min(known, default=(goal.version, goal.name))[1]
+
+
+def open_archive(checkpoints: CheckpointStore, config: Config) -> Archive:
     """Returns the archive; raises `ArchiveIncomplete` if the run has none."""
     archive = Archive(checkpoints.store, checkpoints.run_id)
     if not archive.segments():
-        what = f"run {checkpoints.run_id} has no archive of its log"
-        raise ArchiveIncomplete(f"{what}; train with archive=all to have one")
+        raise ArchiveIncomplete(
+            f"run {checkpoints.run_id} has no archive of its log: its config says archive.keep={config.archive.keep}, "
+            f"and its store has nothing in {EXPERIENCE}. What was not kept cannot be had later; train a new run with "
+            f"archive=all (archive.keep: all)"
+        )
     return archive
 
 
@@ -134,7 +147,7 @@ def rerun(
         )
     lineage = snapshot.read_state(goal).lineage
     learner = make_learner(config, description, read_dataset=read_dataset)
-    archive = open_archive(checkpoints)
+    archive = open_archive(checkpoints, config)
     consumer = LogConsumer(checkpoints.run_id, config, description, archive.read, None)
     version = 0
     if start != BEGINNING:

@@ -43,17 +43,20 @@ export function explain(runId, version) {
   dialog.showModal();
 }
 
-function table({ influences, by_worker: byWorker, start }) {
+function table({ influences, episodes, by_worker: byWorker, start }) {
   if (!influences.length) return [el("p", {}, "Nothing was learned in these updates.")];
+  const workers = Object.entries(byWorker).map(([worker, share]) => `${worker || "older fragments"} ${percent(share)}`);
+  const found = [el("p", {}, `By worker: ${workers.join(", ")}. Learned again from ${start}.`), ranked(influences)];
+  return episodes.length ? [...found, el("h3", {}, "By episode"), ranked(episodes)] : found;
+}
+
+function ranked(influences) {
   const measures = MEASURES.filter(([, name]) => influences.some((each) => each[name] !== null));
   const heads = ["version", "worker", "position", "rows", "share", ...measures.map(([label]) => label)];
   const rows = influences.map((each) => {
     const first = [whole(each.version), each.worker, each.position, whole(each.transitions), percent(each.share)];
     return el("tr", {}, ...[...first, ...measures.map(([, name]) => figure(each[name]))].map((text) => el("td", {}, text)));
   });
-  const workers = Object.entries(byWorker).map(([worker, share]) => `${worker || "older fragments"} ${percent(share)}`);
-  return [
-    el("p", {}, `By worker: ${workers.join(", ")}. Learned again from ${start}.`),
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", {}, text)))), el("tbody", {}, ...rows))),
-  ];
+  const head = el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", {}, text))));
+  return el("div", { class: "scroll" }, el("table", {}, head, el("tbody", {}, ...rows)));
 }

@@ -135,7 +135,7 @@ def test_each_drop_is_listed_with_its_position(stagecoach: Stagecoach, run: Path
 def test_without_archive_drops_are_counted_by_reason(stagecoach: Stagecoach, run: Path) -> None:
     shutil.rmtree(run / "experience")
     told = stagecoach("evidence", "a", "found").ok()
-    assert "positions of drops: run a has no archive of its log; train with archive=all" in told
+    assert "positions of drops: run a has no archive of its log: its config says archive.keep=all" in told
     rest = [row for row in rows(Path("found/drops.csv")) if row["reason"] == "foreign"]
     assert [(row["position"], row["fragments"], row["detail"]) for row in rest] == [
         ("", "1", "the position is not known")
@@ -170,6 +170,9 @@ def test_run_that_went_back_lists_drops_since_then(stagecoach: Stagecoach, run: 
     begin = found["replay_from"]
     assert begin != "start" and f"only from {begin} on" in found["absent"]["positions of earlier drops"]
     assert stagecoach("replay", "a", "--from", begin, "--to", found["up_to"], "--json").json()["equal"]
+    replayed = stagecoach("evidence", "a", "replayed", "--replay", "--json").json()["replay"]
+    assert replayed["equal"] and (replayed["start"], replayed["goal"]) == (begin, found["up_to"]) and begin != "start"
+    assert f"- Replay from {begin}: equal" in Path("replayed/README.md").read_text()
     (stranger,) = [row for row in rows(Path("found/drops.csv")) if row["reason"] == "foreign"]
     assert stranger["position"] == "" and f"or before {begin}" in stranger["detail"]
 
@@ -185,6 +188,25 @@ def test_damaged_object_is_named_and_ends_with_1(stagecoach: Stagecoach, run: Pa
     assert summary(Path("found"))["damaged"] == [final] and sums_are_right(Path("found"))
     done = stagecoach("evidence", "a", "replayed", "--replay")
     assert done.code == 1 and "was altered" in summary(Path("replayed"))["replay"]["error"]
+
+
+def test_nothing_to_replay_since_a_rollback_is_refused(stagecoach: Stagecoach, run: Path) -> None:
+    origin = stagecoach("checkpoints", "a", "--json").json()[0]
+    goal = f"stop_at.updates={origin['updates'] + 3}"
+    stagecoach("resume", "a", "--inline", "--from", origin["name"], "--set", goal).ok()
+    *others, last = (each["name"] for each in stagecoach("checkpoints", "a", "--json").json())
+    for name in others:
+        shutil.rmtree(run / "checkpoints" / name)
+    done = stagecoach("evidence", "a", "found", "--replay")
+    check_refused(done, "--replay: ", "went back", f"only {last} is kept", "nothing to replay")
+
+
+def test_altered_config_is_damage(stagecoach: Stagecoach, run: Path) -> None:
+    path = Path("runs/a/config.yaml")
+    path.write_text(path.read_text().replace("gamma: 0.99", "gamma: 0.9"))
+    done = stagecoach("evidence", "a", "found")
+    assert done.code == 1 and "damaged: config.yaml" in done.out
+    assert "was trained with the hash" in summary(Path("found"))["absent"]["config that trained"]
 
 
 def test_ledger_that_does_not_balance_ends_with_1(stagecoach: Stagecoach, run: Path) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from stagecoach.coordinator.run_access.run import Run
 from stagecoach.coordinator.run_access.run_history import Condition, _Halving
-from stagecoach.shared.base.errors import ArchiveIncomplete, ConfigError, RunExists, UserError
+from stagecoach.shared.base.errors import ArchiveIncomplete, ConfigError, EnvironmentUnusable, RunExists, UserError
 from stagecoach.shared.config.loading import parse_config
 from stagecoach.shared.protocol.heartbeat import Wait, poll
+from stagecoach.shared.storage.log_archive import Archive
 from stagecoach.shared.storage.metric_log import VERSION, Rows
 from tests.support.processes.command_line import Stagecoach
 
@@ -195,10 +197,65 @@ def test_runs_without_an_archive_name_the_setting(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
+def test_explained_episodes_are_played_again(run: Run, tmp_path: Path) -> None:
+    found = run.explain(20, 3)
+    several = [found.episodes[0], next(its for its in found.episodes if its.last_step is None)]
+    fragments = {item.position: item for item in run.experience()}
+    for number, episode in enumerate(several):
+        video = run.play_again(episode, tmp_path / "videos" / f"{number}.mp4")
+        assert video.path.stat().st_size > 1000 and video.ended and video.other_reward_at is None
+        assert (video.worker, video.environment) == (episode.worker, episode.slot)
+        header = fragments[episode.position].header
+        assert episode.acted_by == header.version and video.episode_return == video.steps
+        if episode.last_step is not None:
+            assert episode.mean_return == video.steps in [its.episode_return for its in header.episodes]
+
+
+def test_first_step_that_differs_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = CartPoleEnv.step
+    episode, calls = run.explain(20).episodes[0], [0]
+
+    def overpaying(self: CartPoleEnv, action: Any) -> Any:
+        observation, reward, *rest = step(self, action)
+        return observation, 1000 * reward, *rest
+
+    monkeypatch.setattr(CartPoleEnv, "step", overpaying)
+    assert run.play_again(episode, tmp_path / "paid.mp4").other_reward_at == 1
+
+    def drifting(self: CartPoleEnv, action: Any) -> Any:
+        observation, *rest = step(self, action)
+        calls[0] += 1
+        return observation + (calls[0] == 4), *rest
+
+    monkeypatch.setattr(CartPoleEnv, "step", drifting)
+    with pytest.raises(EnvironmentUnusable, match=r"another observation than was recorded at step 5 of \d+ \(seed"):
+        run.play_again(episode, tmp_path / "drifts.mp4")
+    assert not (tmp_path / "drifts.mp4").exists()
+
+
+def test_seed_is_found_behind_a_fragment_that_is_in_no_log(run: Run, tmp_path: Path) -> None:
+    episode = next(its for its in run.explain(20, 3).episodes if its.worker == "worker-1")
+    expected = run.play_again(episode, tmp_path / "whole.mp4")
+    shutil.copytree(run.folder.path, tmp_path / "mine")
+    less = Run.attach("mine", tmp_path)
+    store = less.checkpoint_store()
+    archive, lost = Archive(store.store, "mine"), [its.position for its in less.experience()
+                                                  if its.header.worker_id == "worker-1"][1]  # fmt: skip
+    for segment in archive.segments():
+        kept = [entry for entry in archive.entries(segment.after, segment.through) if entry.id != lost]
+        archive.delete(segment)
+        archive.write(segment.after, segment.through, kept)
+    found = less.play_again(episode, tmp_path / "less.mp4")
+    assert (found.seed, found.episode) == (expected.seed, expected.episode)
+
+
 def test_commands_print_what_was_found(run: Run, stagecoach: Stagecoach) -> None:
     where = ("--runs-dir", str(run.config.runs_dir))
     said = stagecoach("explain", "mine", "--version", "20", "--last", "3", *where).out
     assert "by worker: " in said and "learned again from 15_Step-3840.ckpt" in said
+    said = stagecoach("explain", "mine", "--version", "20", "--by", "episode", "--video", "worst.mp4", *where).out
+    assert "episodes, learned again" in said and "video: worst.mp4: environment " in said and "as recorded" in said
+    assert Path("worst.mp4").read_bytes()[4:8] == b"ftyp"
     said = stagecoach("bisect", "mine", "--when", "train/entropy < 0.69", *where).out
     assert "stagecoach explain mine --version" in said
     said = stagecoach("what-if", "mine", "--without", "worker-2", "--run-id", "other", *where).out
