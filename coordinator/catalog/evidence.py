@@ -244,8 +244,8 @@ class _Writer:
 
     def _damage_behind(self, error: Exception) -> list[str]:
         """Names what is damaged if the archive cannot be judged again; that of a live run ends a little behind."""
-        if isinstance(error, CheckpointError):
-            return ["environment.json"]
+        if isinstance(error, CheckpointError):  # verdicts name checkpoints; those of a live run may be pruned meanwhile
+            return ["environment.json"] if unless_damaged(self._store.description) is None else []
         archived = Archive(self._store.store, self._store.run_id).segments()
         ended = unless_damaged(lambda: self._store.marker(FINISHED)) is not None
         return ["experience"] if isinstance(error, ArchiveIncomplete) and archived and ended else []
