@@ -26,7 +26,8 @@ whether it came out. Trust ratios more than single figures: machines differ, and
 again and compares ratios. A page is marked as old 300 commits after its own.
 
 Measured by other programs: [learner kernels](kernels.md), [rehearsal with 200 workers](rehearsal.md), [soak](soak.md),
-[what a gateway loses](gateway-losses.md), [tuned settings](tuned-settings.md).
+[what a gateway loses](gateway-losses.md), [tuned settings](tuned-settings.md),
+[populations that are killed](population.md).
 No longer measured: [history](history.md).
 
 | benchmark | measured | commit | repeats | aims reached | |
