@@ -19,6 +19,7 @@ from stagecoach.rollout_worker.environments.factory import make_environment, par
 from stagecoach.rollout_worker.environments.seeding import SeedLineage, episode_seed
 from stagecoach.rollout_worker.environments.vector_env import call_layers, pick
 from stagecoach.shared.base.errors import EnvironmentUnusable, FragmentError, UserError, headline
+from stagecoach.shared.base.printable import counted
 from stagecoach.shared.base.user_code import with_extra
 from stagecoach.shared.config.run_config import Config
 from stagecoach.shared.experience.counters import Phase
@@ -113,7 +114,8 @@ def play_again(
             differs = max(differs, problem)
         else:
             step, what = differs
-            lost = f", also with the seeds of the {len(numbers) - 1:,} episodes after it" if len(numbers) > 1 else ""
+            after = counted(len(numbers) - 1, "episode")
+            lost = f", also with the seeds of {after} after it" if len(numbers) > 1 else ""
             raise EnvironmentUnusable(
                 f"{config.environment.id} does not play the episode again: {what} at step {step + 1} of "
                 f"{len(found.actions)} (seed {episode_seed(first, found.number)}{lost}), so no video was written; an "
